@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k of an early head over a vocabulary that is split across tensor-parallel ranks.
+
+Each rank reduces its own shard to (value, token id) pairs and one log-sum-exp; only those are exchanged, so
+the traffic is k + 1 numbers a row and rank instead of a vocabulary of logits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class ShardTopK(NamedTuple):
+    """What one rank knows of its shard."""
+
+    values: torch.Tensor  # [rows, k] float32, descending
+    token_ids: torch.Tensor  # [rows, k] int64, ids in the whole vocabulary
+    logsumexp: torch.Tensor  # [rows] float32, over the shard
+
+
+def shard_topk(
+    logits: torch.Tensor,  # [rows, shard width], padding included
+    k: int,
+    vocab_start: int,
+    num_valid: int,
+    with_logsumexp: bool = True,
+) -> ShardTopK:
+    """Reduce one shard's logits to its k best entries.
+
+    Args:
+        logits: this rank's logits; columns from num_valid on are padding and are never returned.
+        k: entries a row, 1 <= k <= num_valid.
+        vocab_start: id of the shard's first token in the whole vocabulary.
+        num_valid: columns that are real tokens.
+        with_logsumexp: whether a probability will be asked for; otherwise zeros are returned and no pass is spent.
+
+    Raises:
+        ValueError: if k is not within 1..num_valid.
+    """
+    if not 1 <= k <= num_valid:
+        raise ValueError(f"k={k} is outside 1..{num_valid}, the number of tokens in this shard")
+    logits = logits[:, :num_valid]
+    # max() is a single pass where topk() sorts; k = 1 is the common case.
+    values, columns = logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
+    if with_logsumexp:
+        logsumexp = torch.logsumexp(logits.float(), dim=-1)
+    else:
+        logsumexp = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
+    return ShardTopK(values.float(), columns + vocab_start, logsumexp)
+
+
+def merge_topk(
+    values: torch.Tensor,  # [rows, shards, k]
+    token_ids: torch.Tensor,  # [rows, shards, k]
+    logsumexps: torch.Tensor,  # [rows, shards]
+    k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the shards' results into the whole vocabulary's.
+
+    Ties go to the lower shard, hence to the lower token id, on every rank alike.
+
+    Returns:
+        (token ids [rows, k] int64, probabilities [rows, k] float32).
+    """
+    rows = values.shape[0]
+    flat_values = values.reshape(rows, -1)
+    # A stable sort is what makes the order of ties the same everywhere; topk promises none.
+    order = flat_values.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    best = flat_values.gather(-1, order)
+    ids = token_ids.reshape(rows, -1).gather(-1, order).to(torch.int64)
+    total = torch.logsumexp(logsumexps, dim=-1, keepdim=True)
+    return ids, (best - total).exp()

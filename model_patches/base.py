@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cut of a model: its decoder layers as consecutive stacks, each of which runs on its own.
+
+    token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last stack: layers ..L, norm] -> hidden
+
+The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
+draft, and the deep pass that completes deferred KV.
+"""
+
+from __future__ import annotations
+
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_ppd.model_patches.families import adapter_path
+
+# (hidden, residual) at a cut, both [tokens, hidden size]; families without a residual stream have None.
+CutState = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Adapter(ABC):
+    """What a family must say of itself to be cut. Holds the loaded model; adds no weights."""
+
+    has_residual: bool
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model  # the causal LM as vLLM loaded it
+
+    @property
+    @abstractmethod
+    def decoder(self) -> nn.Module:
+        """The decoder module whose forward is replaced by the cut."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> Sequence[nn.Module]:
+        """All decoder layers, in order."""
+
+    @abstractmethod
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [tokens] to hidden states [tokens, hidden]."""
+
+    @abstractmethod
+    def run(
+        self,
+        layers: Sequence[nn.Module],
+        positions: torch.Tensor,  # [tokens]
+        hidden: torch.Tensor,  # [tokens, hidden]
+        residual: torch.Tensor | None,
+    ) -> CutState:
+        """Run consecutive layers."""
+
+    @abstractmethod
+    def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """The target's final norm: [tokens, hidden]. May overwrite its inputs."""
+
+    @abstractmethod
+    def replace_forward(self, cut: ModelCut) -> None:
+        """Make the decoder run as the cut's stacks in a row."""
+
+
+class Stack(nn.Module):
+    """Consecutive layers [start, stop) of the target; the first also embeds, the last also norms."""
+
+    def __init__(self, *, adapter: Adapter, start: int, stop: int) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.start, self.stop = start, stop
+        self.layers = adapter.layers[start:stop]
+        self.is_last = stop == len(adapter.layers)
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor | CutState:
+        hidden, residual = self.adapter.run(self.layers, positions, hidden, residual)
+        return self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
+
+
+class FirstStack(Stack):
+    """The stack that starts from token ids."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> CutState:  # type: ignore[override]
+        return self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None)
+
+
+def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
+    """Build a stack with vLLM's compilation support.
+
+    vLLM keys compiled code by class and code object; two stacks of one class would run each other's layers. Each
+    stack therefore gets a class and a code object of its own.
+    """
+    name = f"{base.__name__}_{kwargs['start']}_{kwargs['stop']}"
+    code = base.forward.__code__.replace(co_name=name)
+    forward = types.FunctionType(code, base.forward.__globals__, name, None, base.forward.__closure__)
+    forward.__qualname__ = f"{name}.forward"
+    forward.__annotations__ = dict(base.forward.__annotations__)
+    tokens_first = {"input_ids": 0, "positions": 0} if base is FirstStack else {"positions": 0, "hidden": 0, "residual": 0}
+    cls = type(name, (base,), {"forward": forward, "__module__": base.__module__})
+    cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)  # type: ignore[call-overload]
+    return cls(vllm_config=vllm_config, **kwargs)
+
+
+class ModelCut:
+    """A loaded model, cut at exit layers.
+
+    Args:
+        model: the causal LM as vLLM loaded it (one pipeline stage).
+        vllm_config: vLLM's configuration; its compilation mode is the stacks' too.
+        exit_layers: ascending layer counts after which a draft may be read, each in 1..L-1.
+
+    Raises:
+        ValueError: if the family cannot be cut or an exit layer is out of range.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, exit_layers: Sequence[int]) -> None:
+        module, _, name = adapter_path(vllm_config.model_config.architectures).rpartition(".")
+        self.adapter: Adapter = getattr(import_module(module), name)(model)
+        num_layers = len(self.adapter.layers)
+        if list(exit_layers) != sorted(set(exit_layers)) or not all(1 <= e < num_layers for e in exit_layers):
+            raise ValueError(f"exit layers {list(exit_layers)} are not ascending within 1..{num_layers - 1}")
+        self.exit_layers = tuple(exit_layers)
+        bounds = [0, *exit_layers, num_layers]
+        self.stacks: list[Stack] = [
+            _compiled_stack(
+                FirstStack if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop
+            )
+            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+        # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
+        self.junction: CutState | None = None
+        self.adapter.replace_forward(self)
+
+    def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the buffers that stand between stacks when CUDA graphs are on."""
+        hidden = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
+        self.junction = (hidden, torch.zeros_like(hidden) if self.adapter.has_residual else None)
+
+    def at_junction(self, state: CutState) -> CutState:
+        """The state where the next stack expects it: itself, or its copy in the junction."""
+        if self.junction is None:
+            return state
+        views = tuple(
+            None if buffer is None or part is None else buffer[: part.shape[0]].copy_(part)
+            for buffer, part in zip(self.junction, state, strict=True)
+        )
+        return views[0], views[1]  # type: ignore[return-value]
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The whole model: [tokens] ids to normed hidden states [tokens, hidden]."""
+        state = self.stacks[0](input_ids, positions)
+        for stack in self.stacks[1:-1]:
+            state = stack(positions, *self.at_junction(state))
+        return self.stacks[-1](positions, *self.at_junction(state))
+
+    def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
+        """Those of vLLM's attention layer names that belong to a stack."""
+        stack = self.stacks[level]
+        return [name for name in names if stack.start <= extract_layer_index(name) < stack.stop]

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which families can be cut, and by which adapter. Imports no model code, so that it can refuse before one loads."""
+
+from __future__ import annotations
+
+LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
+NEOX = "vllm_ppd.model_patches.neox.NeoXAdapter"
+
+# Architecture name (as in the model's config.json) -> adapter.
+FAMILIES: dict[str, str] = {
+    "LlamaForCausalLM": LLAMA_LIKE,
+    "MistralForCausalLM": LLAMA_LIKE,
+    "Qwen2ForCausalLM": LLAMA_LIKE,
+    "Qwen3ForCausalLM": LLAMA_LIKE,
+    "Qwen3MoeForCausalLM": LLAMA_LIKE,
+    "Gemma3ForCausalLM": LLAMA_LIKE,
+    "Phi3ForCausalLM": LLAMA_LIKE,
+    "GPTNeoXForCausalLM": NEOX,
+}
+
+
+def adapter_path(architectures: list[str] | None) -> str:
+    """The dotted path of the adapter for a model.
+
+    Raises:
+        ValueError: if the family cannot be cut; the message names it and lists those that can.
+    """
+    for name in architectures or []:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    unknown = ", ".join(architectures or ["(no architecture)"])
+    raise ValueError(f"model family {unknown} cannot be cut at a layer; supported families: {', '.join(FAMILIES)}")

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter for the families whose decoder is vLLM's own: layers(positions, hidden, residual), RMSNorm(hidden, residual)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from vllm_ppd.model_patches.base import Adapter, CutState
+
+if TYPE_CHECKING:
+    from vllm_ppd.model_patches.base import ModelCut
+
+
+class LlamaLikeAdapter(Adapter):
+    """Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 (text), Phi-3."""
+
+    has_residual = True
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.model.model
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        return self.decoder.layers
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        # The decoder's own method, not the table: Gemma scales here.
+        return self.decoder.embed_input_ids(input_ids)
+
+    def run(
+        self, layers: Sequence[nn.Module], positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> CutState:
+        for layer in layers:
+            hidden, residual = layer(positions, hidden, residual)
+        return hidden, residual
+
+    def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return self.decoder.norm(hidden, residual)[0]
+
+    def replace_forward(self, cut: ModelCut) -> None:
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return cut.forward(input_ids, positions)
+
+        # The stacks are compiled, so the decoder around them must not be.
+        self.decoder.do_not_compile = True
+        self.decoder.forward = forward

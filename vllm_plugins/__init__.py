@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM plugin: registration, configuration, worker, model runner, proposers, metrics."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: called in every vLLM process, possibly more than once.
+
+    Imports nothing heavy, leaves a vLLM that does not ask for us as it was, and never raises on an unsupported vLLM.
+    """
+    from vllm_ppd.vllm_plugins import seams
+
+    seams.install()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turning a user's wish for one of our methods into vLLM's own configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_ppd.vllm_plugins import checks
+from vllm_ppd.vllm_plugins.config import CONFIG_KEY, DraftingConfig, OptionError, flag_fields, flag_name
+
+PROPOSER = "vllm_ppd.vllm_plugins.proposers.early.EarlyProposer"
+
+
+def active_config(holder: Any) -> DraftingConfig | None:
+    """Our configuration in a VllmConfig or EngineArgs, or None where vLLM runs without us."""
+    additional = getattr(holder, "additional_config", None)
+    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
+        return None
+    return DraftingConfig(**additional[CONFIG_KEY])
+
+
+def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> bool:
+    """If the arguments ask for one of our methods, check everything and rewrite them to vLLM's `custom_class`.
+
+    Returns:
+        Whether they did; otherwise nothing is touched.
+
+    Raises:
+        OptionError, HeadsError: on bad input, before any model loads.
+    """
+    asked = _asked(engine_args)
+    if not asked:
+        return False
+    if not checks.is_ours(asked):
+        ours = [flag_name(key) for key in asked if key in flag_fields() and key != "draft_sample_method"]
+        if ours:
+            raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")
+        return False
+    checks.check_engine_args(engine_args)
+    config = checks.resolve_options(asked, model_config, parallel_config)
+    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
+    engine_args.speculative_config = {
+        "method": "custom_class",
+        "model": PROPOSER,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "draft_sample_method": config.draft_sample_method,
+    }
+    from vllm_ppd.vllm_plugins.metrics import publish
+
+    config = config.model_copy(update={"metrics_file": publish(parallel_config)})
+    engine_args.additional_config = {**(engine_args.additional_config or {}), CONFIG_KEY: config.model_dump(mode="json")}
+    parallel_config.worker_cls = checks.WORKER
+    return True
+
+
+def _asked(engine_args: Any) -> dict[str, Any]:
+    """speculative_config with vLLM's three short flags merged in, as vLLM itself merges them."""
+    asked = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
+    short = {
+        "method": engine_args.spec_method,
+        "model": engine_args.spec_model,
+        "num_speculative_tokens": engine_args.spec_tokens,
+    }
+    for key, value in short.items():
+        if value is not None and key not in asked:
+            asked[key] = value
+    return asked

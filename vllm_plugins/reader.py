@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a draft at an exit layer: final norm, early head T, the target's LM head, across tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from vllm.distributed import tensor_model_parallel_all_gather
+
+from vllm_ppd.heads.early import EarlyHeads
+from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
+from vllm_ppd.model_patches.base import Adapter, CutState
+
+
+class Reading(NamedTuple):
+    """Drafts read at an exit, one a row."""
+
+    token_ids: torch.Tensor  # [rows] int64
+    confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
+    probs: torch.Tensor | None  # [rows, vocabulary] float32: q(x), for sampled drafts
+
+
+class EarlyReader:
+    """p_theta(t | h) = softmax(E* T norm(h)) at an exit layer (ParaDecode, section 2.1).
+
+    Without heads T is the identity: the target's own final norm and LM head, as PPD reads untrained exits.
+    """
+
+    def __init__(self, model: Any, adapter: Adapter, heads: EarlyHeads | None) -> None:
+        self.adapter = adapter
+        self.heads = heads
+        self.lm_head: Any = model.lm_head
+        self.logits_processor: nn.Module = model.logits_processor
+        shard = self.lm_head.shard_indices
+        self.vocab_start = int(shard.org_vocab_start_index)
+        self.num_valid = int(shard.org_vocab_end_index - shard.org_vocab_start_index)
+
+    def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
+        """The exit's best token of each row; overwrites the state.
+
+        Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
+        """
+        logits = self._logits(exit_layer, state, gather=False)
+        best = shard_topk(logits, 1, self.vocab_start, self.num_valid, with_confidence)
+        if self.lm_head.tp_size == 1:
+            probability = (best.values[:, 0] - best.logsumexp).exp() if with_confidence else None
+            return Reading(best.token_ids[:, 0], probability, None)
+        # float64 holds every token id exactly beside the values.
+        packed = torch.stack([best.values[:, 0], best.token_ids[:, 0], best.logsumexp], dim=-1).double()
+        shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 3)
+        ids, probability = merge_topk(shards[:, :, :1], shards[:, :, 1:2].long(), shards[:, :, 2], k=1)
+        return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)
+
+    def sample(
+        self,
+        exit_layer: int,
+        state: CutState,
+        temperature: torch.Tensor,  # [rows]; rows at 0 take the best token
+        deterministic: torch.Tensor,  # [rows] bool: rows that must not draw (seeded requests)
+    ) -> Reading:
+        """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
+        logits = self._logits(exit_layer, state, gather=True)[:, : self.logits_processor.org_vocab_size].float()
+        confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
+        greedy = (temperature < 1e-5) | deterministic
+        best = logits.argmax(dim=-1)
+        probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+        # Exponential race, as vLLM's sampler draws: every rank holds the same generator state.
+        noise = torch.empty_like(probs).exponential_()
+        token_ids = torch.where(greedy, best, (probs / noise).argmax(dim=-1))
+        one_hot = torch.zeros_like(probs).scatter_(1, best[:, None], 1.0)
+        return Reading(token_ids, confidence, torch.where(greedy[:, None], one_hot, probs))
+
+    def _logits(self, exit_layer: int, state: CutState, gather: bool) -> torch.Tensor:
+        hidden = self.adapter.norm(*state)
+        if self.heads is not None:
+            hidden = self.heads(hidden, exit_layer)
+        bias = getattr(self.lm_head, "bias", None)
+        return self.logits_processor(self.lm_head, hidden, bias, skip_gather=not gather)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner: a mixin over vLLM's own that hands its hidden states to the proposer.
+
+Overrides, each of which calls vLLM's unless we draft:
+
+    _update_states             a step begins
+    _model_forward             deep pass alone instead of the full forward
+    _input_fits_in_drafter     length limits are ours to keep, a request at a time
+    propose_draft_token_ids    the shallow loop
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
+
+
+class DraftingRunnerMixin:
+    """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
+
+    drafter: EarlyProposer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drafter.bind(self)
+
+    def _update_states(self, scheduler_output: Any) -> Any:
+        self.drafter.begin_step(scheduler_output)
+        return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+    def _model_forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        hidden = None
+        if input_ids is not None and positions is not None:
+            hidden = self.drafter.forward(input_ids, positions)
+        if hidden is not None:
+            return hidden
+        return super()._model_forward(  # type: ignore[misc]
+            input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
+        )
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(
+        self,
+        scheduler_output: Any,
+        sampled_token_ids: list[list[int]],
+        sampling_metadata: Any,
+        hidden_states: torch.Tensor,
+        sample_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        spec_decode_metadata: Any,
+        common_attn_metadata: Any,
+        slot_mappings: Any,
+    ) -> list[list[int]]:
+        verified = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        drafts = self.drafter.draft(sampled_token_ids, verified, sampling_metadata)
+        self._draft_probs = self._draft_prob_req_ids = None
+        if self.drafter.probs is not None and not sampling_metadata.all_greedy:
+            self._draft_probs = self.drafter.probs
+            self._draft_prob_req_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
+        return drafts

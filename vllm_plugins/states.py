@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved states: what the shallow passes of one step leave for the deep pass of the next.
+
+Rows are kept by (request, offset from its base token). A state is good for exactly the next step, and only for the
+same request, position and token: whatever does not match falls back to the full forward.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def flat_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0]+1, ... (lengths[0] of them), starts[1], ... in one array, int64."""
+    if (lengths == 1).all():
+        return starts.astype(np.int64)
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int64)
+
+
+class SavedStates:
+    """n+1 rows of (hidden, residual) a running request, preallocated.
+
+    Args:
+        max_requests: requests a batch holds at most.
+        width: rows a request, the base token and n drafts: n + 1.
+        hidden_size, dtype, device: those of the target's hidden states.
+        has_residual: whether the family carries a residual stream beside the hidden states.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        width: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_residual: bool,
+    ) -> None:
+        self.width = width
+        rows = max_requests * width
+        self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
+        self.residual = torch.zeros_like(self.hidden) if has_residual else None
+        self.base_position = np.zeros(max_requests, dtype=np.int64)  # of row 0 of each request
+        self.count = np.zeros(max_requests, dtype=np.int64)  # rows that hold a state
+        self.tokens = np.zeros((max_requests, width), dtype=np.int64)
+        self.level = np.zeros((max_requests, width), dtype=np.int64)  # the stack that is to run next
+        self.req_ids: list[str] | None = None  # request of each batch row when the states were made
+
+    def clear(self) -> None:
+        """Forget every state."""
+        self.req_ids = None
+        self.count[:] = 0
+
+    def store(
+        self,
+        rows: np.ndarray,  # [tokens] flat row numbers: request row * width + offset
+        level: int,
+        hidden: torch.Tensor,  # [tokens, hidden]
+        residual: torch.Tensor | None,
+    ) -> None:
+        """Copy states in (vLLM's norms overwrite what they are given) and note the stack that is to run next."""
+        index = torch.from_numpy(rows).to(self.hidden.device, non_blocking=True)
+        self.hidden.index_copy_(0, index, hidden)
+        if self.residual is not None and residual is not None:
+            self.residual.index_copy_(0, index, residual)
+        self.level.reshape(-1)[rows] = level
+
+    def load(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Copies of the states at flat row numbers: [tokens, hidden] each."""
+        index = torch.from_numpy(rows).to(self.hidden.device, non_blocking=True)
+        hidden = self.hidden.index_select(0, index)
+        return hidden, None if self.residual is None else self.residual.index_select(0, index)
+
+    def match(
+        self,
+        req_ids: list[str],
+        first_positions: np.ndarray,  # [requests] position of each request's first scheduled token
+        query_lens: np.ndarray,  # [requests] scheduled tokens
+        token_ids: np.ndarray,  # [tokens] scheduled tokens of all requests
+    ) -> np.ndarray | None:
+        """The flat row numbers of every scheduled token, or None if any of them has no state of its own."""
+        if self.req_ids is None:
+            return None
+        if req_ids == self.req_ids:
+            owners = np.arange(len(req_ids), dtype=np.int64)
+        else:
+            row_of = {req_id: row for row, req_id in enumerate(self.req_ids)}
+            owners = np.array([row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
+            if (owners < 0).any():
+                return None
+        if (self.base_position[owners] != first_positions).any() or (query_lens > self.count[owners]).any():
+            return None
+        rows = flat_ranges(owners * self.width, query_lens)
+        return rows if (self.tokens.reshape(-1)[rows] == token_ids).all() else None

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker: vLLM's own for the platform, with our model runner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+
+from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
+
+if current_platform.is_cpu():
+    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    class CPUDraftingModelRunner(DraftingRunnerMixin, CPUModelRunner):
+        """vLLM's CPU model runner that drafts."""
+
+    class DraftingWorker(cpu_worker.CPUWorker):
+        """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
+
+        def init_device(self) -> None:
+            stock = cpu_worker.CPUModelRunner
+            cpu_worker.CPUModelRunner = CPUDraftingModelRunner
+            try:
+                super().init_device()
+            finally:
+                cpu_worker.CPUModelRunner = stock
+
+else:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class GPUDraftingModelRunner(DraftingRunnerMixin, GPUModelRunner):
+        """vLLM's GPU model runner that drafts."""
+
+    class DraftingWorker(Worker):  # type: ignore[no-redef]
+        """vLLM's GPU worker."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            compilation = vllm_config.compilation_config
+            mode = compilation.cudagraph_mode
+            if mode.has_full_cudagraphs():
+                # One graph of the whole model cannot run its halves; graphs between attention calls can.
+                piecewise = mode.requires_piecewise_compilation()
+                compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+            super().__init__(vllm_config, *args, **kwargs)
+
+        def _make_model_runner(self) -> GPUModelRunner:
+            return GPUDraftingModelRunner(self.vllm_config, self.device)
