@@ -44,7 +44,7 @@ FAMILIES = {
         {"sliding_window": 48, "sliding_window_pattern": 3, "query_pre_attn_scalar": HEAD_DIM},
     ),
     "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {"hidden_size": 128}),
-    "gpt_neox": (tf.GPTNeoXConfig, tf.GPTNeoXForCausalLM, {"hidden_size": 128, "rotary_pct": 1.0}),
+    "gpt_neox": (tf.GPTNeoXConfig, tf.GPTNeoXForCausalLM, {"hidden_size": 128, "num_key_value_heads": 4, "rotary_pct": 1.0}),
 }
 
 

@@ -38,7 +38,8 @@ class StackPasses:
 
     def first(self, span: Span, token_ids: torch.Tensor) -> CutState:
         """Stack 0 over a span: [tokens] ids to the state at the first exit."""
-        return self._run(0, span, token_ids, None)
+        # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
+        return self._run(0, span, token_ids.to(torch.int32).contiguous(), None)
 
     def deeper(self, level: int, span: Span, state: CutState) -> CutState:
         """A middle stack over a span, from the state at the exit before it."""
