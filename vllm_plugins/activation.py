@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import TracebackType
 from typing import Any
 
+from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins import checks
 from vllm_ppd.vllm_plugins.config import CONFIG_KEY, DraftingConfig, OptionError, flag_fields, flag_name
 
@@ -20,6 +23,27 @@ def active_config(holder: Any) -> DraftingConfig | None:
 
 
 def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> bool:
+    """As _activate; a refusal that nobody catches ends the process with its one line, not with a traceback."""
+    try:
+        return _activate(engine_args, model_config, parallel_config)
+    except (OptionError, HeadsError):
+        if sys.excepthook is not _one_line:
+            _previous_hook.append(sys.excepthook)
+            sys.excepthook = _one_line
+        raise
+
+
+_previous_hook: list[Any] = []
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, OptionError | HeadsError):
+        print(f"vllm-ppd: error: {error}", file=sys.stderr)
+    else:
+        _previous_hook[-1](kind, error, trace)
+
+
+def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> bool:
     """If the arguments ask for one of our methods, check everything and rewrite them to vLLM's `custom_class`.
 
     Returns:

@@ -32,6 +32,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help=f"a drafting method ({', '.join(METHODS)}), a heads folder, or any draft model vLLM knows",
     )
+    method = parser._option_string_actions.get("--spec-method")
+    if method is not None and method.choices is not None:
+        method.choices = [*method.choices, *METHODS]
     for name in flag_fields():
         field = DraftingOptions.model_fields[name]
         group.add_argument(

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target does its own set-up: `make serve` and `make test` work on a fresh machine.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+MODEL  ?= benchmarks/demo/model
+ARGS   ?=
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.setup-done
+
+.PHONY: setup serve test test-full quality format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml .ci/install.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python .ci/install.py
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	mkdir -p typing/vllm_ppd
+	for part in kernels heads model_patches vllm_plugins; do ln -sfn ../../$$part typing/vllm_ppd/$$part; done
+	touch $(STAMP)
+
+# make serve PORT=8001 MODEL=/models/llama ARGS="--spec-tokens 2 --ppd-exit-layer 8"
+serve: setup
+	. .ci/serve-env.sh && $(BIN)/vllm serve $(MODEL) --port $(PORT) --speculative-model ppd $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+quality: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) typing build *.egg-info .pytest_cache .ruff_cache .mypy_cache

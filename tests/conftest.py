@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the tests. They run in this process, so that tests can look inside; each is started once and shared."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Before vLLM is imported anywhere.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "benchmarks" / "demo" / "model"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny random model of a family, made once a session."""
+    made: dict[str, Path] = {}
+
+    def get(family: str = "llama") -> Path:
+        if family not in made:
+            made[family] = tiny.make_model(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return get
+
+
+def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
+    """A vLLM engine in float32 with a small KV cache."""
+    from vllm import LLM
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 256,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 96,  # far less than the prompts together: prefill comes in chunks
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 * MIB,
+        "seed": 0,
+        "disable_log_stats": False,
+        "enable_prefix_caching": False,
+    }
+    return LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """engine(speculative_config, **settings) on a tiny model; the same arguments give the same engine."""
+    started: dict[str, Any] = {}
+
+    def get(speculative_config: dict[str, Any] | None = None, family: str = "llama", **settings: Any) -> Any:
+        key = repr((speculative_config, family, sorted(settings.items())))
+        if key not in started:
+            started[key] = start_engine(tiny_model(family), speculative_config, **settings)
+        return started[key]
+
+    yield get
+    started.clear()
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def drafter_of(llm: Any) -> Any:
+    """Our proposer in an engine in this process."""
+    return runner_of(llm).drafter
+
+
+def counter(llm: Any, name: str) -> float:
+    """The value of a Prometheus counter of an engine's process."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
+
+
+@pytest.fixture(scope="session")
+def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
+    import torch
+
+    from vllm_ppd.heads.checkpoint import HeadsConfig, TargetLayers, save_heads
+    from vllm_ppd.heads.early import EarlyHeads
+    from vllm_ppd.heads.fingerprint import fingerprint
+
+    def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
+        target = tiny_model()
+        heads = EarlyHeads(exit_layers, hidden_size=64)
+        torch.manual_seed(0)
+        for transform in heads.transforms.values():
+            transform.weight.data += noise * torch.randn_like(transform.weight)
+        config = HeadsConfig(
+            verifier=str(target),
+            exit_layers=list(exit_layers),
+            num_speculative_tokens=2,
+            target=TargetLayers(
+                model_type="llama", hidden_size=64, vocab_size=tiny.VOCAB, num_hidden_layers=tiny.LAYERS
+            ),
+            fingerprint=fingerprint(target),
+        )
+        folder = tmp_path_factory.mktemp("heads")
+        save_heads(folder, config, heads)
+        return folder
+
+    return get

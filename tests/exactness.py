@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of the exactness suite: each runs the same requests on two engines; the tokens must be identical."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+
+
+def prompts(count: int, longest: int = 120) -> list[dict[str, list[int]]]:
+    """Prompts of different lengths, most of them longer than a chunk."""
+    lengths = [3 + (longest * (i + 1)) // count for i in range(count)]
+    return [{"prompt_token_ids": [(7 * i + j * j) % 250 + 2 for j in range(n)]} for i, n in enumerate(lengths)]
+
+
+def generate(llm: Any, requests: list[Any], params: Any) -> list[list[int]]:
+    outputs = llm.generate(requests, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy(max_tokens: int = 40, **settings: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **settings})
+
+
+def batch_1(llm: Any) -> Any:
+    return [generate(llm, [request], greedy())[0] for request in prompts(3)]
+
+
+def batch_16(llm: Any) -> Any:
+    return generate(llm, prompts(16), greedy())
+
+
+def mixed_lengths(llm: Any) -> Any:
+    """Requests that end at different steps, so that the batch shrinks and rows move."""
+    return generate(llm, prompts(12), [greedy(max_tokens=3 + 5 * i) for i in range(12)])
+
+
+def more_than_fit(llm: Any) -> Any:
+    """Twice as many requests as the batch holds: new ones join while others decode."""
+    return generate(llm, prompts(32), [greedy(max_tokens=5 + i % 20) for i in range(32)])
+
+
+def token_limits(llm: Any) -> Any:
+    return [generate(llm, prompts(4), greedy(max_tokens=n)) for n in (1, 2, 3, 4, 5)]
+
+
+def model_length(llm: Any) -> Any:
+    """Generation up to the model's length, from prompts that leave 1, 2, 3, ... tokens of room."""
+    room = [{"prompt_token_ids": [(5 * j) % 250 + 2 for j in range(256 - left)]} for left in (1, 2, 3, 4, 5, 6, 9)]
+    return generate(llm, room, greedy(max_tokens=300))
+
+
+def stop_token_and_eos(llm: Any) -> Any:
+    free = generate(llm, prompts(6), greedy())
+    stops = [greedy(stop_token_ids=[tokens[7]]) for tokens in free]
+    return generate(llm, prompts(6), stops), generate(llm, prompts(6), greedy(ignore_eos=False))
+
+
+def stop_strings(llm: Any) -> Any:
+    free = llm.generate(prompts(6), greedy(), use_tqdm=False)
+    # The seventh to ninth character of each output: a stop that falls anywhere within a run of drafts.
+    stops = [greedy(stop=[output.outputs[0].text[6:9] or "zz"]) for output in free]
+    outputs = llm.generate(prompts(6), stops, use_tqdm=False)
+    return [(o.outputs[0].text, list(o.outputs[0].token_ids), o.outputs[0].stop_reason) for o in outputs]
+
+
+def structured_output(llm: Any) -> Any:
+    params = greedy(60, ignore_eos=False, structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    outputs = llm.generate(prompts(4, 20), [params, greedy(), params, greedy()], use_tqdm=False)
+    for output in (outputs[0], outputs[2]):
+        if output.outputs[0].finish_reason == "stop":
+            assert set(json.loads(output.outputs[0].text)) == {"name", "ok"}
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def penalties(llm: Any) -> Any:
+    """What depends on the output so far, drafts included."""
+    settings = [
+        greedy(repetition_penalty=1.3),
+        greedy(presence_penalty=0.8, frequency_penalty=0.4),
+        greedy(min_tokens=12, ignore_eos=False),
+        greedy(allowed_token_ids=list(range(2, 120))),
+        greedy(bad_words=["a", "e"]),
+    ]
+    return generate(llm, prompts(5), settings)
+
+
+def logprobs(llm: Any) -> Any:
+    """The same tokens with the same log-probabilities, to float32 rounding."""
+    outputs = llm.generate(prompts(5), greedy(logprobs=3, prompt_logprobs=1), use_tqdm=False)
+    result = []
+    for output in outputs:
+        chosen = output.outputs[0]
+        assert len(chosen.logprobs) == len(chosen.token_ids)
+        result.append(
+            [
+                (token, sorted((t, round(entry.logprob, 3)) for t, entry in at.items()))
+                for token, at in zip(chosen.token_ids, chosen.logprobs, strict=True)
+            ]
+        )
+    return result
+
+
+def arrivals_and_aborts(llm: Any) -> Any:
+    """Requests that come and go in mid-flight, driven a step at a time."""
+    requests, engine = prompts(10, 60), llm.llm_engine
+    finished: dict[str, list[int]] = {}
+    added: list[str] = []
+    step = 0
+    while step < 3 * len(requests) or engine.has_unfinished_requests():
+        if step % 3 == 0 and len(added) < len(requests):
+            index = len(added)
+            added.append(engine.add_request(f"arrival-{index}", requests[index], greedy(max_tokens=30)) or "")
+        if step in (8, 17):
+            engine.abort_request([f"arrival-{step // 4}"], internal=False)
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    aborted = {"arrival-2", "arrival-4"}
+    return {name: tokens for name, tokens in finished.items() if name not in aborted}
+
+
+def request_switch(llm: Any) -> Any:
+    """Requests that opt out of drafting beside others that do not."""
+    params = [greedy(extra_args={"ppd_draft": i % 2 == 0}) for i in range(8)]
+    return generate(llm, prompts(8), params)
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    case.__name__: case
+    for case in (
+        batch_1,
+        batch_16,
+        mixed_lengths,
+        more_than_fit,
+        token_limits,
+        model_length,
+        stop_token_and_eos,
+        stop_strings,
+        structured_output,
+        penalties,
+        logprobs,
+        arrivals_and_aborts,
+        request_switch,
+    )
+}

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options: every way in gives the same configuration, and each mistake is one line that says what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.checks import WORKER
+from vllm_ppd.vllm_plugins.config import DraftingConfig, OptionError, flag_fields, options_table, parse_options, resolve
+
+register()
+Model = Callable[..., Path]
+
+
+def from_flags(model: Path, *flags: str) -> Any:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", str(model), "--dtype", "float32", *flags])
+    return EngineArgs.from_cli_args(args).create_engine_config()
+
+
+def from_dict(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, **settings}
+    return EngineArgs(model=str(model), speculative_config=speculative_config, **settings).create_engine_config()
+
+
+def options(vllm_config: Any) -> dict[str, Any]:
+    config = active_config(vllm_config)
+    assert config is not None
+    return config.model_dump(exclude={"metrics_file"})
+
+
+def test_ways_in_are_the_same(tiny_model: Model) -> None:
+    model = tiny_model()
+    first = options(from_flags(model, "--speculative-model", "ppd"))
+    assert first["exit_layer"] == (3,)
+    for flags in (
+        ["--spec-model", "ppd"],
+        ["--spec-method", "ppd"],
+        ["-sc", '{"method": "ppd"}'],
+        ["--speculative-config", '{"model": "ppd"}'],
+        ["--speculative-config.method", "ppd"],
+    ):
+        assert options(from_flags(model, *flags)) == first
+    assert options(from_dict(model, {"method": "ppd"})) == first
+
+
+def test_flags_carry_every_option(tiny_model: Model) -> None:
+    config = from_flags(
+        tiny_model(), "--speculative-model", "paradecode", "--spec-tokens", "5", "--ppd-exit-layer", "2,4",
+        "--ppd-gamma", "0.4", "--ppd-draft-sample-method", "probabilistic", "--ppd-max-drafting-requests", "3",
+        "--ppd-disable-by-batch-size", "9",
+    )  # fmt: skip
+    assert options(config) == {
+        "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
+        "draft_sample_method": "probabilistic", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
+    }  # fmt: skip
+    assert config.speculative_config.num_speculative_tokens == 5
+    assert config.num_lookahead_tokens == 6
+    assert config.parallel_config.worker_cls == WORKER
+
+
+def test_heads_folder_gives_method_and_defaults(tiny_model: Model, heads_folder: Model) -> None:
+    folder = str(heads_folder(exit_layers=(2, 4)))
+    for config in (
+        from_flags(tiny_model(), "--speculative-model", folder),
+        from_dict(tiny_model(), {"method": "ppd", "model": folder}),
+        from_flags(Path(folder)),  # `vllm serve HEADS`: the folder names its target
+    ):
+        got = options(config)
+        assert (got["method"], got["model"]) == ("ppd", folder)
+        assert (got["exit_layer"], got["num_speculative_tokens"]) == ((2, 4), 2)
+        assert config.model_config.model == str(tiny_model())
+    one = options(from_dict(tiny_model(), {"method": "ppd", "model": folder, "exit_layer": 4}))
+    assert one["exit_layer"] == (4,)
+
+
+def test_option_spellings() -> None:
+    for value in (4, "4", [4], (4,), ["4", 4]):
+        assert parse_options({"exit_layer": value}).exit_layer == (4,)
+    assert parse_options({"exit_layer": "8, 4"}).exit_layer == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"exit_layr": 3}, "unknown option 'exit_layr'; did you mean 'exit_layer'"),
+        ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"zzz": 3}, "unknown option 'zzz'; known options: method, model"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens=0: Input should be greater than or equal to 1"),
+        ({"num_speculative_tokens": -2}, "num_speculative_tokens=-2: Input should be greater"),
+        ({"gamma": 1.5}, "gamma=1.5: Input should be less than 1"),
+        ({"gamma": "much"}, "gamma='much'"),
+        ({"exit_layer": 0}, "layers count from 1"),
+        ({"exit_layer": "three"}, "exit_layer='three': must be a layer number"),
+        ({"exit_layer": 2.5}, "exit_layer=2.5: must be a layer number"),
+        ({"exit_layer": []}, "layers count from 1"),
+        ({"max_drafting_requests": 0}, "max_drafting_requests=0"),
+        ({"draft_sample_method": "beam"}, "draft_sample_method='beam': Input should be 'greedy' or 'probabilistic'"),
+    ],
+)
+def test_bad_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message) as caught:
+        parse_options({"method": "ppd", **given})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [6, 7, 100])
+def test_exit_outside_the_model(layer: int) -> None:
+    with pytest.raises(OptionError, match=rf"exit_layer={layer} is outside 1\.\.5; this model has 6 layers"):
+        resolve(parse_options({"exit_layer": layer}), 6, None, None)
+
+
+def test_exit_without_a_head() -> None:
+    with pytest.raises(OptionError, match=r"exit_layer=3 has no head in .*, which has heads for layers 2, 4"):
+        resolve(parse_options({"exit_layer": 3, "model": "h"}), 6, (2, 4), 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--speculative-model", "ppd", "--pipeline-parallel-size", "2"], "pipeline parallelism is not supported"),
+        (["--speculative-model", "ppd", "--enable-lora"], "LoRA .* is not supported"),
+        (["--speculative-model", "ppd", "--enable-prompt-embeds"], "prompt embeddings"),
+        (["--speculative-model", "ppd", "--async-scheduling"], "--async-scheduling is not supported"),
+        (["--speculative-model", "ppd", "--worker-cls", "a.B"], "worker class 'a.B' cannot be combined"),
+        (["--speculative-model", "./no-such-folder"], "'./no-such-folder' does not exist"),
+        (["--speculative-model", "ppd", "-sc", '{"exit_layer": 99}'], "exit_layer=99 is outside 1..5"),
+        (["--ppd-gamma", "0.5"], "--ppd-gamma belongs to vllm-ppd; it needs --speculative-model"),
+        (["--ppd-gamma", "0.5", "-sc", '{"method": "ppd", "gamma": 0.1}'], "mutually exclusive"),
+        (["-sc", '{"method": "ppd", "model": "paradecode"}'], "model='paradecode' is a method name"),
+        (["-sc", '{"method": "ppd", "model": "/no/heads"}'], "heads folder '/no/heads' does not exist"),
+    ],
+)
+def test_refused_before_the_model_loads(tiny_model: Model, flags: list[str], message: str) -> None:
+    with pytest.raises((OptionError, HeadsError), match=message) as caught:
+        from_flags(tiny_model(), *flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_heads_of_another_model(tiny_model: Model, heads_folder: Model) -> None:
+    with pytest.raises(HeadsError, match="hidden_size is 64 there and 128 in this model"):
+        from_dict(tiny_model("qwen2"), {"method": "ppd", "model": str(heads_folder())})
+
+
+def test_unsupported_family(tmp_path: Path) -> None:
+    import tiny
+    import transformers as tf
+
+    folder = tmp_path / "gpt2"
+    config = tf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=2, n_positions=128, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    with pytest.raises(OptionError, match="GPT2LMHeadModel cannot be cut.*supported families: LlamaForCausalLM"):
+        from_dict(folder, {"method": "ppd"})
+
+
+def test_flags_and_table_come_from_the_model() -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    help_text = " ".join(parser._option_string_actions)
+    for name in flag_fields():
+        assert f"--ppd-{name.replace('_', '-')}" in help_text
+    for name in type(parse_options({})).model_fields:
+        assert f"| `{name}` |" in options_table()
+
+
+def test_flags_are_added_once() -> None:
+    from vllm_ppd.vllm_plugins.flags import add_flags
+
+    parser = argparse.ArgumentParser()
+    actions = len(add_flags(parser)._actions)
+    assert len(add_flags(parser)._actions) == actions
+
+
+def test_summary_names_what_drafts() -> None:
+    config = DraftingConfig(exit_layer=(3,), num_layers=12, model="/heads", max_drafting_requests=8)
+    line = config.summary()
+    for part in ("method ppd", "exit layer 3 of 12", "heads /heads", "3 drafts", "soft first 8 requests", "hard none"):
+        assert part in line
+    assert "\n" not in line

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every supported family, on a tiny random model: shallow then deep is the whole model, and greedy output is vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import drafter_of, start_engine
+from exactness import generate, greedy, prompts
+
+from vllm_ppd.model_patches.families import FAMILIES, adapter_path
+from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
+
+pytestmark = pytest.mark.engine
+
+
+def whole_model(proposer: EarlyProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """vLLM's own forward of the decoder, the class's method that the cut replaced on the instance."""
+    decoder = proposer.cut.adapter.decoder
+    if proposer.cut.adapter.has_residual:
+        return type(decoder).forward(decoder, input_ids, positions, None)
+    output = type(decoder).forward(
+        decoder, input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=False
+    )
+    return output[0][0]
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert len(tiny.FAMILIES) == len(FAMILIES)
+
+
+def test_unknown_family_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match=r"family MambaForCausalLM cannot be cut.*LlamaForCausalLM, MistralForCausalLM"):
+        adapter_path(["MambaForCausalLM"])
+
+
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+def test_cut_is_exact(
+    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    stock = start_engine(model, None)
+    expected = generate(stock, prompts(6), greedy(24))
+    del stock
+
+    differences: dict[str, list[float]] = {"cut": [], "deferred": []}
+    original = EarlyProposer.forward
+
+    def compare(self: EarlyProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+        # The same tokens in one batch three ways; the KV they write is the same each time.
+        whole = whole_model(self, input_ids, positions).clone()
+        stacks = self.cut.forward(input_ids, positions).clone()
+        differences["cut"].append((stacks - whole).abs().max().item())
+        deferred = original(self, input_ids, positions)
+        if deferred is not None:
+            differences["deferred"].append((deferred - whole).abs().max().item())
+        return deferred
+
+    monkeypatch.setattr(EarlyProposer, "forward", compare)
+    llm = start_engine(model, {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.01})
+    assert generate(llm, prompts(6), greedy(24)) == expected
+    assert drafter_of(llm).cut.exit_layers == (2, 4)
+    assert max(differences["cut"]) == 0.0
+    # The deferred path ran each token through the shallow layers in a batch of another shape: rounding only.
+    assert len(differences["deferred"]) > 5
+    assert max(differences["deferred"]) < 1e-4

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vocabulary-parallel top-k against a direct top-k of the whole vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
+
+
+def sharded(logits: torch.Tensor, shards: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel as tensor-parallel ranks run it: equal padded shards, then the merge."""
+    vocab = logits.shape[1]
+    width = -(-vocab // shards)
+    parts = []
+    for rank in range(shards):
+        start, stop = rank * width, min((rank + 1) * width, vocab)
+        # Padding holds what a real LM head's padding may hold: anything.
+        padded = torch.full((logits.shape[0], width), 1e4)
+        padded[:, : stop - start] = logits[:, start:stop]
+        parts.append(shard_topk(padded, min(k, stop - start), start, stop - start))
+    least = min(part.values.shape[1] for part in parts)
+    assert least == min(k, vocab - (shards - 1) * width)
+    values = torch.stack([part.values[:, :least] for part in parts], dim=1)
+    ids = torch.stack([part.token_ids[:, :least] for part in parts], dim=1)
+    return merge_topk(values, ids, torch.stack([part.logsumexp for part in parts], dim=1), least)
+
+
+@pytest.mark.parametrize("vocab", [4, 257, 1000, 32_000])
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_top_1_is_the_whole_vocabulary_s(vocab: int, shards: int) -> None:
+    logits = torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
+    ids, probs = sharded(logits, shards, 1)
+    assert ids[:, 0].tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(probs[:, 0], torch.softmax(logits, -1).max(-1).values)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_top_k(shards: int) -> None:
+    logits = torch.randn(7, 301, generator=torch.Generator().manual_seed(1))
+    ids, probs = sharded(logits, shards, 5)
+    expected = torch.softmax(logits, -1).topk(5)
+    assert ids.tolist() == expected.indices.tolist()
+    torch.testing.assert_close(probs, expected.values)
+
+
+def test_ties_go_to_the_lowest_id_whatever_the_split() -> None:
+    logits = torch.zeros(2, 12)
+    logits[1, [3, 7, 11]] = 5.0
+    for shards in (1, 2, 3):
+        assert sharded(logits, shards, 1)[0][:, 0].tolist() == [0, 3]
+
+
+def test_masked_and_bfloat16_logits() -> None:
+    logits = torch.full((1, 8), float("-inf"))
+    logits[0, 6] = 2.0
+    ids, probs = sharded(logits, 2, 1)
+    assert ids.item() == 6
+    assert probs.item() == 1.0
+    best = shard_topk(logits.bfloat16(), 1, 100, 8)
+    assert best.token_ids.item() == 106
+    assert best.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("k", [0, 9])
+def test_k_out_of_range(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k={k} is outside 1..8"):
+        shard_topk(torch.zeros(1, 10), k, 0, 8)

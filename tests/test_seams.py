@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One test a seam: what moved in vLLM when it breaks, and that a vLLM that does not ask for us is not touched."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, runner_of
+from exactness import generate, greedy, prompts
+from vllm import EngineArgs
+from vllm.config import VllmConfig
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_ppd.vllm_plugins import register, seams
+from vllm_ppd.vllm_plugins.config import OptionError
+
+register()
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def original(owner: type, name: str) -> Any:
+    """What our wrapper replaced."""
+    attribute = owner.__dict__[name]
+    wrapper = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
+    return getattr(wrapper, seams._MARK)
+
+
+def test_registration_is_idempotent() -> None:
+    before = [vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS]
+    register()
+    after = [vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_entry_point() -> None:
+    from importlib.metadata import entry_points
+
+    points = [point for point in entry_points(group="vllm.general_plugins") if point.name == "vllm_ppd"]
+    assert [point.load() for point in points] == [register]
+
+
+def test_seam_flags() -> None:
+    assert isinstance(original(EngineArgs, "add_cli_args"), staticmethod)
+    assert isinstance(original(EngineArgs, "from_cli_args"), classmethod)
+    assert {"spec_method", "spec_model", "spec_tokens", "speculative_config", "additional_config"} <= set(
+        EngineArgs.__dataclass_fields__
+    ), "EngineArgs lost a field that our flags fill"
+
+
+def test_seam_method() -> None:
+    assert parameters(original(EngineArgs, "create_speculative_config")) == [
+        "self", "target_model_config", "target_parallel_config",
+    ]  # fmt: skip
+    from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
+
+    assert parameters(create_custom_proposer) == ["vllm_config"]
+
+
+def test_seam_lookahead() -> None:
+    assert isinstance(original(VllmConfig, "num_lookahead_tokens"), property)
+    assert "num_lookahead_tokens" in inspect.getsource(sys.modules["vllm.v1.core.sched.scheduler"] if
+        "vllm.v1.core.sched.scheduler" in sys.modules else __import__("vllm.v1.core.sched.scheduler", fromlist=["x"]))  # fmt: skip
+
+
+def test_seam_request_validation() -> None:
+    assert parameters(original(InputProcessor, "_validate_params"))[:2] == ["self", "params"]
+
+
+def test_seam_worker() -> None:
+    assert parameters(Worker._make_model_runner) == ["self"], "the GPU worker builds its runner elsewhere"
+    from vllm.v1.worker import cpu_worker
+
+    assert "CPUModelRunner(self.vllm_config" in inspect.getsource(cpu_worker.CPUWorker.init_device), (
+        "the CPU worker no longer takes its runner from the module global"
+    )
+
+
+def test_seam_runner() -> None:
+    assert parameters(GPUModelRunner._model_forward) == [
+        "self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs",
+    ]  # fmt: skip
+    assert parameters(GPUModelRunner.propose_draft_token_ids) == [
+        "self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
+        "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings",
+    ]  # fmt: skip
+    assert parameters(GPUModelRunner._update_states) == ["self", "scheduler_output"]
+    assert parameters(GPUModelRunner._input_fits_in_drafter) == ["self", "common_attn_metadata"]
+    source = inspect.getsource(GPUModelRunner)
+    for attribute in ("self._draft_probs", "self._draft_prob_req_ids", "self.attn_groups", "self.query_start_loc"):
+        assert attribute in source, f"{attribute} is gone from the runner"
+
+
+def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Outside the range: one line, nothing patched but the refusal, and the range in the refusal."""
+    wrapped: list[str] = []
+    monkeypatch.setattr(seams, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(seams, "_wrap", lambda owner, name, make: wrapped.append(name))
+    with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
+        seams.install()
+    assert wrapped == ["create_speculative_config"]
+    assert len(caplog.messages) == 1
+    assert "0.99.0" in caplog.messages[0]
+    refuse = seams._refuse_methods(lambda self: "stock")
+    assert refuse(EngineArgs(model="m", speculative_config={"method": "ngram"})) == "stock"
+    for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
+        with pytest.raises(OptionError, match=r"supports vLLM .*<0.33.* found 0\.99\.0"):
+            refuse(EngineArgs(model="m", **asked))
+
+
+def test_version_range() -> None:
+    assert all(seams.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.32.0.post1"))
+    assert not any(seams.is_supported(version) for version in ("0.31.2", "0.33.0", "0.33.0rc1", "1.0", "unknown"))
+
+
+# ---- a vLLM started without our flag
+
+
+def test_stock_configuration(tiny_model: Callable[..., Path]) -> None:
+    """No option of ours, no trace of us; vLLM's own speculation keeps working through the wrappers."""
+    plain = EngineArgs(model=str(tiny_model()), dtype="float32", kv_cache_memory_bytes=1 << 24).create_engine_config()
+    assert plain.additional_config == {}
+    assert plain.speculative_config is None
+    assert "vllm_ppd" not in plain.parallel_config.worker_cls
+    assert plain.num_lookahead_tokens == original(VllmConfig, "num_lookahead_tokens").fget(plain) == 0
+    ngram = EngineArgs(
+        model=str(tiny_model()), dtype="float32", kv_cache_memory_bytes=1 << 24,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+    ).create_engine_config()  # fmt: skip
+    assert ngram.speculative_config.method == "ngram"
+    assert ngram.additional_config == {}
+
+
+@pytest.mark.engine
+def test_stock_engine_runs_stock_code(engine: Callable[..., Any]) -> None:
+    runner = runner_of(engine())
+    assert not [cls for cls in type(runner).__mro__ if "vllm_ppd" in cls.__module__]
+    decoder = runner.model.model
+    assert "forward" not in vars(decoder)
+    assert not hasattr(runner, "drafter")
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, {tests!r})
+import conftest, exactness, json
+if __name__ == "__main__":
+    print("TOKENS", json.dumps(exactness.batch_16(conftest.start_engine({model!r}, None))))
+"""
+
+
+@pytest.mark.engine
+def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
+    """The same requests in a process where VLLM_PLUGINS switches us off."""
+    import json
+    import os
+
+    script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(tiny_model()))
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "VLLM_PLUGINS": ""}, check=True
+    )
+    assert "vllm-ppd" not in run.stdout + run.stderr
+    tokens = next(line for line in run.stdout.splitlines() if line.startswith("TOKENS "))
+    assert json.loads(tokens.removeprefix("TOKENS ")) == generate(engine(), prompts(16), greedy())
