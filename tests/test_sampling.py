@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling keeps the target's distribution: chi-square tests against no speculation, over many samples."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import counter
+from exactness import generate
+from scipy.stats import chi2_contingency
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+SAMPLES = 3000
+TOKENS = 4
+PROMPT = {"prompt_token_ids": [7, 40, 3, 99, 12]}
+DRAFTED = "vllm:spec_decode_num_draft_tokens"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+
+
+def sample(llm: Any, **settings: Any) -> list[tuple[int, ...]]:
+    """Many short continuations of one prompt."""
+    params = SamplingParams(**{"temperature": 0.8, "max_tokens": TOKENS, "ignore_eos": True, **settings})
+    return [tuple(tokens) for tokens in generate(llm, [PROMPT] * SAMPLES, params)]
+
+
+def p_value(first: list[Any], second: list[Any]) -> float:
+    """Homogeneity of two samples; outcomes too rare for the test are pooled."""
+    counts = [Counter(first), Counter(second)]
+    common = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 20]
+    table = [[count[key] for key in common] + [sum(count.values()) - sum(count[key] for key in common)] for count in counts]
+    table = [[row[i] for i in range(len(row)) if table[0][i] + table[1][i] > 0] for row in table]
+    return float(chi2_contingency(table).pvalue)
+
+
+def worst(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> float:
+    """The least p-value over each position's tokens and over pairs of neighbours."""
+    singles = [p_value([s[i] for s in first], [s[i] for s in second]) for i in range(TOKENS)]
+    pairs = [p_value([s[i : i + 2] for s in first], [s[i : i + 2] for s in second]) for i in range(TOKENS - 1)]
+    return min(singles + pairs)
+
+
+# Seven tests a comparison: at this level a correct sampler fails one comparison in 700.
+LEVEL = 2e-4
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+    return sample(engine(max_num_seqs=64, max_num_batched_tokens=512))
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("exits", [{"exit_layer": 5}, {"exit_layer": [2, 4], "gamma": 0.05}], ids=["one", "set"])
+def test_distribution(
+    engine: Callable[..., Any], expected: list[tuple[int, ...]], method: str, exits: dict[str, Any]
+) -> None:
+    options = {"method": "ppd", "draft_sample_method": method, **exits}
+    llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
+    drafted, accepted = counter(llm, DRAFTED), counter(llm, ACCEPTED)
+    assert worst(sample(llm), expected) > LEVEL
+    # Both outcomes of the rejection sampler must have been seen.
+    drafted, accepted = counter(llm, DRAFTED) - drafted, counter(llm, ACCEPTED) - accepted
+    assert 0.02 < accepted / drafted < 0.98
+
+
+def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:
+    """A sampler that is off by a tenth in temperature is caught."""
+    llm = engine(max_num_seqs=64, max_num_batched_tokens=512)
+    assert worst(sample(llm, temperature=0.88), expected) < LEVEL
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_seeded_requests_repeat(engine: Callable[..., Any], method: str) -> None:
+    llm = engine({"method": "ppd", "draft_sample_method": method, "exit_layer": 5}, max_num_seqs=64, max_num_batched_tokens=512)
+    params = [SamplingParams(temperature=0.8, max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
+    first = generate(llm, [PROMPT] * 6, params)
+    generate(llm, [PROMPT] * 3, SamplingParams(temperature=1.0, max_tokens=9))  # other draws in between
+    assert generate(llm, [PROMPT] * 6, params) == first
+    assert len({tuple(tokens) for tokens in first}) > 3

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server, started as a user would: completions, metrics, the start-up line, bad requests, bad starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.engine
+VLLM = [str(Path(sys.executable).with_name("vllm")), "serve"]
+START_SECONDS = 300
+
+
+def environment() -> dict[str, str]:
+    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    return {**os.environ, **changes}
+
+
+class Server:
+    """`vllm serve MODEL ARGS` on a free port of the loopback interface."""
+
+    def __init__(self, model: Path, log: Path, *args: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log, self.model = log, str(model)
+        command = [
+            *VLLM, str(model), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
+            "--max-model-len", "256", "--kv-cache-memory-bytes", str(1 << 26), *args,
+        ]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        )
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, log.read_text()[-3000:]
+            try:
+                if self.http.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        self.stop()
+        raise AssertionError(f"no server after {START_SECONDS} s: {log.read_text()[-3000:]}")
+
+    def complete(self, **body: Any) -> httpx.Response:
+        defaults = {"model": self.model, "prompt": "def main(", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        return self.http.post("/v1/completions", json={**defaults, **body})
+
+    def metrics(self) -> dict[str, float]:
+        """Each series of /metrics, summed over its labels."""
+        values: dict[str, float] = {}
+        for line in self.http.get("/metrics").text.splitlines():
+            found = re.match(r"((?:vllm|ppd):\w+)(?:\{[^}]*\})? (\S+)$", line)
+            if found:
+                values[found[1]] = values.get(found[1], 0.0) + float(found[2])
+        return values
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    running = Server(tiny_model(), log, "--speculative-model", "ppd", "--ppd-exit-layer", "4", "--spec-tokens", "2")
+    yield running
+    running.stop()
+
+
+def test_completion_and_counters(server: Server) -> None:
+    before = server.metrics()
+    answer = server.complete(prompt=["def a(", "import os", "class B:"]).json()
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    assert answer["usage"]["completion_tokens"] == 72
+    after = server.metrics()
+    change = {name: after[name] - before.get(name, 0.0) for name in after}
+    drafts, drafted, accepted, per_position = (
+        change[f"vllm:spec_decode_num_{name}_total"]
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    )
+    assert 0 < drafts <= drafted <= 2 * drafts
+    assert 0 < accepted == per_position <= drafted
+    # A step that verifies drafts emits what it accepts and one token more; the first token comes from the prompt.
+    assert accepted + drafts <= 72 - 3
+    assert change["ppd:deferred_steps_total"] > 0
+    assert change["ppd:fallback_steps_total"] > 0
+    assert change["ppd:drafting_seconds_total"] > 0
+    assert after["ppd:confidence_stops_total"] == 0
+
+
+def test_start_up_line(server: Server) -> None:
+    lines = [line for line in server.log.read_text().splitlines() if "vllm-ppd: drafting" in line]
+    assert len(lines) == 1
+    for part in ("method ppd", "exit layer 4 of 6", "no heads", "2 drafts", "soft none, hard none"):
+        assert part in lines[0]
+
+
+def test_request_switch(server: Server) -> None:
+    drafting = server.complete()
+    before = server.metrics()["vllm:spec_decode_num_drafts_total"]
+    for value in (False, 0, "false"):
+        plain = server.complete(vllm_xargs={"ppd_draft": value})
+        assert plain.json()["choices"][0]["text"] == drafting.json()["choices"][0]["text"]
+    assert server.metrics()["vllm:spec_decode_num_drafts_total"] == before
+    server.complete(vllm_xargs={"ppd_draft": True})
+    assert server.metrics()["vllm:spec_decode_num_drafts_total"] > before
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe' is not a truth value"),
+        ({"min_p": 0.2, "temperature": 1.0}, "min_p"),
+        ({"prompt": "x" * 1000}, "maximum context length"),
+        ({"temperature": -1}, "temperature"),
+    ],
+)
+def test_bad_request_is_400_and_the_server_stays(server: Server, body: dict[str, Any], message: str) -> None:
+    answer = server.complete(**body)
+    assert answer.status_code == 400
+    assert message in answer.text
+    assert server.complete(max_tokens=2).status_code == 200
+
+
+def test_streamed_and_aborted(server: Server) -> None:
+    """A client that hangs up in mid-stream leaves the server serving."""
+    body = {"model": server.model, "prompt": "for x in", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    for _ in range(3):
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            next(stream.iter_lines())
+    assert server.complete().status_code == 200
+    deadline = time.monotonic() + 30
+    while server.metrics()["vllm:num_requests_running"] > 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def refused(model: Path, *args: str) -> str:
+    run = subprocess.run(
+        [*VLLM, str(model), "--dtype", "float32", *args], capture_output=True, text=True, env=environment(), timeout=300
+    )
+    assert run.returncode != 0
+    assert "Traceback" not in run.stderr, run.stderr[-2000:]
+    assert "Loading" not in run.stderr + run.stdout
+    return run.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (
+            ["--speculative-model", "ppd", "--ppd-exit-layer", "9"],
+            "vllm-ppd: error: speculative_config: exit_layer=9 is outside 1..5; this model has 6 layers",
+        ),
+        (
+            ["-sc", '{"method": "ppd", "model": "./no-heads"}'],
+            "vllm-ppd: error: heads folder 'no-heads' does not exist; give a folder with config.json, or no heads",
+        ),
+    ],
+)
+def test_bad_start_is_one_line(tiny_model: Callable[..., Path], args: list[str], line: str) -> None:
+    assert refused(tiny_model(), *args) == line

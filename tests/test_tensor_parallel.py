@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks of tensor parallelism: the early head is vocabulary-parallel and the output is that of two ranks without us."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from exactness import CASES
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = """
+import json, os, sys
+sys.path.insert(0, {tests!r})
+import conftest, exactness
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if len(os.sched_getaffinity(0)) > 1 else "nobind"
+if __name__ == "__main__":
+    llm = conftest.start_engine({model!r}, json.loads({options!r}), tensor_parallel_size=2)
+    result = {{case: exactness.CASES[case](llm) for case in {cases!r}}}
+    accepted = conftest.counter(llm, "vllm:spec_decode_num_accepted_tokens")
+    steps = conftest.counter(llm, "ppd:deferred_steps")
+    print("RESULT", json.dumps([result, accepted, steps]))
+"""
+
+
+def two_ranks(model: Path, options: dict[str, Any] | None, cases: list[str]) -> tuple[dict[str, Any], float, float]:
+    script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(model), options=json.dumps(options), cases=cases)
+    path = Path(os.environ["PYTEST_TMP"]) / "two_ranks.py"
+    path.write_text(script)
+    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=600)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, run.stdout[-3000:] + run.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+
+
+def as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def test_two_ranks(tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], engine: Callable[..., Any]) -> None:
+    """With heads and two exits over gamma, so that values, ids and probabilities are all exchanged."""
+    options = {
+        "method": "ppd",
+        "model": str(heads_folder(exit_layers=(2, 4), noise=0.05)),
+        "gamma": 0.03,
+        "num_speculative_tokens": 3,
+    }
+    cases = ["batch_16", "arrivals_and_aborts"]
+    got, accepted, deferred = two_ranks(tiny_model(), options, cases)
+    assert got == as_json({case: CASES[case](engine()) for case in cases})
+    assert accepted > 0
+    assert deferred > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{"method": "ppd"}, {"method": "ppd", "draft_sample_method": "probabilistic"}])
+def test_two_ranks_all_cases(tiny_model: Callable[..., Path], options: dict[str, Any]) -> None:
+    cases = list(CASES)
+    expected, _, _ = two_ranks(tiny_model(), None, cases)
+    got, accepted, _ = two_ranks(tiny_model(), options, cases)
+    assert got == expected
+    assert accepted > 0
