@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,17 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
         "disable_log_stats": False,
         "enable_prefix_caching": False,
     }
-    return LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
+    llm = LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
+    # An engine that is collected takes the process's parallel groups along, also those of the others.
+    _ALIVE.append(llm)
+    return llm
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+_ALIVE: list[Any] = []
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
     """engine(speculative_config, **settings) on a tiny model; the same arguments give the same engine."""
     started: dict[str, Any] = {}
 
@@ -69,8 +75,7 @@ def engine(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
             started[key] = start_engine(tiny_model(family), speculative_config, **settings)
         return started[key]
 
-    yield get
-    started.clear()
+    return get
 
 
 def runner_of(llm: Any) -> Any:
@@ -81,6 +86,13 @@ def runner_of(llm: Any) -> Any:
 def drafter_of(llm: Any) -> Any:
     """Our proposer in an engine in this process."""
     return runner_of(llm).drafter
+
+
+def our_counter(name: str) -> float:
+    """The value of one of our counters, as Prometheus would scrape it from this process (all engines together)."""
+    from vllm_ppd.vllm_plugins.metrics import _Collector
+
+    return sum(sample.value for family in _Collector().collect() if family.name == f"ppd:{name}" for sample in family.samples)
 
 
 def counter(llm: Any, name: str) -> float:

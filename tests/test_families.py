@@ -45,7 +45,6 @@ def test_cut_is_exact(
     model = tiny_model(family)
     stock = start_engine(model, None)
     expected = generate(stock, prompts(6), greedy(24))
-    del stock
 
     differences: dict[str, list[float]] = {"cut": [], "deferred": []}
     original = EarlyProposer.forward

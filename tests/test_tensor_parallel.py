@@ -27,7 +27,7 @@ if __name__ == "__main__":
     llm = conftest.start_engine({model!r}, json.loads({options!r}), tensor_parallel_size=2)
     result = {{case: exactness.CASES[case](llm) for case in {cases!r}}}
     accepted = conftest.counter(llm, "vllm:spec_decode_num_accepted_tokens")
-    steps = conftest.counter(llm, "ppd:deferred_steps")
+    steps = conftest.our_counter("deferred_steps")
     print("RESULT", json.dumps([result, accepted, steps]))
 """
 

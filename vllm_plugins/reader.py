@@ -47,8 +47,8 @@ class EarlyReader:
         if self.lm_head.tp_size == 1:
             probability = (best.values[:, 0] - best.logsumexp).exp() if with_confidence else None
             return Reading(best.token_ids[:, 0], probability, None)
-        # float64 holds every token id exactly beside the values.
-        packed = torch.stack([best.values[:, 0], best.token_ids[:, 0], best.logsumexp], dim=-1).double()
+        # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
+        packed = torch.stack([best.values[:, 0], best.token_ids[:, 0].float(), best.logsumexp], dim=-1)
         shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 3)
         ids, probability = merge_topk(shards[:, :, :1], shards[:, :, 1:2].long(), shards[:, :, 2], k=1)
         return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 from vllm.platforms import current_platform
 
+from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
 if current_platform.is_cpu():
@@ -19,6 +20,10 @@ if current_platform.is_cpu():
 
     class DraftingWorker(cpu_worker.CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            mend_expand_kernel()
+            super().__init__(*args, **kwargs)
 
         def init_device(self) -> None:
             stock = cpu_worker.CPUModelRunner

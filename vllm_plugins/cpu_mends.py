@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One mend of vLLM 0.32's CPU backend, without which sampling with drafts has the wrong distribution.
+
+Its `expand_kernel` spreads per-request sampling parameters over draft tokens. For float32 and int32 outputs it fills a
+converted copy and drops it, so temperature, top-k and top-p of verified drafts are whatever the memory held. Every
+speculative method on the CPU is affected; greedy requests are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def expand(
+    output: torch.Tensor,  # [tokens]
+    input_val: torch.Tensor,  # [requests]
+    cu_num_tokens: torch.Tensor,  # [requests] cumulative tokens
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: Any = None,  # noqa: N803 (the kernel's own name)
+) -> None:
+    """output = each request's value, once a token, with replace_from replaced by replace_to."""
+    counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(values.repeat_interleave(counts))
+
+
+def mend_expand_kernel() -> None:
+    """Register our kernel through vLLM's own hook for platform kernels, if the stock one is wrong."""
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    probe = torch.tensor([0.25, 0.75])
+    if expand_batch_to_tokens(probe, torch.tensor([2, 3], dtype=torch.int32), 3).tolist() == [0.25, 0.25, 0.75]:
+        return
+    register_kernels({KERNEL: expand})
+    logger.info("vllm-ppd: replaced the CPU backend's expand_kernel, which drops sampling parameters of drafts")
