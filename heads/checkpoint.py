@@ -43,7 +43,7 @@ class HeadsConfig(BaseModel):
     """`config.json` of a heads folder."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-    speculators_model_type: Literal["early"] = Field(ALGORITHM, description="the algorithm; speculators' own key")
+    speculators_model_type: Literal["early"] = Field("early", description="the algorithm; speculators' own key")
     architectures: list[str] = ["EarlyHeads"]
     verifier: str = Field(description="name or path of the target")
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step recommended for these heads")
@@ -78,7 +78,7 @@ class HeadsConfig(BaseModel):
         return cls(
             speculators_model_type=data.get("speculators_model_type"),  # type: ignore[arg-type]
             architectures=data.get("architectures", ["EarlyHeads"]),
-            verifier=(speculators.get("verifier") or {}).get("name_or_path"),
+            verifier=(speculators.get("verifier") or {}).get("name_or_path"),  # type: ignore[arg-type]
             num_speculative_tokens=methods[0].get("speculative_tokens", 3),
             exit_layers=data.get("exit_layers"),  # type: ignore[arg-type]
             dtype=data.get("dtype", "float32"),
@@ -137,11 +137,14 @@ def check_target(
     Raises:
         HeadsError: on the first difference.
     """
-    theirs, ours = config.target, {
-        "hidden_size": hidden_size,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": num_hidden_layers,
-    }
+    theirs, ours = (
+        config.target,
+        {
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
+            "num_hidden_layers": num_hidden_layers,
+        },
+    )
     for field, value in ours.items():
         trained_for = getattr(theirs, field)
         if trained_for != value:

@@ -21,11 +21,17 @@ class EarlyHeads(nn.Module):
         super().__init__()
         self.exit_layers = tuple(exit_layers)
         self.hidden_size = hidden_size
-        self.transforms = nn.ModuleDict(
-            {str(layer): nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype) for layer in self.exit_layers}
-        )
-        for transform in self.transforms.values():
+        self.transforms = nn.ModuleDict()
+        for layer in self.exit_layers:
+            transform = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype)
             nn.init.eye_(transform.weight)
+            self.transforms[str(layer)] = transform
+
+    def transform(self, exit_layer: int) -> nn.Linear:
+        """T^(i) of an exit layer."""
+        transform = self.transforms[str(exit_layer)]
+        assert isinstance(transform, nn.Linear)
+        return transform
 
     def forward(
         self,
@@ -33,19 +39,17 @@ class EarlyHeads(nn.Module):
         exit_layer: int,
     ) -> torch.Tensor:
         """T^(i) h, ready for the target's LM head: [rows, hidden]."""
-        return self.transforms[str(exit_layer)](hidden)
+        return self.transform(exit_layer)(hidden)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""
-        return {f"exit.{layer}.transform": self.transforms[str(layer)].weight.detach() for layer in self.exit_layers}
+        return {f"exit.{layer}.transform": self.transform(layer).weight.detach() for layer in self.exit_layers}
 
     @classmethod
-    def from_tensors(
-        cls, tensors: dict[str, torch.Tensor], exit_layers: Sequence[int], hidden_size: int
-    ) -> EarlyHeads:
+    def from_tensors(cls, tensors: dict[str, torch.Tensor], exit_layers: Sequence[int], hidden_size: int) -> EarlyHeads:
         """Build from a checkpoint's tensors (already checked by heads.checkpoint)."""
         dtype = next(iter(tensors.values())).dtype
         heads = cls(exit_layers, hidden_size, dtype)
         for layer in heads.exit_layers:
-            heads.transforms[str(layer)].weight.data.copy_(tensors[f"exit.{layer}.transform"])
+            heads.transform(layer).weight.data.copy_(tensors[f"exit.{layer}.transform"])
         return heads

@@ -9,6 +9,7 @@ draft, and the deep pass that completes deferred KV.
 
 from __future__ import annotations
 
+import itertools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -32,12 +33,12 @@ class Adapter(ABC):
 
     has_residual: bool
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model  # the causal LM as vLLM loaded it
 
     @property
     @abstractmethod
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         """The decoder module whose forward is replaced by the cut."""
 
     @property
@@ -106,9 +107,11 @@ def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -
     forward = types.FunctionType(code, base.forward.__globals__, name, None, base.forward.__closure__)
     forward.__qualname__ = f"{name}.forward"
     forward.__annotations__ = dict(base.forward.__annotations__)
-    tokens_first = {"input_ids": 0, "positions": 0} if base is FirstStack else {"positions": 0, "hidden": 0, "residual": 0}
+    tokens_first = (
+        {"input_ids": 0, "positions": 0} if base is FirstStack else {"positions": 0, "hidden": 0, "residual": 0}
+    )
     cls = type(name, (base,), {"forward": forward, "__module__": base.__module__})
-    cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)  # type: ignore[call-overload]
+    cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)
     return cls(vllm_config=vllm_config, **kwargs)
 
 
@@ -136,7 +139,7 @@ class ModelCut:
             _compiled_stack(
                 FirstStack if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop
             )
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+            for start, stop in itertools.pairwise(bounds)
         ]
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for the families whose decoder is vLLM's own: layers(positions, hidden, residual), RMSNorm(hidden, residual)."""
+"""Adapter for vLLM's own decoders: layers(positions, hidden, residual) and a norm that adds the residual."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LlamaLikeAdapter(Adapter):
     has_residual = True
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         return self.model.model
 
     @property

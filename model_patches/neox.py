@@ -21,7 +21,7 @@ class NeoXAdapter(Adapter):
     has_residual = False
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self) -> Any:
         return self.model.model
 
     @property

@@ -92,7 +92,9 @@ def our_counter(name: str) -> float:
     """The value of one of our counters, as Prometheus would scrape it from this process (all engines together)."""
     from vllm_ppd.vllm_plugins.metrics import _Collector
 
-    return sum(sample.value for family in _Collector().collect() if family.name == f"ppd:{name}" for sample in family.samples)
+    return sum(
+        sample.value for family in _Collector().collect() if family.name == f"ppd:{name}" for sample in family.samples
+    )
 
 
 def counter(llm: Any, name: str) -> float:

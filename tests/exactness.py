@@ -117,19 +117,21 @@ def arrivals_and_aborts(llm: Any) -> Any:
     requests, engine = prompts(10, 60), llm.llm_engine
     finished: dict[str, list[int]] = {}
     added: list[str] = []
+    aborted = {8: "arrival-2", 17: "arrival-4"}  # step -> request, in the middle of its decoding
     step = 0
     while step < 3 * len(requests) or engine.has_unfinished_requests():
         if step % 3 == 0 and len(added) < len(requests):
             index = len(added)
-            added.append(engine.add_request(f"arrival-{index}", requests[index], greedy(max_tokens=30)) or "")
-        if step in (8, 17):
-            engine.abort_request([f"arrival-{step // 4}"], internal=False)
+            added.append(f"arrival-{index}")
+            engine.add_request(added[-1], requests[index], greedy(max_tokens=60))
+        if step in aborted:
+            engine.abort_request([aborted[step]], internal=False)
         for output in engine.step():
             if output.finished:
                 finished[output.request_id] = list(output.outputs[0].token_ids)
         step += 1
-    aborted = {"arrival-2", "arrival-4"}
-    return {name: tokens for name, tokens in finished.items() if name not in aborted}
+    assert set(finished) == set(added) - set(aborted.values())
+    return finished
 
 
 def request_switch(llm: Any) -> Any:

@@ -36,7 +36,7 @@ def from_dict(model: Path, speculative_config: dict[str, Any] | None, **settings
 def options(vllm_config: Any) -> dict[str, Any]:
     config = active_config(vllm_config)
     assert config is not None
-    return config.model_dump(exclude={"metrics_file"})
+    return config.model_dump()
 
 
 def test_ways_in_are_the_same(tiny_model: Model) -> None:
@@ -157,10 +157,12 @@ def test_unsupported_family(tmp_path: Path) -> None:
     import transformers as tf
 
     folder = tmp_path / "gpt2"
-    config = tf.GPT2Config(vocab_size=320, n_embd=64, n_layer=2, n_head=2, n_positions=128, architectures=["GPT2LMHeadModel"])
+    config = tf.GPT2Config(
+        vocab_size=320, n_embd=64, n_layer=2, n_head=2, n_positions=128, architectures=["GPT2LMHeadModel"]
+    )
     config.save_pretrained(folder)
     tiny.make_tokenizer().save_pretrained(folder)
-    with pytest.raises(OptionError, match="GPT2LMHeadModel cannot be cut.*supported families: LlamaForCausalLM"):
+    with pytest.raises(OptionError, match=r"GPT2LMHeadModel cannot be cut.*supported families: LlamaForCausalLM"):
         from_dict(folder, {"method": "ppd"})
 
 

@@ -34,14 +34,14 @@ def test_every_family_has_a_tiny_model() -> None:
 
 
 def test_unknown_family_is_refused_with_the_list() -> None:
-    with pytest.raises(ValueError, match=r"family MambaForCausalLM cannot be cut.*LlamaForCausalLM, MistralForCausalLM"):
+    with pytest.raises(
+        ValueError, match=r"family MambaForCausalLM cannot be cut.*LlamaForCausalLM, MistralForCausalLM"
+    ):
         adapter_path(["MambaForCausalLM"])
 
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-def test_cut_is_exact(
-    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cut_is_exact(family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(family)
     stock = start_engine(model, None)
     expected = generate(stock, prompts(6), greedy(24))

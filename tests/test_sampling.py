@@ -31,7 +31,9 @@ def p_value(first: list[Any], second: list[Any]) -> float:
     """Homogeneity of two samples; outcomes too rare for the test are pooled."""
     counts = [Counter(first), Counter(second)]
     common = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 20]
-    table = [[count[key] for key in common] + [sum(count.values()) - sum(count[key] for key in common)] for count in counts]
+    table = [
+        [count[key] for key in common] + [sum(count.values()) - sum(count[key] for key in common)] for count in counts
+    ]
     table = [[row[i] for i in range(len(row)) if table[0][i] + table[1][i] > 0] for row in table]
     return float(chi2_contingency(table).pvalue)
 
@@ -74,7 +76,9 @@ def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int,
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 def test_seeded_requests_repeat(engine: Callable[..., Any], method: str) -> None:
-    llm = engine({"method": "ppd", "draft_sample_method": method, "exit_layer": 5}, max_num_seqs=64, max_num_batched_tokens=512)
+    llm = engine(
+        {"method": "ppd", "draft_sample_method": method, "exit_layer": 5}, max_num_seqs=64, max_num_batched_tokens=512
+    )
     params = [SamplingParams(temperature=0.8, max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
     first = generate(llm, [PROMPT] * 6, params)
     generate(llm, [PROMPT] * 3, SamplingParams(temperature=1.0, max_tokens=9))  # other draws in between

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +40,13 @@ def original(owner: type, name: str) -> Any:
 
 
 def test_registration_is_idempotent() -> None:
-    before = [vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS]
+    before = [
+        vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS
+    ]
     register()
-    after = [vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS]
+    after = [
+        vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS
+    ]
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
@@ -70,8 +76,8 @@ def test_seam_method() -> None:
 
 def test_seam_lookahead() -> None:
     assert isinstance(original(VllmConfig, "num_lookahead_tokens"), property)
-    assert "num_lookahead_tokens" in inspect.getsource(sys.modules["vllm.v1.core.sched.scheduler"] if
-        "vllm.v1.core.sched.scheduler" in sys.modules else __import__("vllm.v1.core.sched.scheduler", fromlist=["x"]))  # fmt: skip
+    source = inspect.getsource(importlib.import_module("vllm.v1.core.sched.scheduler"))
+    assert "vllm_config.num_lookahead_tokens" in source, "the scheduler reserves drafted positions some other way"
 
 
 def test_seam_request_validation() -> None:
@@ -113,15 +119,31 @@ def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     assert len(caplog.messages) == 1
     assert "0.99.0" in caplog.messages[0]
     refuse = seams._refuse_methods(lambda self: "stock")
-    assert refuse(EngineArgs(model="m", speculative_config={"method": "ngram"})) == "stock"
+    stock = {"speculative_config": None, "spec_method": None, "spec_model": None}
+    assert refuse(SimpleNamespace(**{**stock, "speculative_config": {"method": "ngram"}})) == "stock"
     for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
         with pytest.raises(OptionError, match=r"supports vLLM .*<0.33.* found 0\.99\.0"):
-            refuse(EngineArgs(model="m", **asked))
+            refuse(SimpleNamespace(**{**stock, **asked}))
 
 
 def test_version_range() -> None:
     assert all(seams.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.32.0.post1"))
     assert not any(seams.is_supported(version) for version in ("0.31.2", "0.33.0", "0.33.0rc1", "1.0", "unknown"))
+
+
+def test_compilation_cache_key_is_stable(tiny_model: Callable[..., Path]) -> None:
+    """The same server started twice finds what it compiled; another exit layer does not."""
+
+    def key(**options: Any) -> str:
+        args = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24}
+        speculative = {"method": "ppd", **options}
+        return (
+            EngineArgs(model=str(tiny_model()), speculative_config=speculative, **args)
+            .create_engine_config()
+            .compute_hash()
+        )
+
+    assert key() == key() != key(exit_layer=2)
 
 
 # ---- a vLLM started without our flag
@@ -167,7 +189,11 @@ def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_mo
 
     script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(tiny_model()))
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "VLLM_PLUGINS": ""}, check=True
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_PLUGINS": ""},
+        check=True,
     )
     assert "vllm-ppd" not in run.stdout + run.stderr
     tokens = next(line for line in run.stdout.splitlines() if line.startswith("TOKENS "))

@@ -19,7 +19,9 @@ MAY_IMPORT = {
     "vllm_plugins": {"heads", "kernels", "model_patches"},
 }
 MAY_IMPORT_VLLM = {"model_patches", "vllm_plugins"}
-SOURCES = [path for folder in (*FOLDERS, "tests", "benchmarks", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [
+    path for folder in (*FOLDERS, "tests", "benchmarks", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))
+]
 
 
 def imports(path: Path) -> set[str]:
@@ -55,9 +57,10 @@ def test_header_and_size(path: Path) -> None:
 
 def test_registration_imports_nothing_heavy() -> None:
     """The entry point itself loads neither torch nor vLLM; the seams then touch only what vLLM has loaded anyway."""
-    code = "import sys; from vllm_ppd.vllm_plugins import register; assert not {'torch', 'vllm', 'pydantic'} & set(sys.modules)"
+    heavy = "assert not {'torch', 'vllm', 'pydantic', 'transformers'} & set(sys.modules)"
+    code = f"import sys; from vllm_ppd.vllm_plugins import register; {heavy}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
-    code = "from vllm_ppd.vllm_plugins import seams, config, flags; import sys; assert 'torch' not in sys.modules"
+    code = "import sys; from vllm_ppd.vllm_plugins import seams, config, flags; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
 
 

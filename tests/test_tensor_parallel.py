@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks of tensor parallelism: the early head is vocabulary-parallel and the output is that of two ranks without us."""
+"""Two ranks of tensor parallelism: the early head is vocabulary-parallel, the output is that of vLLM alone."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def test_two_ranks(tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], engine: Callable[..., Any]) -> None:
+def test_two_ranks(
+    tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], engine: Callable[..., Any]
+) -> None:
     """With heads and two exits over gamma, so that values, ids and probabilities are all exchanged."""
     options = {
         "method": "ppd",

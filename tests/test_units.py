@@ -65,7 +65,9 @@ def test_match_follows_requests_that_moved(saved: SavedStates) -> None:
         (["a", "b", "c"], [0, 31, 5], [4, 2, 1], [1, 2, 3, 4, 5, 6, 7]),  # started over after preemption
     ],
 )
-def test_no_match_falls_back(saved: SavedStates, req_ids: list[str], positions: list[int], lens: list[int], tokens: list[int]) -> None:
+def test_no_match_falls_back(
+    saved: SavedStates, req_ids: list[str], positions: list[int], lens: list[int], tokens: list[int]
+) -> None:
     assert match(saved, req_ids, positions, lens, tokens) is None
 
 
@@ -105,7 +107,9 @@ def planner(requests: list[dict[str, Any]], **options: Any) -> tuple[DraftPlanne
     )
     params = {
         f"r{i}": SimpleNamespace(
-            sampling_params=SimpleNamespace(max_tokens=request.get("max_tokens", 50), extra_args=request.get("extra_args"))
+            sampling_params=SimpleNamespace(
+                max_tokens=request.get("max_tokens", 50), extra_args=request.get("extra_args")
+            )
         )
         for i, request in enumerate(requests)
     }
@@ -143,7 +147,13 @@ def test_limits_shorten_the_draft() -> None:
 
 
 def test_soft_cut_off_counts_drafting_requests_only() -> None:
-    requests = [{"prompt": 9, "extra_args": {"ppd_draft": 0}}, {"prompt": 9}, {"prompt": 9, "emitted": 0}, {"prompt": 9}, {"prompt": 9}]
+    requests = [
+        {"prompt": 9, "extra_args": {"ppd_draft": 0}},
+        {"prompt": 9},
+        {"prompt": 9, "emitted": 0},
+        {"prompt": 9},
+        {"prompt": 9},
+    ]
     made, emitted = planner(requests, max_drafting_requests=2)
     assert drafts_of(made.plan(emitted)) == {0: 0, 1: 3, 3: 3, 4: 0}
 
@@ -205,9 +215,9 @@ def test_watch_ignores_steps_without_drafts() -> None:
 
 
 def test_counters_reach_the_front_end() -> None:
-    path = publish(ONE_ENGINE)
+    publish(ONE_ENGINE)
     before = {family.name: sum(s.value for s in family.samples) for family in _Collector().collect()}
-    worker = Counters(path, ONE_ENGINE)
+    worker = Counters(ONE_ENGINE)
     worker.add("deferred_steps")
     worker.add("drafting_seconds", 0.25)
     after = {family.name: sum(s.value for s in family.samples) for family in _Collector().collect()}
@@ -216,7 +226,8 @@ def test_counters_reach_the_front_end() -> None:
     assert after["ppd:drafting_seconds"] - before["ppd:drafting_seconds"] == 0.25
 
 
-def test_counters_without_a_file_still_count() -> None:
-    worker = Counters("/nowhere/at.all", ONE_ENGINE)
+def test_counters_without_a_file_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PPD_COUNTERS_FILE", "/nowhere/at.all")
+    worker = Counters(ONE_ENGINE)
     worker.add("fallback_steps")
     assert worker.values.sum() == 1

@@ -14,22 +14,22 @@ VOCAB = 320
 HEAD_DIM = 32  # the smallest that vLLM's CPU attention knows
 END = "<|end|>"
 
-_COMMON = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=LAYERS,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=HEAD_DIM,
-    max_position_embeddings=512,
-    bos_token_id=0,
-    eos_token_id=0,
-    pad_token_id=0,
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
     # Large enough that every layer changes what would be said.
-    initializer_range=0.12,
-)
-_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
+    "initializer_range": 0.12,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
 
 FAMILIES = {
     "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, {}),
@@ -44,7 +44,11 @@ FAMILIES = {
         {"sliding_window": 48, "sliding_window_pattern": 3, "query_pre_attn_scalar": HEAD_DIM},
     ),
     "phi3": (tf.Phi3Config, tf.Phi3ForCausalLM, {"hidden_size": 128}),
-    "gpt_neox": (tf.GPTNeoXConfig, tf.GPTNeoXForCausalLM, {"hidden_size": 128, "num_key_value_heads": 4, "rotary_pct": 1.0}),
+    "gpt_neox": (
+        tf.GPTNeoXConfig,
+        tf.GPTNeoXForCausalLM,
+        {"hidden_size": 128, "num_key_value_heads": 4, "rotary_pct": 1.0},
+    ),
 }
 
 

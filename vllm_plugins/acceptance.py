@@ -33,8 +33,11 @@ class AcceptanceWatch:
         elif not self.warned:
             self.warned = True
             logger.warning(
-                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d drafts (%.2f %%): drafting costs time "
-                "here and gains none; use heads trained for this model, a deeper exit_layer, or no speculative model",
-                self.accepted, self.drafted, self.drafts, 100 * rate,
-            )  # fmt: skip
+                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d drafts (%.2f %%): drafting costs "
+                "time here and gains none; use heads trained for this model, a deeper exit_layer, or no drafting",
+                self.accepted,
+                self.drafted,
+                self.drafts,
+                100 * rate,
+            )
         self.drafts = self.drafted = self.accepted = 0

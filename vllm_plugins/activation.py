@@ -22,7 +22,7 @@ def active_config(holder: Any) -> DraftingConfig | None:
     return DraftingConfig(**additional[CONFIG_KEY])
 
 
-def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> bool:
+def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
     """As _activate; a refusal that nobody catches ends the process with its one line, not with a traceback."""
     try:
         return _activate(engine_args, model_config, parallel_config)
@@ -43,23 +43,23 @@ def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackT
         _previous_hook[-1](kind, error, trace)
 
 
-def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> bool:
+def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
     """If the arguments ask for one of our methods, check everything and rewrite them to vLLM's `custom_class`.
 
     Returns:
-        Whether they did; otherwise nothing is touched.
+        The resolved configuration, or None if they do not; then nothing is touched.
 
     Raises:
         OptionError, HeadsError: on bad input, before any model loads.
     """
     asked = _asked(engine_args)
     if not asked:
-        return False
+        return None
     if not checks.is_ours(asked):
         ours = [flag_name(key) for key in asked if key in flag_fields() and key != "draft_sample_method"]
         if ours:
             raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")
-        return False
+        return None
     checks.check_engine_args(engine_args)
     config = checks.resolve_options(asked, model_config, parallel_config)
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
@@ -71,10 +71,13 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> bool
     }
     from vllm_ppd.vllm_plugins.metrics import publish
 
-    config = config.model_copy(update={"metrics_file": publish(parallel_config)})
-    engine_args.additional_config = {**(engine_args.additional_config or {}), CONFIG_KEY: config.model_dump(mode="json")}
+    publish(parallel_config)
+    engine_args.additional_config = {
+        **(engine_args.additional_config or {}),
+        CONFIG_KEY: config.model_dump(mode="json"),
+    }
     parallel_config.worker_cls = checks.WORKER
-    return True
+    return config
 
 
 def _asked(engine_args: Any) -> dict[str, Any]:

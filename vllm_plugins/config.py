@@ -100,7 +100,6 @@ class DraftingConfig(DraftingOptions):
 
     exit_layer: tuple[int, ...]
     num_layers: int
-    metrics_file: str | None = None
 
     def summary(self) -> str:
         """The start-up line: what drafts, from which layer, with which heads."""
@@ -161,7 +160,8 @@ def resolve(
     outside = [layer for layer in exits if not 1 <= layer < num_layers]
     if outside:
         raise OptionError(
-            f"speculative_config: exit_layer={outside[0]} is outside 1..{num_layers - 1}; this model has {num_layers} layers"
+            f"speculative_config: exit_layer={outside[0]} is outside 1..{num_layers - 1}; "
+            f"this model has {num_layers} layers"
         )
     headless = [layer for layer in exits if heads_exits is not None and layer not in heads_exits]
     if headless:

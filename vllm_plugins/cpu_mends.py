@@ -24,7 +24,7 @@ def expand(
     cu_num_tokens: torch.Tensor,  # [requests] cumulative tokens
     replace_from: float,
     replace_to: float,
-    MAX_NUM_TOKENS: Any = None,  # noqa: N803 (the kernel's own name)
+    MAX_NUM_TOKENS: Any = None,
 ) -> None:
     """output = each request's value, once a token, with replace_from replaced by replace_to."""
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())

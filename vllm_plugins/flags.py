@@ -15,7 +15,9 @@ DESTINATION = "vllm_ppd_options"
 class _Collect(argparse.Action):
     """Collect a flag's value into the dictionary at DESTINATION."""
 
-    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
         collected = dict(getattr(namespace, DESTINATION, None) or {})
         collected[self.const] = values
         setattr(namespace, DESTINATION, collected)

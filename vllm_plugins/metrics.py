@@ -24,11 +24,16 @@ COUNTERS = {
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
 }
+PATH_VARIABLE = "PPD_COUNTERS_FILE"
 _published: list[str] = []
 
 
 def publish(parallel_config: Any) -> str:
-    """Create the counters' file and register it with this process's Prometheus registry; returns its path."""
+    """Create the counters' file for the engine about to start and register it with this process's Prometheus registry.
+
+    The path travels to the workers in the environment: vLLM's configuration is hashed for its compilation cache, which
+    must not miss because of a file name.
+    """
     handle, path = tempfile.mkstemp(prefix="vllm-ppd-", suffix=".counters")
     with os.fdopen(handle, "wb") as file:
         file.write(np.zeros((max(1, parallel_config.data_parallel_size), len(COUNTERS))).tobytes())
@@ -37,6 +42,7 @@ def publish(parallel_config: Any) -> str:
 
         REGISTRY.register(_Collector())
     _published.append(path)
+    os.environ[PATH_VARIABLE] = path
     atexit.register(_remove, path)
     return path
 
@@ -44,7 +50,8 @@ def publish(parallel_config: Any) -> str:
 class Counters:
     """The worker's side; only the first tensor-parallel rank of an engine writes."""
 
-    def __init__(self, path: str | None, parallel_config: Any) -> None:
+    def __init__(self, parallel_config: Any) -> None:
+        path = os.environ.get(PATH_VARIABLE)
         self._column = {name: column for column, name in enumerate(COUNTERS)}
         self.values = np.zeros(len(COUNTERS))
         if path is None or parallel_config.rank % parallel_config.world_size != 0:

@@ -61,7 +61,7 @@ class EarlyReader:
         deterministic: torch.Tensor,  # [rows] bool: rows that must not draw (seeded requests)
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
-        logits = self._logits(exit_layer, state, gather=True)[:, : self.logits_processor.org_vocab_size].float()
+        logits = self._logits(exit_layer, state, gather=True).float()
         confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
         greedy = (temperature < 1e-5) | deterministic
         best = logits.argmax(dim=-1)

@@ -107,8 +107,9 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
     def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
         from vllm_ppd.vllm_plugins import activation
 
-        if activation.activate(self, target_model_config, target_parallel_config):
-            logger.info("vllm-ppd: %s", activation.active_config(self).summary())
+        config = activation.activate(self, target_model_config, target_parallel_config)
+        if config is not None:
+            logger.info("vllm-ppd: %s", config.summary())
         return original(self, target_model_config, target_parallel_config)
 
     return create_speculative_config
@@ -149,7 +150,12 @@ def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm_ppd.vllm_plugins.config import METHODS, OptionError
 
         config = self.speculative_config or {}
-        asked = {config.get("method"), config.get("model"), getattr(self, "spec_method", None), getattr(self, "spec_model", None)}
+        asked = {
+            config.get("method"),
+            config.get("model"),
+            getattr(self, "spec_method", None),
+            getattr(self, "spec_model", None),
+        }
         if asked & set(METHODS):
             raise OptionError(
                 f"vllm-ppd supports vLLM {SUPPORTED_VLLM} and found {vllm_version()}; install a supported vLLM"

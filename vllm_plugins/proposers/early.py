@@ -20,8 +20,8 @@ import torch
 
 from vllm_ppd.heads.checkpoint import load_heads
 from vllm_ppd.model_patches.base import CutState, ModelCut
-from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
+from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.metrics import Counters
 from vllm_ppd.vllm_plugins.passes import Span, StackPasses
 from vllm_ppd.vllm_plugins.plan import DraftPlanner
@@ -44,7 +44,7 @@ class EarlyProposer:
         assert config is not None, "EarlyProposer is started by vllm-ppd's own configuration"
         self.vllm_config = vllm_config
         self.config = config
-        self.counters = Counters(config.metrics_file, vllm_config.parallel_config)
+        self.counters = Counters(vllm_config.parallel_config)
         self.watch = AcceptanceWatch()
         self.probs: torch.Tensor | None = None
 
@@ -145,7 +145,9 @@ class EarlyProposer:
         drafts: list[list[int]] = [[] for _ in range(num_reqs)]
         plan = self.planner.plan(sampled_token_ids)
         if plan is not None:
-            tokens, made = self._shallow_loop(plan.rows, plan.base_positions, plan.base_tokens, plan.max_drafts, sampling)
+            tokens, made = self._shallow_loop(
+                plan.rows, plan.base_positions, plan.base_tokens, plan.max_drafts, sampling
+            )
             self.saved.req_ids = list(self.runner.input_batch.req_ids)
             self.saved.base_position[plan.rows] = plan.base_positions
             self.saved.tokens[plan.rows] = tokens
@@ -194,7 +196,9 @@ class EarlyProposer:
                     break
                 if not confident.all():
                     keep = torch.from_numpy(np.flatnonzero(confident)).to(device, non_blocking=True)
-                    reading = Reading(reading.token_ids[keep], None, None if reading.probs is None else reading.probs[keep])
+                    reading = Reading(
+                        reading.token_ids[keep], None, None if reading.probs is None else reading.probs[keep]
+                    )
                     active, whole = active[confident], False
             at = slice(None) if whole else torch.from_numpy(active).to(device, non_blocking=True)
             tokens[at, offset + 1] = reading.token_ids
