@@ -57,12 +57,12 @@ def test_ways_in_are_the_same(tiny_model: Model) -> None:
 def test_flags_carry_every_option(tiny_model: Model) -> None:
     config = from_flags(
         tiny_model(), "--speculative-model", "paradecode", "--spec-tokens", "5", "--ppd-exit-layer", "2,4",
-        "--ppd-gamma", "0.4", "--ppd-draft-sample-method", "probabilistic", "--ppd-max-drafting-requests", "3",
+        "--ppd-gamma", "0.4", "--ppd-draft-sample-method", "greedy", "--ppd-max-drafting-requests", "3",
         "--ppd-disable-by-batch-size", "9",
     )  # fmt: skip
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
-        "draft_sample_method": "probabilistic", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
+        "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6

@@ -19,7 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"method": "ppd"},
     "heads": {"method": "ppd", "num_speculative_tokens": 2},
     "exits": {"method": "paradecode", "exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5},
-    "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "probabilistic"},
+    "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
 }
 QUICK = {("middle", case) for case in CASES} | {

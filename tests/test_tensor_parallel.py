@@ -69,7 +69,7 @@ def test_two_ranks(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"method": "ppd"}, {"method": "ppd", "draft_sample_method": "probabilistic"}])
+@pytest.mark.parametrize("options", [{"method": "ppd"}, {"method": "ppd", "draft_sample_method": "greedy"}])
 def test_two_ranks_all_cases(tiny_model: Callable[..., Path], options: dict[str, Any]) -> None:
     cases = list(CASES)
     expected, _, _ = two_ranks(tiny_model(), None, cases)

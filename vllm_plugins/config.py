@@ -54,9 +54,9 @@ class DraftingOptions(BaseModel):
         json_schema_extra={"flag": True},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
-        "greedy",
-        description="how drafts of sampling requests are drawn: the exit's best token, or a sample whose distribution "
-        "q(x) the rejection sampler is given; the output distribution is the target's either way",
+        "probabilistic",
+        description="how drafts of sampling requests are drawn: the exit's best token (greedy), or a sample whose "
+        "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
         json_schema_extra={"flag": True},
     )
     max_drafting_requests: int | None = Field(
