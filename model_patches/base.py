@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
@@ -112,7 +113,8 @@ def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -
     )
     cls = type(name, (base,), {"forward": forward, "__module__": base.__module__})
     cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)
-    return cls(vllm_config=vllm_config, **kwargs)
+    with set_model_tag(name):  # a cache folder of its own, and a name in vLLM's log
+        return cls(vllm_config=vllm_config, **kwargs)
 
 
 class ModelCut:

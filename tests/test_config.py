@@ -133,6 +133,11 @@ def test_exit_without_a_head() -> None:
         (["--speculative-model", "ppd", "--enable-prompt-embeds"], "prompt embeddings"),
         (["--speculative-model", "ppd", "--async-scheduling"], "--async-scheduling is not supported"),
         (["--speculative-model", "ppd", "--worker-cls", "a.B"], "worker class 'a.B' cannot be combined"),
+        (["--speculative-model", "ppd", "--kv-offloading-size", "1"], "KV offloading"),
+        (
+            ["--speculative-model", "ppd", "--model-impl", "transformers"],
+            "Transformers backend; leave out --model-impl",
+        ),
         (["--speculative-model", "./no-such-folder"], "'./no-such-folder' does not exist"),
         (["--speculative-model", "ppd", "-sc", '{"exit_layer": 99}'], "exit_layer=99 is outside 1..5"),
         (["--ppd-gamma", "0.5"], "--ppd-gamma belongs to vllm-ppd; it needs --speculative-model"),

@@ -14,12 +14,15 @@ from vllm_ppd.vllm_plugins.config import CONFIG_KEY, DraftingConfig, OptionError
 PROPOSER = "vllm_ppd.vllm_plugins.proposers.early.EarlyProposer"
 
 
+def is_active(holder: Any) -> bool:
+    """Whether a VllmConfig or EngineArgs holds our configuration."""
+    additional = getattr(holder, "additional_config", None)
+    return isinstance(additional, dict) and CONFIG_KEY in additional
+
+
 def active_config(holder: Any) -> DraftingConfig | None:
     """Our configuration in a VllmConfig or EngineArgs, or None where vLLM runs without us."""
-    additional = getattr(holder, "additional_config", None)
-    if not isinstance(additional, dict) or CONFIG_KEY not in additional:
-        return None
-    return DraftingConfig(**additional[CONFIG_KEY])
+    return DraftingConfig(**holder.additional_config[CONFIG_KEY]) if is_active(holder) else None
 
 
 def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
@@ -55,6 +58,9 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     asked = _asked(engine_args)
     if not asked:
         return None
+    if asked.get("model") == PROPOSER and is_active(engine_args):  # the same arguments, used a second time
+        parallel_config.worker_cls = checks.WORKER
+        return active_config(engine_args)
     if not checks.is_ours(asked):
         ours = [flag_name(key) for key in asked if key in flag_fields() and key != "draft_sample_method"]
         if ours:

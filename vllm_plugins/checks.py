@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, is_heads_folder, load_config
-from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.model_patches.families import adapter_path
+from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.model_patches.families import NEOX, adapter_path
 from vllm_ppd.vllm_plugins.config import METHODS, DraftingConfig, OptionError, parse_options, resolve
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def resolve_options(
             hidden_size=text_config.hidden_size,
             vocab_size=text_config.vocab_size,
             num_hidden_layers=num_layers,
-            fingerprint=fingerprint(_local_folder(model_config.model) or "."),
+            fingerprint=_target_fingerprint(model_config),
         )
         check_weights(heads, folder)
         heads_exits, heads_drafts = tuple(heads.exit_layers), heads.num_speculative_tokens
@@ -86,11 +85,22 @@ def check_supported(model_config: ModelConfig, parallel_config: ParallelConfig) 
     Raises:
         OptionError: naming the setting and what to do instead.
     """
+    from vllm.platforms import current_platform
+
     try:
-        adapter_path(model_config.architectures)
+        adapter = adapter_path(model_config.architectures)
     except ValueError as error:
         raise OptionError(str(error)) from None
     refusals = {
+        f"platform {current_platform.device_name!r} is not supported with early drafting; use CUDA, ROCm or CPU": (
+            not (current_platform.is_cpu() or current_platform.is_cuda_alike())
+        ),
+        "this family is not supported with vLLM's Transformers backend; leave out --model-impl": (
+            model_config.using_transformers_backend() != (adapter == NEOX)
+        ),
+        "data parallelism of mixture-of-experts models is not supported with early drafting": (
+            parallel_config.data_parallel_size > 1 and model_config.is_moe
+        ),
         "pipeline parallelism is not supported with early drafting; use --tensor-parallel-size": (
             parallel_config.pipeline_parallel_size > 1
         ),
@@ -121,19 +131,26 @@ def check_engine_args(engine_args: Any) -> None:
     Raises:
         OptionError: naming the argument.
     """
-    if engine_args.enable_lora:
-        raise OptionError("LoRA (--enable-lora) is not supported with early drafting; merge the adapter first")
-    if getattr(engine_args, "async_scheduling", None):
-        raise OptionError("--async-scheduling is not supported with early drafting; leave it out")
+    refusals = {
+        "LoRA (--enable-lora) is not supported with early drafting; merge the adapter first": engine_args.enable_lora,
+        "--async-scheduling is not supported with early drafting; leave it out": engine_args.async_scheduling,
+        "KV connectors (--kv-transfer-config) are not supported with early drafting": engine_args.kv_transfer_config,
+        "KV offloading (--kv-offloading-size) is not supported with early drafting": engine_args.kv_offloading_size,
+        "sleep mode (--enable-sleep-mode) is not supported with early drafting": engine_args.enable_sleep_mode,
+    }
+    for message, refused in refusals.items():
+        if refused:
+            raise OptionError(message)
 
 
-def _local_folder(model: str) -> Path | None:
-    """The target's folder on this disk, if it is there."""
+def _target_fingerprint(model_config: ModelConfig) -> TargetFingerprint:
+    """Hashes of the target, as far as it is on this disk."""
+    model = model_config.model
     if os.path.isdir(model):
-        return Path(model)
+        return fingerprint(model)
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, local_files_only=True))
+        return fingerprint(snapshot_download(model, revision=model_config.revision, local_files_only=True))
     except (OSError, ValueError):
-        return None
+        return TargetFingerprint()

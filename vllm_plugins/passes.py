@@ -66,6 +66,7 @@ class StackPasses:
             cudagraph_runtime_mode=mode,
             batch_descriptor=descriptor,
             slot_mapping=slots,
+            is_padding=runner._prepare_padding_mask(num_tokens, padded),
         ):
             if state is None:
                 assert token_ids is not None

@@ -53,6 +53,10 @@ class DraftPlanner:
         base = num_tokens[rows] - 1
         return Plan(rows, base, batch.token_ids_cpu[rows, base].astype(np.int64), drafts[rows])
 
+    def forget(self) -> None:
+        """Look every request up again: a name may have been given to another."""
+        self._req_ids = []
+
     def _look_up(self, req_ids: list[str]) -> None:
         params = [self.runner.requests[req_id].sampling_params for req_id in req_ids]
         limits = [self.runner.max_model_len if p is None or p.max_tokens is None else p.max_tokens for p in params]

@@ -21,6 +21,16 @@ class Reading(NamedTuple):
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
     probs: torch.Tensor | None  # [rows, vocabulary] float32: q(x), for sampled drafts
 
+    def rows(self, index: torch.Tensor) -> Reading:
+        """The readings at an index."""
+        return Reading(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+
+    def replaced(self, index: torch.Tensor, other: Reading) -> Reading:
+        """These readings with those at an index taken from another."""
+        pairs = zip(self, other, strict=True)
+        parts = [None if a is None or b is None else a.index_copy(0, index, b) for a, b in pairs]
+        return Reading(*parts)  # type: ignore[arg-type]
+
 
 class EarlyReader:
     """p_theta(t | h) = softmax(E* T norm(h)) at an exit layer (ParaDecode, section 2.1).

@@ -41,7 +41,7 @@ class DraftingRunnerMixin:
     ) -> Any:
         hidden = None
         if input_ids is not None and positions is not None:
-            hidden = self.drafter.forward(input_ids, positions)
+            hidden = self.drafter.forward(positions)
         if hidden is not None:
             return hidden
         return super()._model_forward(  # type: ignore[misc]

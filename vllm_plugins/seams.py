@@ -133,9 +133,9 @@ def _num_lookahead_tokens(original: property) -> property:
 def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ppd.vllm_plugins.activation import active_config
+        from vllm_ppd.vllm_plugins.activation import is_active
 
-        if active_config(self.vllm_config) is not None:
+        if is_active(self.vllm_config):
             from vllm_ppd.vllm_plugins.request_switch import check
 
             check(params)

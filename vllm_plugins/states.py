@@ -49,7 +49,7 @@ class SavedStates:
         self.req_ids: list[str] | None = None  # request of each batch row when the states were made
 
     def clear(self) -> None:
-        """Forget every state."""
+        """Declare every state bad. (Their rows stay as they are until the next store.)"""
         self.req_ids = None
         self.count[:] = 0
 
@@ -66,6 +66,20 @@ class SavedStates:
         if self.residual is not None and residual is not None:
             self.residual.index_copy_(0, index, residual)
         self.level.reshape(-1)[rows] = level
+
+    def keep(
+        self,
+        req_ids: list[str],  # of every batch row
+        rows: np.ndarray,  # [requests] batch rows that have states
+        base_positions: np.ndarray,  # [requests]
+        tokens: np.ndarray,  # [requests, width] base token and drafts
+        counts: np.ndarray,  # [requests] states of each
+    ) -> None:
+        """Declare the stored states good for the next step."""
+        self.req_ids = list(req_ids)
+        self.base_position[rows] = base_positions
+        self.tokens[rows] = tokens
+        self.count[rows] = counts
 
     def load(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the states at flat row numbers: [tokens, hidden] each."""

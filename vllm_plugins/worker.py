@@ -6,10 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
+
+logger = init_logger("vllm.vllm_ppd")
 
 if current_platform.is_cpu():
     from vllm.v1.worker import cpu_worker
@@ -49,6 +52,7 @@ else:
             if mode.has_full_cudagraphs():
                 # One graph of the whole model cannot run its halves; graphs between attention calls can.
                 piecewise = mode.requires_piecewise_compilation()
+                logger.info("vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode)
                 compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
             super().__init__(vllm_config, *args, **kwargs)
 

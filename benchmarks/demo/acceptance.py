@@ -90,18 +90,17 @@ def main() -> None:
     print(f"{'exit':>4}  {'setting':<24} {'rate':>6} {'length':>7} {'repeated 4-grams':>17}")
     for exit_layer in args.exit_layers:
         for setting in SETTINGS:
-            rows.append(row := measure(args.model, exit_layer, args.drafts, setting, texts, args.tokens))
-            print(
-                f"{exit_layer:>4}  {setting:<24} {row['rate']:>6.3f} {row['length']:>7.2f} {row['repeated_4_grams']:>17.3f}"
-            )
+            row = measure(args.model, exit_layer, args.drafts, setting, texts, args.tokens)
+            numbers = f"{row['rate']:>6.3f} {row['length']:>7.2f} {row['repeated_4_grams']:>17.3f}"
+            print(f"{exit_layer:>4}  {setting:<24} {numbers}", flush=True)
+            rows.append(row)
     if args.out is not None:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         result = {
             "benchmark": "demo_acceptance",
             "command": " ".join(["python", "benchmarks/demo/acceptance.py", *sys.argv[1:]]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "git": subprocess.run(
-                ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-            ).stdout.strip(),
+            "git": git.stdout.strip(),
             "settings": {"drafts": args.drafts, "prompts": len(texts), "tokens": args.tokens, "dtype": "float32"},
             "rows": rows,
         }
