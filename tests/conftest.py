@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over an engine's own kv_cache_memory_bytes
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
@@ -58,7 +59,27 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     llm = LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
     # An engine that is collected takes the process's parallel groups along, also those of the others.
     _ALIVE.append(llm)
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    if core is not None:
+        llm.counts = _count(core.scheduler)
     return llm
+
+
+def _count(scheduler: Any) -> Counter[str]:
+    """Count what the scheduler tells vLLM's metrics (their registry knows the newest engine of a process only)."""
+    counts: Counter[str] = Counter()
+    stats, preempt = scheduler.make_spec_decoding_stats, scheduler._preempt_request
+
+    def make_spec_decoding_stats(*args: Any, **kwargs: Any) -> Any:
+        counts.update(drafted=kwargs["num_draft_tokens"], accepted=kwargs["num_accepted_tokens"], drafts=1)
+        return stats(*args, **kwargs)
+
+    def preempt_request(*args: Any, **kwargs: Any) -> Any:
+        counts.update(preempted=1)
+        return preempt(*args, **kwargs)
+
+    scheduler.make_spec_decoding_stats, scheduler._preempt_request = make_spec_decoding_stats, preempt_request
+    return counts
 
 
 _ALIVE: list[Any] = []
@@ -98,7 +119,7 @@ def our_counter(name: str) -> float:
 
 
 def counter(llm: Any, name: str) -> float:
-    """The value of a Prometheus counter of an engine's process."""
+    """The value of a Prometheus counter of this process's newest engine."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
 
 

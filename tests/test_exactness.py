@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import counter, drafter_of
+from conftest import drafter_of
 from exactness import CASES, greedy, prompts
 
 pytestmark = pytest.mark.engine
-
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 # The variants of early drafting; a case must hold for each. "heads" is filled in by the fixture.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,10 +56,10 @@ def test_drafts_were_made_and_deferred(engine: Callable[..., Any]) -> None:
     """The suite above would pass without drafting: it must have drafted, accepted, deferred and fallen back."""
     llm = engine(VARIANTS["middle"])
     counters = drafter_of(llm).counters
-    before, accepted_before = counters.values.copy(), counter(llm, ACCEPTED)
+    before, accepted_before = counters.values.copy(), llm.counts["accepted"]
     CASES["batch_1"](llm)
     deferred, fallback = (counters.values - before)[:2]
-    accepted = counter(llm, ACCEPTED) - accepted_before
+    accepted = llm.counts["accepted"] - accepted_before
     prefill_steps = 1 + 1 + 2  # chunks of the three prompts
     # Besides those, only a request's last token may run in full: nothing is drafted for it.
     assert prefill_steps <= fallback <= prefill_steps + 3
@@ -95,7 +93,7 @@ def test_preemption(engine: Callable[..., Any], name: str) -> None:
     for options in (None, VARIANTS[name]):
         llm = engine(options, **small)
         outputs.append(CASES["batch_16"](llm))
-        assert counter(llm, "vllm:num_preemptions") > 0
+        assert llm.counts["preempted"] > 0
     assert outputs[1] == outputs[0]
 
 
