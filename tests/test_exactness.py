@@ -97,8 +97,7 @@ def test_preemption(engine: Callable[..., Any], name: str) -> None:
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["middle", "exits"])
+@pytest.mark.parametrize("name", ["middle", pytest.param("exits", marks=pytest.mark.full)])
 def test_compiled(engine: Callable[..., Any], name: str) -> None:
     """The default compilation mode: each stack is compiled by itself."""
     expected = CASES["batch_16"](engine(enforce_eager=False)), CASES["arrivals_and_aborts"](engine(enforce_eager=False))

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything of ours is allocated when the model loads, before vLLM sizes its KV cache, and nothing grows later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import drafter_of, start_engine
+from exactness import CASES
+
+from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
+from vllm_ppd.vllm_plugins.states import SavedStates
+
+pytestmark = pytest.mark.engine
+
+
+def test_saved_states_are_n_plus_1_rows_a_request() -> None:
+    states = SavedStates(16, 4, 64, torch.bfloat16, torch.device("cpu"), has_residual=True)
+    assert states.hidden.shape == (16 * 4, 64)
+    assert states.residual is not None
+    assert states.residual.shape == states.hidden.shape
+    assert states.hidden.dtype == torch.bfloat16
+    assert SavedStates(16, 4, 64, torch.float32, torch.device("cpu"), has_residual=False).residual is None
+
+
+def test_allocated_before_the_kv_cache_is_sized(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_ppd.vllm_plugins.worker import DraftingWorker
+
+    order: list[str] = []
+    load, size = EarlyProposer.load_model, DraftingWorker.determine_available_memory
+
+    def load_model(self: EarlyProposer, model: Any) -> None:
+        load(self, model)
+        order.append("ours")
+
+    def determine_available_memory(self: Any) -> int:
+        order.append("kv cache")
+        return size(self)
+
+    monkeypatch.setattr(EarlyProposer, "load_model", load_model)
+    monkeypatch.setattr(DraftingWorker, "determine_available_memory", determine_available_memory)
+    llm = start_engine(tiny_model(), {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.03})
+    assert order == ["ours", "kv cache"]
+
+    drafter = drafter_of(llm)
+    saved = drafter.saved
+    assert saved.hidden.shape == (16 * 4, 64)
+    assert drafter.probs is not None
+    assert drafter.probs.shape == (16, 3, tiny.VOCAB)
+    buffers = (saved.hidden, saved.residual, drafter.probs)
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    CASES["more_than_fit"](llm)
+    assert [buffer.data_ptr() for buffer in (saved.hidden, saved.residual, drafter.probs)] == addresses
