@@ -198,3 +198,19 @@ def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_mo
     assert "vllm-ppd" not in run.stdout + run.stderr
     tokens = next(line for line in run.stdout.splitlines() if line.startswith("TOKENS "))
     assert json.loads(tokens.removeprefix("TOKENS ")) == generate(engine(), prompts(16), greedy())
+
+
+@pytest.mark.engine
+def test_cpu_mend_survives_another_engine(engine: Callable[..., Any]) -> None:
+    """vLLM's CPU backend drops sampling parameters of drafts; ours must stay in place when a stock engine follows."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    engine({"method": "ppd"})
+    current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
+    for values in (torch.tensor([0.5, 0.0, 0.7]), torch.tensor([5, 0, 9], dtype=torch.int32)):
+        spread = expand_batch_to_tokens(values, torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1)
+        assert spread.tolist() == [values[0].item(), values[0].item(), values[2].item()]
+    spread = expand_batch_to_tokens(torch.tensor([0.0, 0.5]), torch.tensor([1, 2], dtype=torch.int32), 2, 0, 1)
+    assert spread.tolist() == [1.0, 0.5]

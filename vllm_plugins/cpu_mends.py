@@ -35,10 +35,13 @@ def expand(
 def mend_expand_kernel() -> None:
     """Register our kernel through vLLM's own hook for platform kernels, if the stock one is wrong."""
     from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     probe = torch.tensor([0.25, 0.75])
     if expand_batch_to_tokens(probe, torch.tensor([2, 3], dtype=torch.int32), 3).tolist() == [0.25, 0.25, 0.75]:
         return
     register_kernels({KERNEL: expand})
+    # vLLM registers its kernels anew for every worker of a process.
+    cpu_triton_utils._expand_kernel_impl = expand
     logger.info("vllm-ppd: replaced the CPU backend's expand_kernel, which drops sampling parameters of drafts")

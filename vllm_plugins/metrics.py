@@ -2,15 +2,15 @@
 """Our own counters at /metrics, under `ppd:`, beside vLLM's `vllm:spec_decode_...`.
 
 The counting happens in the worker, the scraping in the front end, and vLLM's statistics carry no field of a plugin
-between them. A small memory-mapped file does: one row of float64 an engine (data-parallel rank), one column a counter.
+between them. A page of shared memory does: one row of float64 an engine (data-parallel rank), one column a counter. It
+is anonymous and belongs to the front end, so that nothing is left behind however the processes end.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
+import mmap
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,35 +25,39 @@ COUNTERS = {
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
 }
 PATH_VARIABLE = "PPD_COUNTERS_FILE"
-_published: list[str] = []
+_published: list[np.ndarray] = []
 
 
-def publish(parallel_config: Any) -> str:
-    """Create the counters' file for the engine about to start and register it with this process's Prometheus registry.
+def publish(parallel_config: Any) -> None:
+    """Create the counters of the engine about to start and register them with this process's Prometheus registry.
 
-    The path travels to the workers in the environment: vLLM's configuration is hashed for its compilation cache, which
-    must not miss because of a file name.
+    Where they are travels to the workers in the environment: vLLM's configuration is hashed for its compilation cache,
+    which must not miss because of it.
     """
-    handle, path = tempfile.mkstemp(prefix="vllm-ppd-", suffix=".counters")
-    with os.fdopen(handle, "wb") as file:
-        file.write(np.zeros((max(1, parallel_config.data_parallel_size), len(COUNTERS))).tobytes())
+    os.environ.pop(PATH_VARIABLE, None)
+    if not hasattr(os, "memfd_create"):
+        logger.info("vllm-ppd: no shared memory of the needed kind on this system, ppd: counters are off")
+        return
+    engines = max(1, parallel_config.data_parallel_size)
+    size = 8 * engines * len(COUNTERS)
+    descriptor = os.memfd_create("vllm-ppd-counters")
+    os.ftruncate(descriptor, size)
+    table = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.float64).reshape(engines, len(COUNTERS))
     if not _published:
         from prometheus_client import REGISTRY
 
         REGISTRY.register(_Collector())
-    _published.append(path)
-    os.environ[PATH_VARIABLE] = path
-    atexit.register(_remove, path)
-    return path
+    _published.append(table)
+    os.environ[PATH_VARIABLE] = f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 class Counters:
-    """The worker's side; only the first tensor-parallel rank of an engine writes."""
+    """The worker's side; only the first rank of an engine writes."""
 
     def __init__(self, parallel_config: Any) -> None:
-        path = os.environ.get(PATH_VARIABLE)
         self._column = {name: column for column, name in enumerate(COUNTERS)}
         self.values = np.zeros(len(COUNTERS))
+        path = os.environ.get(PATH_VARIABLE)
         if path is None or parallel_config.rank % parallel_config.world_size != 0:
             return
         try:
@@ -68,22 +72,14 @@ class Counters:
 
 
 class _Collector:
-    """Reads the files when Prometheus scrapes."""
+    """Reads the counters when Prometheus scrapes; engines of one process are added up by rank."""
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
-        tables = [np.fromfile(path, dtype=np.float64).reshape(-1, len(COUNTERS)) for path in _published]
         for column, (name, text) in enumerate(COUNTERS.items()):
             family = CounterMetricFamily(f"ppd:{name}", text, labels=["engine"])
-            for engine in range(max(map(len, tables), default=0)):
-                total = sum(float(table[engine, column]) for table in tables if engine < len(table))
+            for engine in range(max(map(len, _published), default=0)):
+                total = sum(float(table[engine, column]) for table in _published if engine < len(table))
                 family.add_metric([str(engine)], total)
             yield family
-
-
-def _remove(path: str) -> None:
-    if path in _published:
-        _published.remove(path)
-    if os.path.exists(path):
-        os.remove(path)
