@@ -4,52 +4,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn import functional
+
+HeadForm = Literal["transform", "classifier"]
 
 
 class EarlyHeads(nn.Module):
-    """One lightweight early head an exit layer: E^(i) = E* T^(i) (ParaDecode, section 2.1).
+    """One head an exit layer, over the hidden state at the exit after the target's final norm.
 
-    E* is the target's own LM head and is not stored here; only the d x d matrices T^(i) are. The input is the
-    hidden state at the exit after the target's final norm, so T = identity is the untrained exit ("N" in PPD's
-    Table 2).
+    transform:  E^(i) = E* T^(i) (ParaDecode, section 2.1). E* is the target's own LM head and is not stored here;
+                T = identity is the untrained exit ("N" in PPD's Table 2).
+    classifier: a whole E^(i) of its own (PPD's rows "Y"): V x d numbers an exit.
     """
 
-    def __init__(self, exit_layers: Sequence[int], hidden_size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        exit_layers: Sequence[int],
+        hidden_size: int,
+        form: HeadForm = "transform",
+        unembedding: torch.Tensor | None = None,  # [vocabulary, hidden]: where classifiers start from
+    ) -> None:
         super().__init__()
         self.exit_layers = tuple(exit_layers)
-        self.hidden_size = hidden_size
-        self.transforms = nn.ModuleDict()
-        for layer in self.exit_layers:
-            transform = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype)
-            nn.init.eye_(transform.weight)
-            self.transforms[str(layer)] = transform
-
-    def transform(self, exit_layer: int) -> nn.Linear:
-        """T^(i) of an exit layer."""
-        transform = self.transforms[str(exit_layer)]
-        assert isinstance(transform, nn.Linear)
-        return transform
+        self.form = form
+        if form == "classifier" and unembedding is None:
+            raise ValueError("classifiers start from the target's unembedding; give it")
+        start = torch.eye(hidden_size) if unembedding is None else unembedding.detach().float()
+        self.weights = nn.ParameterDict({str(layer): nn.Parameter(start.clone()) for layer in self.exit_layers})
 
     def forward(
         self,
         hidden: torch.Tensor,  # [rows, hidden], normed
         exit_layer: int,
     ) -> torch.Tensor:
-        """T^(i) h, ready for the target's LM head: [rows, hidden]."""
-        return self.transform(exit_layer)(hidden)
+        """T^(i) h, ready for the target's LM head [rows, hidden]; of classifiers the logits [rows, vocabulary]."""
+        return functional.linear(hidden, self.weights[str(exit_layer)])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""
-        return {f"exit.{layer}.transform": self.transform(layer).weight.detach() for layer in self.exit_layers}
+        return {f"exit.{layer}.{self.form}": self.weights[str(layer)].detach() for layer in self.exit_layers}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor], exit_layers: Sequence[int], hidden_size: int) -> EarlyHeads:
+    def from_tensors(
+        cls, tensors: dict[str, torch.Tensor], exit_layers: Sequence[int], form: HeadForm = "transform"
+    ) -> EarlyHeads:
         """Build from a checkpoint's tensors (already checked by heads.checkpoint)."""
-        dtype = next(iter(tensors.values())).dtype
-        heads = cls(exit_layers, hidden_size, dtype)
+        first = tensors[f"exit.{exit_layers[0]}.{form}"]
+        heads = cls(exit_layers, first.shape[1], form, first if form == "classifier" else None)
         for layer in heads.exit_layers:
-            heads.transform(layer).weight.data.copy_(tensors[f"exit.{layer}.transform"])
+            heads.weights[str(layer)] = nn.Parameter(tensors[f"exit.{layer}.{form}"])
         return heads

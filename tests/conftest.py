@@ -128,7 +128,8 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
     """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
     import torch
 
-    from vllm_ppd.heads.checkpoint import HeadsConfig, TargetLayers, save_heads
+    from vllm_ppd.heads.checkpoint import save_heads
+    from vllm_ppd.heads.config import EarlyConfig, TargetLayers
     from vllm_ppd.heads.early import EarlyHeads
     from vllm_ppd.heads.fingerprint import fingerprint
 
@@ -136,11 +137,12 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
         target = tiny_model()
         heads = EarlyHeads(exit_layers, hidden_size=64)
         torch.manual_seed(0)
-        for transform in heads.transforms.values():
-            transform.weight.data += noise * torch.randn_like(transform.weight)
-        config = HeadsConfig(
+        for weight in heads.weights.values():
+            weight.data += noise * torch.randn_like(weight)
+        config = EarlyConfig(
             verifier=str(target),
             exit_layers=list(exit_layers),
+            default_exit_layers=list(exit_layers),
             num_speculative_tokens=2,
             target=TargetLayers(
                 model_type="llama", hidden_size=64, vocab_size=tiny.VOCAB, num_hidden_layers=tiny.LAYERS
@@ -148,7 +150,7 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
             fingerprint=fingerprint(target),
         )
         folder = tmp_path_factory.mktemp("heads")
-        save_heads(folder, config, heads)
+        save_heads(folder, config, heads.tensors())
         return folder
 
     return get

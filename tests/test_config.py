@@ -117,12 +117,12 @@ def test_bad_options(given: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("layer", [6, 7, 100])
 def test_exit_outside_the_model(layer: int) -> None:
     with pytest.raises(OptionError, match=rf"exit_layer={layer} is outside 1\.\.5; this model has 6 layers"):
-        resolve(parse_options({"exit_layer": layer}), 6, None, None)
+        resolve(parse_options({"exit_layer": layer}), 6)
 
 
 def test_exit_without_a_head() -> None:
     with pytest.raises(OptionError, match=r"exit_layer=3 has no head in .*, which has heads for layers 2, 4"):
-        resolve(parse_options({"exit_layer": 3, "model": "h"}), 6, (2, 4), 3)
+        resolve(parse_options({"exit_layer": 3, "model": "h"}), 6, (2, 4), (2,), 3)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from vllm_ppd.heads.checkpoint import (
     HeadsError,
     check_target,
     check_weights,
-    is_heads_folder,
+    kind_of,
     load_config,
-    load_heads,
+    load_early_heads,
 )
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
@@ -35,16 +35,16 @@ def test_head_is_lm_head_times_transform() -> None:
     torch.manual_seed(0)
     lm_head, hidden, heads = torch.randn(50, 16), torch.randn(4, 16), EarlyHeads([3], 16)
     transform = torch.randn(16, 16)
-    heads.transforms["3"].weight.data.copy_(transform)
+    heads.weights["3"].data.copy_(transform)
     torch.testing.assert_close(heads(hidden, 3) @ lm_head.T, hidden @ (lm_head @ transform).T)
 
 
 def test_round_trip(heads_folder: Callable[..., Path]) -> None:
     folder = heads_folder(exit_layers=(2, 4), noise=0.1)
-    config, heads = load_heads(folder)
-    assert is_heads_folder(folder)
+    config, heads = load_early_heads(folder)
+    assert kind_of(folder) == "early"
     assert (config.exit_layers, config.num_speculative_tokens) == ([2, 4], 2)
-    assert torch.equal(heads.transforms["4"].weight, load_file(folder / "model.safetensors")["exit.4.transform"])
+    assert torch.equal(heads.weights["4"], load_file(folder / "model.safetensors")["exit.4.transform"])
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -155,10 +155,10 @@ def damage_layout(folder: Path) -> None:
         (damage_pickle, "pytorch_model.bin, a pickle, which is never loaded"),
         (damage_missing, "has no model.safetensors"),
         (damage_shape, r"'exit.3.transform' has shape \[64, 32\], expected \[64, 64\]"),
-        (damage_name, "no tensor 'exit.3.transform' for exit layer 3"),
+        (damage_name, "no tensor 'exit.3.transform'"),
         (damage_json, "is not valid JSON"),
         (damage_no_config, "has no config.json"),
-        (damage_kind, "heads of kind 'eagle3'; this method reads kind 'early'"),
+        (damage_kind, "heads of kind 'eagle3'; expected kind 'early', 'cp', 'dynamo'"),
         (damage_field, "exit_layers: List should have at least 1 item"),
         (damage_layout, "the layout is not that of a heads folder"),
     ],

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, is_heads_folder, load_config
+from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, kind_of, load_config
+from vllm_ppd.heads.config import EarlyConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.model_patches.families import NEOX, adapter_path
 from vllm_ppd.vllm_plugins.config import METHODS, DraftingConfig, OptionError, parse_options, resolve
@@ -29,7 +30,7 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
         return method in METHODS or method in METHOD_OF_HEADS
     if not isinstance(model, str):
         return False
-    if model in METHODS or is_heads_folder(model):
+    if model in METHODS or kind_of(model) is not None:
         return True
     # vLLM would look such a name up on the Hub and fail with a page of errors.
     if model.startswith(("./", "../", "/", "~")) and not os.path.exists(os.path.expanduser(model)):
@@ -59,10 +60,11 @@ def resolve_options(
     check_supported(model_config, parallel_config)
     text_config = model_config.hf_text_config
     num_layers = text_config.num_hidden_layers
-    heads_exits, heads_drafts = None, None
+    heads_exits, default_exits, heads_drafts = None, None, None
     if options.model is not None:
         folder = os.path.expanduser(options.model)
-        heads = load_config(folder)
+        heads = load_config(folder, EarlyConfig.kind)
+        assert isinstance(heads, EarlyConfig)
         check_target(
             heads,
             folder,
@@ -72,11 +74,12 @@ def resolve_options(
             fingerprint=_target_fingerprint(model_config),
         )
         check_weights(heads, folder)
-        heads_exits, heads_drafts = tuple(heads.exit_layers), heads.num_speculative_tokens
+        heads_exits, default_exits = tuple(heads.exit_layers), heads.serving_exits
+        heads_drafts = heads.num_speculative_tokens
         outside = [layer for layer in heads_exits if not 1 <= layer < num_layers]
         if outside:
             raise HeadsError(f"heads in {folder!r} name exit layer {outside[0]}, outside 1..{num_layers - 1}")
-    return resolve(options, num_layers, heads_exits, heads_drafts)
+    return resolve(options, num_layers, heads_exits, default_exits, heads_drafts)
 
 
 def check_supported(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:

@@ -43,7 +43,7 @@ class DraftingOptions(BaseModel):
     exit_layer: tuple[int, ...] | None = Field(
         None,
         description="layer after which drafts are read, or several such layers: the earliest whose confidence "
-        "exceeds gamma is taken (default: the heads' exit layers, or the middle of the model)",
+        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model)",
         json_schema_extra={"flag": True},
     )
     gamma: float = Field(
@@ -149,14 +149,18 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
 
 
 def resolve(
-    options: DraftingOptions, num_layers: int, heads_exits: tuple[int, ...] | None, heads_drafts: int | None
+    options: DraftingOptions,
+    num_layers: int,
+    heads_exits: tuple[int, ...] | None = None,
+    default_exits: tuple[int, ...] | None = None,
+    heads_drafts: int | None = None,
 ) -> DraftingConfig:
-    """Fill what depends on the target (L layers) and the heads.
+    """Fill what depends on the target (L layers) and on the heads: exits that have one, default exits, drafts.
 
     Raises:
         OptionError: if an exit layer is outside 1..L-1 or has no head in a given heads folder.
     """
-    exits = options.exit_layer or heads_exits or (max(1, num_layers // 2),)
+    exits = options.exit_layer or default_exits or (max(1, num_layers // 2),)
     outside = [layer for layer in exits if not 1 <= layer < num_layers]
     if outside:
         raise OptionError(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_ppd.heads.early import EarlyHeads
@@ -42,10 +43,17 @@ class EarlyReader:
         self.adapter = adapter
         self.heads = heads
         self.lm_head: Any = model.lm_head
-        self.logits_processor: nn.Module = model.logits_processor
+        self.logits_processor: Any = model.logits_processor
         shard = self.lm_head.shard_indices
         self.vocab_start = int(shard.org_vocab_start_index)
         self.num_valid = int(shard.org_vocab_end_index - shard.org_vocab_start_index)
+        if heads is not None and heads.form == "classifier":
+            width = self.lm_head.num_embeddings_per_partition
+            for layer, weight in heads.weights.items():
+                rows = weight.data[self.vocab_start : self.vocab_start + self.num_valid]
+                heads.weights[layer] = nn.Parameter(
+                    functional.pad(rows, (0, 0, 0, width - self.num_valid)), requires_grad=False
+                )
 
     def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
         """The exit's best token of each row; overwrites the state.
@@ -86,5 +94,9 @@ class EarlyReader:
         hidden = self.adapter.norm(*state)
         if self.heads is not None:
             hidden = self.heads(hidden, exit_layer)
+            if self.heads.form == "classifier":
+                if gather and self.lm_head.tp_size > 1:
+                    hidden = tensor_model_parallel_all_gather(hidden, dim=-1)
+                return hidden[:, : self.logits_processor.org_vocab_size] if gather else hidden
         bias = getattr(self.lm_head, "bias", None)
         return self.logits_processor(self.lm_head, hidden, bias, skip_gather=not gather)

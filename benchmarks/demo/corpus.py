@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo corpus: the Python standard library's own sources, which every machine has."""
+"""The demo corpus: the Python standard library's own sources, which every machine has.
+
+    python benchmarks/demo/corpus.py --out /tmp/corpus      # train.jsonl and validation.jsonl, for `ppd train`
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,3 +48,19 @@ def split(root: Path | None = None) -> tuple[list[str], list[str]]:
     for name, text in sources(root):
         (validation if is_validation(name) else train).append(text)
     return train, validation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, texts in zip(("train", "validation"), split(), strict=True):
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        with (args.out / f"{name}.jsonl").open("w") as file:
+            file.writelines(lines)
+        print(f"{args.out / name}.jsonl: {len(texts)} documents")
+
+
+if __name__ == "__main__":
+    main()

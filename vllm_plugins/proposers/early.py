@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.heads.checkpoint import load_heads
+from vllm_ppd.heads.checkpoint import load_early_heads
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.activation import active_config
@@ -68,7 +68,7 @@ class EarlyProposer:
         self.cut = ModelCut(model, vllm_config, config.exit_layer)
         heads = None
         if config.model is not None:
-            heads = load_heads(config.model)[1].to(device=device, dtype=dtype).requires_grad_(False)
+            heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
         if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
             self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
         width = config.num_speculative_tokens + 1

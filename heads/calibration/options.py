@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `ppd calibrate`, declared once."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class CalibrationOptions(BaseModel):
+    """What to measure heads on, and how much of it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    heads: str = Field(description="heads folder to measure; calibration.json is written into it")
+    data: tuple[str, ...] = Field(
+        min_length=1, description="text that the heads were not trained on: .jsonl, plain text, or folders"
+    )
+    model: str | None = Field(None, description="target (none: the one that the heads name)")
+    prompts: int = Field(64, ge=1, description="prompts taken from the middle of documents")
+    prompt_tokens: int = Field(64, ge=1, description="tokens a prompt")
+    new_tokens: int = Field(128, ge=2, description="tokens the target writes after each prompt")
+    temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts, beside the greedy ones")
+    drafts: int = Field(5, ge=1, le=16, description="most drafts a step to consider")
+    ks: tuple[int, ...] = Field((1, 3, 5), description="k of the match rates")
+    batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), description="batch sizes that are timed")
+    eps: tuple[float, ...] = Field((0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0), description="eps_b of DynaMo's PPL_d")
+    batch: int = Field(16, ge=1, description="texts computed at a time")
+    recommend: bool = Field(True, description="write the recommended exit layer and drafts into the heads' config")
+    precision: Literal["bfloat16", "float32"] = Field("float32", description="arithmetic of the target")
+    seed: int = Field(0, description="seed of the sampled texts")
+    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+
+    @field_validator("ks", "batch_sizes", "eps", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is measured of each kind of heads, and which setting is recommended from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_ppd.heads.calibration import cp as cp_measures
+from vllm_ppd.heads.calibration.early import FORMS, ExitMatches, match_exits, position_buckets
+from vllm_ppd.heads.calibration.run import Calibration, Part
+from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.walk import Drafted
+from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.early import EarlyHeads
+
+TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
+
+
+def timing(calibration: Calibration) -> dict[str, Any]:
+    """Seconds a layer and an LM head by batch size; h, the LM head's share of a pass."""
+    return {"seconds": calibration.times, "lm_head_share": round(calibration.head_share, 4)}
+
+
+def early_matches(calibration: Calibration) -> dict[str, Any]:
+    """p(layer, k), by position too, on greedy texts; expected acceptance on greedy and sampled texts."""
+    config = calibration.config
+    assert isinstance(config, EarlyConfig)
+    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head).to(
+        calibration.target.device, calibration.target.dtype
+    )
+    options = calibration.options
+    found: dict[str, Any] = {"layers": list(heads.exit_layers), "ks": list(options.ks), "acceptance": {}}
+    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
+        matches = _matches(calibration, heads, texts)
+        if name == "greedy":
+            found["match"] = _rates(matches)
+            found["match_by_position"] = {
+                label: _rates(matches, bucket) for label, bucket in position_buckets(options.new_tokens)
+            }
+        found["acceptance"][name] = {
+            form: {
+                str(layer): [_counts(matches.drafted(f, layer, n)) for n in range(1, options.drafts + 1)]
+                for layer in heads.exit_layers
+            }
+            for f, form in enumerate(FORMS)
+        }
+        found.setdefault("repeated_4_grams", {})[name] = round(texts.repeated_4_grams(), 4)
+    return found
+
+
+def early_sampling(calibration: Calibration) -> dict[str, Any]:
+    """PPD, Table 5: p_correct at k = 3 when the target decodes greedily, by top-k (3) and by top-p (0.95)."""
+    config = calibration.config
+    assert isinstance(config, EarlyConfig)
+    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head).to(
+        calibration.target.device, calibration.target.dtype
+    )
+    ways = {
+        "greedy": calibration.greedy,
+        f"top-k ({TOP_K})": calibration.write(1.0, top_k=TOP_K),
+        f"top-p ({TOP_P})": calibration.write(1.0, top_p=TOP_P),
+    }
+    return {name: _rates(_matches(calibration, heads, texts, (3,))) for name, texts in ways.items()}
+
+
+def _matches(
+    calibration: Calibration, heads: EarlyHeads, texts: Texts, ks: tuple[int, ...] | None = None
+) -> ExitMatches:
+    options = calibration.options
+    return match_exits(calibration.target, heads, texts, ks or options.ks, options.batch, calibration.autocast)
+
+
+def _rates(matches: ExitMatches, positions: slice | None = None) -> dict[str, dict[str, list[float]]]:
+    """{k: {N or Y: [rate of each layer]}}"""
+    return {
+        str(k): {
+            form: [round(matches.rate(f, layer, k, positions), 4) for layer in matches.layers]
+            for f, form in enumerate(FORMS)
+        }
+        for k in matches.ks
+    }
+
+
+def cp_likelihood(calibration: Calibration) -> dict[str, Any]:
+    """Joint NLL, PPL_n and PPL_1:n on the data itself."""
+    head = _cp_head(calibration)
+    return cp_measures.perplexities(calibration.target, head, calibration.windows, calibration.autocast)
+
+
+def cp_acceptance(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance on greedy and sampled texts."""
+    options, head = calibration.options, _cp_head(calibration)
+    found = {}
+    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
+        counts = cp_measures.drafted(calibration.target, head, texts, options.batch, calibration.autocast)
+        found[name] = {
+            "by_drafts": [_counts(c) for c in counts], "repeated_4_grams": round(texts.repeated_4_grams(), 4)
+        }  # fmt: skip
+    return found
+
+
+def _cp_head(calibration: Calibration) -> CPHead:
+    return CPHead.from_tensors(calibration.tensors).to(calibration.target.device, calibration.target.dtype)
+
+
+def _counts(drafted: Drafted) -> dict[str, float]:
+    raw = {name: round(value, 2) for name, value in drafted._asdict().items()}
+    return raw | {"rate": round(drafted.rate, 4), "length": round(drafted.length, 4)}
+
+
+PARTS: dict[str, dict[str, Part]] = {
+    "early": {"timing": timing, "matches": early_matches, "sampling": early_sampling},
+    "cp": {"timing": timing, "likelihood": cp_likelihood, "acceptance": cp_acceptance},
+}
+
+
+def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
+    """The setting of the highest predicted speed-up on sampled texts, whose acceptance no loops flatter.
+
+    Cost of a cycle in full passes at batch 1 (DESIGN's formula with the reads of the LM head, share h of a pass):
+    early n ((1 - h) l/L + h) + 1; CP h + 1 (its states share one read).
+    """
+    share = parts["timing"]["lm_head_share"]
+    best: dict[str, Any] = {"predicted_speedup": 0.0}
+    if isinstance(config, EarlyConfig):
+        (sampled,) = (by for name, by in parts["matches"]["acceptance"].items() if name != "greedy")
+        depth = config.target.num_hidden_layers
+        settings = [
+            ({"default_exit_layers": [int(layer)], "num_speculative_tokens": n}, counts["length"],
+             n * ((1 - share) * int(layer) / depth + share) + 1)
+            for layer, by_n in sampled["Y"].items() for n, counts in enumerate(by_n, start=1)
+        ]  # fmt: skip
+    elif isinstance(config, CPConfig):
+        (sampled,) = (by for name, by in parts["acceptance"].items() if name != "greedy")
+        settings = [
+            ({"num_speculative_tokens": n}, counts["length"], 1 + share)
+            for n, counts in enumerate(sampled["by_drafts"], start=1)
+        ]
+    else:
+        settings = []
+    for setting, length, cost in settings:
+        if length / cost > best["predicted_speedup"]:
+            best = {**setting, "acceptance_length": length, "cycle_in_passes": round(cost, 4)}
+            best["predicted_speedup"] = round(length / cost, 4)
+    return best

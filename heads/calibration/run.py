@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calibration of a heads folder: parts that are kept as they finish, tables, and a recommendation."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
+from vllm_ppd.heads.calibration.timing import head_share, time_layers
+from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
+from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.training.parallel import Processes
+from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+NAME = "calibration.json"
+WINDOW = 512  # tokens of the windows on which perplexities are measured
+
+
+class Calibration:
+    """What the parts share: target, heads, texts (each made once, when a part first asks)."""
+
+    def __init__(self, options: CalibrationOptions) -> None:
+        self.options = options
+        self.config, self.tensors = load_tensors(options.heads)
+        device = Processes(options.device).device
+        name = options.model or self.config.verifier
+        self.target = Target(name, device, getattr(torch, options.precision), options.trust_remote_code)
+        check_target(
+            self.config, options.heads, hidden_size=self.target.hidden_size, vocab_size=self.target.vocab_size,
+            num_hidden_layers=self.target.num_layers, fingerprint=fingerprint(self.target.folder),
+        )  # fmt: skip
+
+    def autocast(self) -> Any:
+        """Heads run in the target's arithmetic."""
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
+
+    @cached_property
+    def prompts(self) -> torch.Tensor:
+        options = self.options
+        return take_prompts(options.data, self.target, options.prompts, options.prompt_tokens)
+
+    @cached_property
+    def greedy(self) -> Texts:
+        return self.write(0.0)
+
+    @cached_property
+    def sampled(self) -> Texts:
+        return self.write(self.options.temperature)
+
+    def write(self, temperature: float, **sampling: Any) -> Texts:
+        """Texts of the target after the prompts."""
+        torch.manual_seed(self.options.seed)
+        return generate(
+            self.target, self.prompts, self.options.new_tokens, temperature, max(32, self.options.batch), **sampling
+        )
+
+    @cached_property
+    def windows(self) -> list[Batch]:
+        """The data itself as unpacked windows of one length, for teacher-forced likelihoods."""
+        prompts = take_prompts(self.options.data, self.target, self._count(WINDOW), WINDOW)
+        positions = torch.arange(WINDOW, device=prompts.device)
+        size = self.options.batch
+        return [
+            Batch(prompts[s : s + size], positions.expand(len(prompts[s : s + size]), -1))
+            for s in range(0, len(prompts), size)
+        ]
+
+    def _count(self, length: int) -> int:
+        """Windows of a length that the data holds, at most as many as there are prompts."""
+        from vllm_ppd.heads.training.corpus import documents, expand
+
+        found = 0
+        for text in documents(expand(self.options.data), self.target.tokenizer):
+            ids = self.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            found += len(ids) // length
+            if found >= self.options.prompts:
+                return self.options.prompts
+        return max(1, found)
+
+    @cached_property
+    def times(self) -> dict[str, dict[int, float]]:
+        return time_layers(self.target, self.options.batch_sizes, self.autocast)
+
+    @property
+    def head_share(self) -> float:
+        """h: a read of the LM head in units of a full pass, batch 1."""
+        return head_share(self.times, self.target.num_layers, min(self.options.batch_sizes))
+
+
+Part = Callable[[Calibration], dict[str, Any]]
+
+
+def calibrate(options: CalibrationOptions) -> dict[str, Any]:
+    """Measure heads and write calibration.json into their folder; finished parts of a stopped run are kept.
+
+    Raises:
+        HeadsError, TrainingError: on heads, a target or data that do not fit.
+    """
+    from vllm_ppd.heads.calibration.parts import PARTS, recommend
+
+    calibration = Calibration(options)
+    path = Path(options.heads) / NAME
+    essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
+    stamp = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
+    result = _continued(path, essence, stamp)
+    for name, part in PARTS[calibration.config.kind].items():
+        if name not in result["parts"]:
+            print(f"measuring {name} ...", flush=True)
+            result["parts"][name] = part(calibration)
+            write_text(path, json.dumps(result) + "\n")
+    chosen = recommend(calibration.config, result["parts"])
+    result = provenance(
+        kind=calibration.config.kind, target=calibration.target.name, options=essence, heads_stamp=stamp,
+        finished=True, parts=result["parts"], recommendation=chosen,
+    )  # fmt: skip
+    write_text(path, json.dumps(result, indent=1) + "\n")
+    if options.recommend:
+        _write_config(options.heads, calibration.config, calibration.tensors, chosen)
+        result["heads_stamp"] = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
+        write_text(path, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _continued(path: Path, essence: dict[str, Any], stamp: int) -> dict[str, Any]:
+    """The unfinished result of the same options and heads, or an empty one."""
+    fresh = {"options": essence, "heads_stamp": stamp, "parts": {}}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return fresh
+    same = found.get("options") == essence and found.get("heads_stamp") == stamp and not found.get("finished")
+    return found if same else fresh
+
+
+def _write_config(folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]) -> None:
+    fields = {name: value for name, value in chosen.items() if name in type(config).model_fields}
+    save_heads(folder, config.model_copy(update=fields), tensors)

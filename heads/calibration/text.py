@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts to measure on: what the target itself writes after prompts from the user's documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.corpus import documents, expand
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+
+@dataclass
+class Texts:
+    """Prompts of equal length and what was generated after them."""
+
+    ids: torch.Tensor  # [texts, prompt + generated] int64
+    prompt: int  # tokens of the prompt
+    lengths: torch.Tensor  # [texts] generated tokens, the end token included
+    temperature: float  # at which it was sampled; 0 is greedy
+
+    @property
+    def generated(self) -> torch.Tensor:
+        """[texts, generated]"""
+        return self.ids[:, self.prompt :]
+
+    def valid(self) -> torch.Tensor:
+        """Which generated tokens are real: [texts, generated]."""
+        steps = torch.arange(self.generated.shape[1], device=self.ids.device)
+        return steps[None] < self.lengths[:, None]
+
+    def batches(self, size: int) -> list[tuple[slice, Batch]]:
+        """The texts as batches, one text a window."""
+        found = []
+        for start in range(0, len(self.ids), size):
+            part = slice(start, start + size)
+            ids = self.ids[part, :-1]  # the last token's state is read by nobody
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+            found.append((part, Batch(ids, positions)))
+        return found
+
+    def repeated_4_grams(self) -> float:
+        """Share of generated 4-grams that occurred before in their text: loops flatter acceptance."""
+        repeated = total = 0
+        for row, length in zip(self.generated.tolist(), self.lengths.tolist(), strict=True):
+            grams = [tuple(row[i : i + 4]) for i in range(length - 3)]
+            repeated, total = repeated + len(grams) - len(set(grams)), total + len(grams)
+        return repeated / total if total else 0.0
+
+
+def take_prompts(data: Sequence[str], target: Target, count: int, length: int) -> torch.Tensor:
+    """Prompts from the middle of documents, one a document first, then more of each: [count, length].
+
+    Raises:
+        TrainingError: if the data holds too little text.
+    """
+    rows = []
+    for text in documents(expand(data), target.tokenizer):
+        ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if len(ids) and max(ids) >= target.vocab_size:
+            raise TrainingError(f"the tokenizer makes token id {max(ids)}, and the model knows {target.vocab_size}")
+        pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+        middle = len(pieces) // 2
+        rows.append(pieces[middle:] + pieces[:middle])
+        if len(rows) >= 4 * count:
+            break
+    depth = max((len(pieces) for pieces in rows), default=0)
+    found = [pieces[level] for level in range(depth) for pieces in rows if level < len(pieces)][:count]
+    if len(found) < count:
+        raise TrainingError(
+            f"the data holds {len(found)} prompts of {length} tokens, and {count} are needed: give more data, or "
+            "smaller --prompts or --prompt-tokens"
+        )
+    return torch.tensor(found, device=target.device)
+
+
+@torch.no_grad()
+def generate(
+    target: Target, prompts: torch.Tensor, tokens: int, temperature: float = 0.0, batch: int = 32, **sampling: Any
+) -> Texts:
+    """Let the target write after the prompts.
+
+    Args:
+        target: the model.
+        prompts: [texts, prompt tokens].
+        tokens: most tokens a text.
+        temperature: 0 is greedy.
+        batch: texts at a time.
+        sampling: top_k, top_p.
+    """
+    end = target.tokenizer.eos_token_id
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, **sampling}
+    parts = []
+    for start in tqdm(range(0, len(prompts), batch), desc="writing texts", mininterval=2, delay=2):
+        chunk = prompts[start : start + batch]
+        model: Any = target.model
+        out = model.generate(
+            chunk, attention_mask=torch.ones_like(chunk), max_new_tokens=tokens, pad_token_id=end or 0,
+            renormalize_logits=True, **how,
+        )  # fmt: skip
+        parts.append(torch.nn.functional.pad(out, (0, prompts.shape[1] + tokens - out.shape[1]), value=end or 0))
+    ids = torch.cat(parts)
+    generated = ids[:, prompts.shape[1] :]
+    ended = generated == end if end is not None else torch.zeros_like(generated, dtype=torch.bool)
+    first = torch.where(ended.any(1), ended.float().argmax(1) + 1, generated.shape[1])
+    return Texts(ids, prompts.shape[1], first, temperature)

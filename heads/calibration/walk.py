@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine would do along a given text: where cycles start, and how many drafts each of them gets accepted."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Drafted(NamedTuple):
+    """Expected counts, in vLLM's terms; they add up over texts."""
+
+    drafts: float  # cycles that drafted
+    drafted: float  # drafted tokens
+    accepted: float  # accepted tokens
+
+    @property
+    def rate(self) -> float:
+        """Acceptance rate: accepted / drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def length(self) -> float:
+        """Acceptance length: 1 + accepted / drafts, the bonus token included."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+def walk(
+    accept: torch.Tensor,  # [texts, cycle starts, n] probability that draft i is accepted after those before it were
+    lengths: torch.Tensor,  # [texts] tokens of each text, at most cycle starts + 1
+    limit: torch.Tensor | None = None,  # [texts, cycle starts] drafts a cycle makes there (None: n)
+) -> Drafted:
+    """Expected drafts and acceptances of an engine that emits exactly these texts.
+
+    A cycle that starts at position t has emitted token t and drafts the n tokens after it. Given the text, rejection
+    sampling accepted a token with probability min(1, q/p), greedy verification with 0 or 1: that is `accept`. The next
+    cycle starts after the accepted tokens and the bonus token, so starts are followed as probability mass over
+    positions, exactly and without drawing.
+    """
+    texts, starts, n = accept.shape
+    accept = accept.double()
+    mass = torch.zeros(texts, starts + n + 1, dtype=torch.float64, device=accept.device)
+    mass[:, 0] = 1
+    totals = torch.zeros(3, dtype=torch.float64, device=accept.device)
+    for t in range(starts):
+        # The engine drafts no further than the text's end, where the last token is the cycle's own bonus.
+        room = (lengths - t - 2).clamp(0, n)
+        if limit is not None:
+            room = torch.minimum(room, limit[:, t])
+        allowed = torch.arange(n, device=accept.device)[None] < room[:, None]
+        survive = torch.cumprod(accept[:, t] * allowed, dim=1)  # [texts, n] first i + 1 accepted
+        here = mass[:, t]
+        totals += torch.stack([(here * (room > 0)).sum(), (here * room).sum(), (here[:, None] * survive).sum()])
+        exactly = torch.cat([torch.ones_like(survive[:, :1]), survive], dim=1)
+        exactly = exactly - torch.cat([survive, torch.zeros_like(survive[:, :1])], dim=1)
+        mass[:, t + 1 : t + n + 2] += here[:, None] * exactly
+    drafts, drafted, accepted = totals.tolist()
+    return Drafted(drafts, drafted, accepted)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`config.json` of a heads folder, in speculators' layout: what the heads are and for which target they were made.
+
+Each kind of heads is one class here; its own fields stand beside speculators' keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_ppd.heads.fingerprint import TargetFingerprint
+
+Shapes = dict[str, list[int]]
+
+
+class TargetLayers(BaseModel):
+    """What the heads need to know of the target; speculators calls it `transformer_layer_config`."""
+
+    model_config = ConfigDict(extra="allow")
+    model_type: str
+    hidden_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1)
+    num_hidden_layers: int = Field(ge=2)
+
+
+class HeadsConfig(BaseModel):
+    """What all kinds share. A kind adds its fields and says which tensors it expects."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    kind: ClassVar[str]
+    architecture: ClassVar[str]
+
+    verifier: str = Field(description="name or path of the target")
+    num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step recommended for these heads")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    target: TargetLayers
+    fingerprint: TargetFingerprint = TargetFingerprint()
+
+    def shapes(self) -> Shapes:
+        """The tensors of `model.safetensors`: shape by name."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, Any]:
+        """The dictionary in speculators' layout."""
+        own = {name: getattr(self, name) for name in type(self).model_fields if name not in HeadsConfig.model_fields}
+        return {
+            "architectures": [self.architecture],
+            "speculators_model_type": self.kind,
+            "speculators_config": {
+                "algorithm": self.kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": self.num_speculative_tokens},
+                ],
+                "verifier": {"name_or_path": self.verifier, "architectures": []},
+            },
+            "transformer_layer_config": self.target.model_dump(),
+            **own,
+            "dtype": self.dtype,
+            "fingerprint": self.fingerprint.model_dump(),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> HeadsConfig:
+        """The configuration of the kind that the dictionary names (KeyError if there is none such)."""
+        cls = KINDS[data["speculators_model_type"]]
+        speculators = data.get("speculators_config") or {}
+        methods = speculators.get("proposal_methods") or [{}]
+        own = {name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data}
+        return cls.model_validate(
+            {
+                "verifier": (speculators.get("verifier") or {}).get("name_or_path"),
+                "num_speculative_tokens": methods[0].get("speculative_tokens", 3),
+                "dtype": data.get("dtype", "float32"),
+                "target": data.get("transformer_layer_config"),
+                "fingerprint": data.get("fingerprint") or {},
+                **own,
+            }
+        )
+
+
+class EarlyConfig(HeadsConfig):
+    """Early heads: a d x d matrix T (ParaDecode) or a whole classifier (PPD, rows "Y") an exit layer."""
+
+    kind: ClassVar[str] = "early"
+    architecture: ClassVar[str] = "EarlyHeads"
+
+    exit_layers: list[int] = Field(min_length=1, description="exit layers that have a head")
+    default_exit_layers: list[int] = Field(
+        default_factory=list, description="those that draft by default (empty: the one nearest the middle)"
+    )
+    head: Literal["transform", "classifier"] = "transform"
+
+    @model_validator(mode="after")
+    def _known_exits(self) -> EarlyConfig:
+        headless = set(self.default_exit_layers) - set(self.exit_layers)
+        if headless:
+            raise ValueError(f"default_exit_layers names layer {min(headless)}, which has no head")
+        return self
+
+    @property
+    def serving_exits(self) -> tuple[int, ...]:
+        """The exits that draft where the user names none."""
+        middle = self.target.num_hidden_layers / 2
+        nearest = min(self.exit_layers, key=lambda layer: (abs(layer - middle), layer))
+        return tuple(self.default_exit_layers or [nearest])
+
+    def shapes(self) -> Shapes:
+        size = self.target.hidden_size
+        rows = size if self.head == "transform" else self.target.vocab_size
+        return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
+
+
+class CPConfig(HeadsConfig):
+    """A CP head of rank r over n positions."""
+
+    kind: ClassVar[str] = "cp"
+    architecture: ClassVar[str] = "CPHead"
+
+    positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
+    rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
+    factorised: bool = Field(True, description="W = E* T instead of a whole V x E matrix a position and expert")
+
+    @model_validator(mode="after")
+    def _enough_positions(self) -> CPConfig:
+        if self.num_speculative_tokens > self.positions - 1:
+            raise ValueError(
+                f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens + 1} positions, "
+                f"not {self.positions}"
+            )
+        return self
+
+    def shapes(self) -> Shapes:
+        size, n, r = self.target.hidden_size, self.positions, self.rank
+        name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
+        return {"cp.gate": [r, size], name: [n, r, rows, size]}
+
+
+class DynaMoConfig(HeadsConfig):
+    """DynaMo token heads 2..n, one decoder layer each, and the co-occurrence counts of their mask."""
+
+    kind: ClassVar[str] = "dynamo"
+    architecture: ClassVar[str] = "DynaMoHeads"
+
+    tokens: int = Field(ge=2, le=4, description="n: tokens of the joint; head 1 is the target itself")
+    layer_tensors: Shapes = Field(description="tensors of one token head, as the target's own decoder layer names them")
+    cooccurrence_entries: dict[int, int] = Field(default_factory=dict, description="n-grams counted, by order")
+    sampling: dict[str, Any] = Field(default_factory=dict, description="settings of the joint that differ from default")
+
+    @model_validator(mode="after")
+    def _enough_heads(self) -> DynaMoConfig:
+        if self.num_speculative_tokens > self.tokens - 1:
+            raise ValueError(f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens} token heads")
+        return self
+
+    def shapes(self) -> Shapes:
+        found = {
+            f"head.{token}.{name}": shape
+            for token in range(2, self.tokens + 1)
+            for name, shape in self.layer_tensors.items()
+        }
+        if self.cooccurrence_entries:
+            found |= {"cooccurrence.unigram": [self.target.vocab_size], "cooccurrence.totals": [self.tokens]}
+            for order, entries in self.cooccurrence_entries.items():
+                found |= {f"cooccurrence.{order}.keys": [entries], f"cooccurrence.{order}.counts": [entries]}
+        return found
+
+
+KINDS: dict[str, type[HeadsConfig]] = {config.kind: config for config in (EarlyConfig, CPConfig, DynaMoConfig)}

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of heads on transformers and torch alone.
+
+corpus.py -> tokens.py -> target.py (frozen) -> recipes/{early,cp,dynamo}.py -> loop.py -> a heads folder
+"""
+
+
+class TrainingError(ValueError):
+    """Bad input or a run that cannot go on; the message is one line: what, where, what to do instead."""

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The corpus as token ids on disk, and packed windows of it: memory does not grow with the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from vllm_ppd.heads.checkpoint import write_text
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.corpus import documents, expand
+
+SPLITS = ("train", "held_out")
+
+
+@dataclass
+class Batch:
+    """Packed windows. Positions restart at every document, and attention does not cross documents."""
+
+    input_ids: torch.Tensor  # [windows, length] int64
+    position_ids: torch.Tensor  # [windows, length] int64
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.numel()
+
+    def ahead(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The n tokens that follow each token.
+
+        Returns:
+            (tokens [windows * length, n]; whether all n are in the token's document and window [windows * length]).
+        """
+        windows, length = self.input_ids.shape
+        offsets = torch.arange(length, device=self.input_ids.device)[:, None] + torch.arange(1, n + 1).to(
+            self.input_ids.device
+        )
+        inside = offsets[:, -1] < length
+        tokens = self.input_ids[:, offsets.clamp(max=length - 1)]
+        last = self.position_ids[:, offsets[:, -1].clamp(max=length - 1)]
+        same = inside & (last == self.position_ids + n)
+        return tokens.reshape(windows * length, n), same.reshape(-1)
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.input_ids.to(device), self.position_ids.to(device))
+
+
+class TokenStore:
+    """Token ids of all documents in two memory-mapped files, training and held out, made once for a folder.
+
+    Args:
+        folder: where the files are; made there if they are missing or belong to other data.
+        data: files and folders of documents.
+        tokenizer: the target's.
+        vocab_size: ids must be below it.
+        held_out: share of the documents that is never trained on, chosen by a hash of their number.
+        length: tokens a window.
+
+    Raises:
+        TrainingError: if the data cannot be read, is empty or too short, or the tokenizer does not fit the model.
+    """
+
+    def __init__(
+        self, folder: Path, data: Sequence[str | Path], tokenizer: Any, vocab_size: int, held_out: float, length: int
+    ) -> None:
+        self.folder, self.length = folder, length
+        files = expand(data)
+        stamp = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+        key = hashlib.sha256(json.dumps([stamp, held_out, vocab_size, len(tokenizer)]).encode()).hexdigest()
+        mark = folder / "tokens.json"
+        if not mark.is_file() or json.loads(mark.read_text()).get("key") != key:
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.unlink(missing_ok=True)
+            self._write(files, tokenizer, vocab_size, held_out)
+            write_text(mark, json.dumps({"key": key}))
+        self.tokens = {split: np.memmap(folder / f"{split}.ids", np.uint32, "r") for split in self._present()}
+        self.starts = {split: np.memmap(folder / f"{split}.starts", np.int64, "r") for split in self._present()}
+        for split in SPLITS:
+            count = len(self.tokens.get(split, ()))
+            if count < length + 1:
+                raise TrainingError(
+                    f"the data holds {count} {split.replace('_', '-')} tokens, and a window takes {length}: "
+                    "give more data, or a smaller --sequence-length"
+                )
+
+    def num_windows(self, split: str = "train") -> int:
+        return (len(self.tokens[split]) - 1) // self.length
+
+    def batch(self, split: str, windows: Sequence[int], shift: int = 0) -> Batch:
+        """Windows of a split by number; shift moves all of them by so many tokens (around the end)."""
+        tokens, starts = self.tokens[split], self.starts[split]
+        ids, positions = [], []
+        last = len(tokens) - self.length
+        for window in windows:
+            begin = (window * self.length + shift) % (last + 1)
+            where = np.arange(begin, begin + self.length)
+            owner = starts[np.searchsorted(starts, where, side="right") - 1]
+            ids.append(tokens[begin : begin + self.length].astype(np.int64))
+            positions.append(where - np.maximum(owner, begin))
+        return Batch(torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)))
+
+    def documents(self, split: str = "train") -> Iterator[np.ndarray]:
+        """The token ids of every document, one after the other."""
+        tokens, starts = self.tokens[split], self.starts[split]
+        for index, begin in enumerate(starts):
+            end = starts[index + 1] if index + 1 < len(starts) else len(tokens)
+            yield np.asarray(tokens[begin:end])
+
+    def _present(self) -> list[str]:
+        return [split for split in SPLITS if (self.folder / f"{split}.ids").stat().st_size]
+
+    def _write(self, files: Sequence[Path], tokenizer: Any, vocab_size: int, held_out: float) -> None:
+        end = tokenizer.eos_token_id
+        written = dict.fromkeys(SPLITS, 0)
+        with ExitStack() as stack:
+            ids_of = {split: stack.enter_context((self.folder / f"{split}.ids").open("wb")) for split in SPLITS}
+            starts_of = {split: stack.enter_context((self.folder / f"{split}.starts").open("wb")) for split in SPLITS}
+            stream = tqdm(documents(files, tokenizer), desc="tokenising", unit=" documents", mininterval=2, delay=2)
+            number = 0
+            while texts := list(itertools.islice(stream, 64)):
+                for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                    row = np.array([*ids, end] if end is not None else ids, dtype=np.int64)
+                    if len(row) and int(row.max()) >= vocab_size:
+                        raise TrainingError(
+                            f"the tokenizer makes token id {int(row.max())}, and the model knows {vocab_size} tokens: "
+                            "this is not the model's tokenizer"
+                        )
+                    split = "held_out" if _is_held_out(number, held_out) else "train"
+                    starts_of[split].write(np.int64(written[split]).tobytes())
+                    ids_of[split].write(row.astype(np.uint32).tobytes())
+                    written[split] += len(row)
+                    number += 1
+        if not sum(written.values()):
+            raise TrainingError(f"the data is empty ({len(files)} files, no text); give .jsonl or text files with text")
+        if written["held_out"] <= self.length:
+            self._hold_out_tail(written)
+
+    def _hold_out_tail(self, written: dict[str, int]) -> None:
+        """Too little was held out whole: take the training tokens' tail as well."""
+        ids, starts = self.folder / "train.ids", self.folder / "train.starts"
+        cut = written["train"] - min(written["train"] // 2, self.length + 1)
+        tail = np.fromfile(ids, np.uint32, offset=4 * cut)
+        with (self.folder / "held_out.ids").open("ab") as held, (self.folder / "held_out.starts").open("ab") as begins:
+            begins.write(np.int64(written["held_out"]).tobytes())
+            held.write(tail.tobytes())
+        kept = int(np.searchsorted(np.fromfile(starts, np.int64), cut))
+        os.truncate(ids, 4 * cut)
+        os.truncate(starts, 8 * kept)
+
+
+def _is_held_out(number: int, share: float) -> bool:
+    """Whole documents, chosen by a hash of their number."""
+    digest = hashlib.sha256(str(number).encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32 < share

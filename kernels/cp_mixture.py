@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank-r canonical decomposition of the next n tokens' probability, as a mixture of r experts in log space.
+
+P(x_1..x_n) = sum_a w_a prod_s P_a^(s)(x_s)   (CP heads, eq. 2)
+
+Everything is computed in float32 (float64 stays float64) and returned so; logs are natural.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+GREEDY_BELOW = 1e-5  # temperature
+
+
+def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32, or in float64 if it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def joint_log_likelihood(
+    log_weights: torch.Tensor,  # [rows, r]
+    log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
+) -> torch.Tensor:
+    """log P(x_1..x_n) = logsumexp_a(log w_a + sum_s C_a^(s)) (eq. 9): [rows]."""
+    return torch.logsumexp(at_least_float32(log_weights) + at_least_float32(log_factors).sum(dim=1), dim=-1)
+
+
+def posterior(
+    log_weights: torch.Tensor,  # [rows, r], before the token
+    log_factor: torch.Tensor,  # [rows, r], each expert's log-probability of the token
+) -> torch.Tensor:
+    """Experts' log weights after a token was observed, w'_a ~ w_a P_a(x), normalised: [rows, r].
+
+    A token that every expert rules out says nothing about them; the weights then stay as they were.
+    """
+    prior = at_least_float32(log_weights)
+    updated = prior + at_least_float32(log_factor)
+    ruled_out = updated.amax(dim=-1, keepdim=True) == float("-inf")
+    return torch.log_softmax(torch.where(ruled_out, prior, updated), dim=-1)
+
+
+def chain_log_likelihood(
+    log_weights: torch.Tensor,  # [rows, r]
+    log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
+) -> torch.Tensor:
+    """log P(x_s | x_1..x_{s-1}), the terms that sum up to eq. 9: [rows, n]."""
+    terms = []
+    for factor in log_factors.unbind(dim=1):
+        terms.append(joint_log_likelihood(log_weights, factor.unsqueeze(1)))
+        log_weights = posterior(log_weights, factor)
+    return torch.stack(terms, dim=1)
+
+
+def mixture(
+    log_weights: torch.Tensor,  # [rows, r], the posterior after the tokens so far
+    log_factors: torch.Tensor,  # [rows, r, vocab], of the next position
+) -> torch.Tensor:
+    """Log-probabilities of the next token, logsumexp_a(log w'_a + log P_a^(s)(x)) (eq. 11 to 13): [rows, vocab].
+
+    Eq. 13 as printed lacks the factor of position s itself, and (12) and (13) give the joint with the tokens before
+    s where the conditional is sampled from. Here both are mended: the weights, posterior of the tokens before,
+    are normalised, so the result is a distribution wherever the factors are.
+    """
+    log_weights = torch.log_softmax(at_least_float32(log_weights), dim=-1)
+    return torch.logsumexp(log_weights.unsqueeze(-1) + at_least_float32(log_factors), dim=1)
+
+
+def balance_loss(
+    log_weights: torch.Tensor,  # [tokens, r]
+    valid: torch.Tensor | None = None,  # [tokens] bool: the tokens that count (None: all)
+) -> torch.Tensor:
+    """sum_a (n_a / N - 1/r)^2, n_a the tokens on which expert a weighs most (eq. 10): a scalar.
+
+    The counts have no gradient, so this is a straight-through estimate: the value is that of the hard counts, the
+    gradient that of the mean soft weights in their place. 0 for rank 1 and where no token counts.
+    """
+    if valid is not None:
+        log_weights = log_weights[valid]
+    tokens, rank = log_weights.shape
+    if tokens == 0:
+        return at_least_float32(log_weights).sum()
+    weights = at_least_float32(log_weights).exp()
+    soft = weights.mean(dim=0)
+    hard = functional.one_hot(weights.argmax(dim=-1), rank).to(weights.dtype).mean(dim=0)
+    return (hard + (soft - soft.detach()) - 1 / rank).square().sum()
+
+
+@torch.no_grad()
+def draft_chain(
+    log_weights: torch.Tensor,  # [rows, r], before position 1
+    logits: torch.Tensor,  # [rows, n, r, vocab], W_a^(s) e of positions 1 to n
+    first_token: torch.Tensor,  # [rows] int64, position 1
+    temperature: torch.Tensor | None = None,  # [rows]
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
+
+    Args:
+        log_weights: the experts' weights given the context alone.
+        logits: before eq. 6's softmax, in any floating-point type.
+        first_token: what the target sampled.
+        temperature: rows from 1e-5 on sample softmax(mixture / temperature), the others take the arg-max (None: all).
+        generator: where the samples come from, on the device of logits.
+
+    Returns:
+        (token ids [rows, n - 1] int64, the log-probabilities they were drawn from [rows, n - 1, vocab]; the mixture's
+        own where the arg-max was taken).
+    """
+    token, tokens, distributions = first_token, [], []
+    for position, raw in enumerate(logits.unbind(dim=1)):
+        # Position by position: the float32 copy is twice the size of half-precision logits.
+        factors = torch.log_softmax(at_least_float32(raw), dim=-1)
+        if position > 0:
+            log_probs = mixture(log_weights, factors)
+            token = log_probs.argmax(dim=-1)
+            if temperature is not None:
+                greedy = temperature < GREEDY_BELOW
+                log_probs = torch.log_softmax(log_probs / torch.where(greedy, 1.0, temperature).unsqueeze(-1), dim=-1)
+                # The winner of an exponential race is a sample, without multinomial's wait for the device.
+                race = log_probs - torch.empty_like(log_probs).exponential_(generator=generator).log()
+                token = torch.where(greedy, token, race.argmax(dim=-1))
+            tokens.append(token)
+            distributions.append(log_probs)
+        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+        log_weights = posterior(log_weights, seen)
+    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)

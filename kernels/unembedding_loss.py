@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses through a frozen unembedding: gradients reach the states, and no row of logits outlives its chunk.
+
+The unembedding E is fixed, so the gradient of a row's loss with respect to its state is known as soon as its logits
+are: it is formed in the forward pass, chunk after chunk, and memory is chunk x vocabulary whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+CHUNK_ELEMENTS = 1 << 23  # logits held at once
+
+
+def rows_a_chunk(vocab_size: int) -> int:
+    """Rows whose logits fit in CHUNK_ELEMENTS numbers."""
+    return max(1, CHUNK_ELEMENTS // vocab_size)
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, tokens: torch.Tensor, unembedding: torch.Tensor, bias: Any) -> Any:
+        rows = states.to(unembedding.dtype)
+        result = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        gradient = torch.empty_like(rows) if states.requires_grad else None
+        step = rows_a_chunk(len(unembedding))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            logits = functional.linear(rows[part], unembedding, bias).float()
+            chosen = logits.gather(1, tokens[part, None]).squeeze(1)
+            total = torch.logsumexp(logits, dim=-1)
+            result[part] = chosen - total
+            if gradient is not None:
+                probs = logits.sub_(total[:, None]).exp_().to(unembedding.dtype)
+                gradient[part] = unembedding[tokens[part]] - probs @ unembedding
+        ctx.save_for_backward(gradient)
+        ctx.dtype = states.dtype
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return (grads[0][:, None] * gradient).to(ctx.dtype), None, None, None
+
+
+def token_log_probs(
+    states: torch.Tensor,  # [rows, hidden]
+    tokens: torch.Tensor,  # [rows] int64
+    unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
+    bias: torch.Tensor | None = None,  # [vocabulary]
+) -> torch.Tensor:
+    """log softmax(E h)[token] of each row: [rows] float32, differentiable in the states."""
+    return _TokenLogProbs.apply(states, tokens, unembedding, bias)
+
+
+class _KLToTeacher(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, students: torch.Tensor, teacher: torch.Tensor, unembedding: torch.Tensor, bias: Any, compare: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = unembedding.dtype
+        exits, rows = students.shape[:2]
+        divergence = torch.empty(exits, rows, dtype=torch.float32, device=students.device)
+        match = torch.zeros(exits, rows, dtype=torch.bool, device=students.device)
+        gradient = torch.empty(students.shape, dtype=dtype, device=students.device)
+        step = rows_a_chunk(len(unembedding))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            log_p = functional.log_softmax(functional.linear(teacher[part].to(dtype), unembedding, bias).float(), -1)
+            p = log_p.exp()
+            best, pull = log_p.argmax(-1), p.to(dtype) @ unembedding
+            negative_entropy = (p * log_p).sum(-1)
+            for index in range(exits):
+                logits = functional.linear(students[index, part].to(dtype), unembedding, bias).float()
+                total = torch.logsumexp(logits, dim=-1)
+                if compare:
+                    match[index, part] = logits.argmax(-1) == best
+                divergence[index, part] = negative_entropy + total - torch.linalg.vecdot(p, logits)
+                if ctx.needs_input_grad[0]:
+                    q = logits.sub_(total[:, None]).exp_().to(dtype)
+                    gradient[index, part] = q @ unembedding - pull
+        ctx.save_for_backward(gradient)
+        ctx.dtype = students.dtype
+        ctx.mark_non_differentiable(match)
+        return divergence, match
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return (grads[0][..., None] * gradient).to(ctx.dtype), None, None, None, None
+
+
+def kl_to_teacher(
+    students: torch.Tensor,  # [exits, rows, hidden], ready for the unembedding
+    teacher: torch.Tensor,  # [rows, hidden], final normed states
+    unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
+    bias: torch.Tensor | None = None,  # [vocabulary]
+    compare: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1), teacher logits read once for all exits.
+
+    Returns:
+        (KL in nats [exits, rows] float32, differentiable in the students; whether the arg-max agrees [exits, rows],
+        False without compare, which costs a pass over the logits).
+    """
+    return _KLToTeacher.apply(students, teacher, unembedding, bias, compare)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd calibrate`: expected acceptance against simulation, match rates against a slow count, and a run that resumes."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ppd.heads.calibration import parts, run
+from vllm_ppd.heads.calibration.early import match_exits
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.report import report
+from vllm_ppd.heads.calibration.run import Calibration, calibrate
+from vllm_ppd.heads.calibration.walk import walk
+from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.heads.early import EarlyHeads
+from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training.options import OPTIONS
+from vllm_ppd.vllm_plugins.cli.main import main
+
+
+def simulate(accept: list[list[float]], length: int, limits: list[int], rng: random.Random) -> tuple[int, int, int]:
+    """One engine's way along one text, drawing whether each draft is accepted."""
+    t = drafts = drafted = accepted = 0
+    while t < length:
+        room = max(0, min(length - t - 2, limits[t] if t < len(limits) else 0))
+        taken = 0
+        while taken < room and rng.random() < accept[t][taken]:
+            taken += 1
+        drafts, drafted, accepted = drafts + (room > 0), drafted + room, accepted + taken
+        t += taken + 1
+    return drafts, drafted, accepted
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_walk_is_what_an_engine_would_do(limited: bool) -> None:
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    accept, lengths = torch.rand(2, 7, 3), torch.tensor([8, 5])
+    limit = torch.randint(0, 4, (2, 7)) if limited else None
+    found = walk(accept, lengths, limit)
+    limits = limit.tolist() if limit is not None else [[3] * 7] * 2
+    totals = torch.zeros(3)
+    rounds = 20_000
+    for _ in range(rounds):
+        for text in range(2):
+            totals += torch.tensor(simulate(accept[text].tolist(), int(lengths[text]), limits[text], rng))
+    torch.testing.assert_close(torch.tensor(found), totals / rounds, rtol=0.02, atol=0.02)
+
+
+def test_walk_counts_whole_numbers_for_greedy_texts() -> None:
+    rng = random.Random(1)
+    accept = (torch.rand(1, 40, 4) < 0.6).float()
+    assert tuple(walk(accept, torch.tensor([41]))) == simulate(accept[0].tolist(), 41, [4] * 40, rng)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    lines = [json.dumps({"text": f"the {i % 7} and the {i % 5} are {i % 3}; " * 30}) for i in range(30)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def heads(tiny_model: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """heads(kind, **options): trained for a few steps on the tiny llama, made once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str, **options: Any) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind) / "heads"
+            given: dict[str, Any] = {
+                "model": str(tiny_model()), "data": (str(data),), "out": str(made[kind]), "steps": 8, "batch_size": 4,
+                "sequence_length": 64, "precision": "float32", "stored_dtype": "float32", "device": "cpu",
+                "held_out": 0.1, **options,
+            }  # fmt: skip
+            loop.train(OPTIONS[kind](**given))
+        return made[kind]
+
+    return get
+
+
+def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
+    given: dict[str, Any] = {
+        "heads": str(folder), "data": (str(data),), "prompts": 6, "prompt_tokens": 16, "new_tokens": 20, "drafts": 3,
+        "batch_sizes": (1, 2), "device": "cpu", "batch": 4,
+    }  # fmt: skip
+    return CalibrationOptions(**{**given, **changes})
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Path, kind: str) -> None:
+    calibration = Calibration(options(heads("early"), data))
+    target, texts = calibration.target, getattr(calibration, kind)
+    early = EarlyHeads.from_tensors(calibration.tensors, calibration.config.exit_layers)  # type: ignore[attr-defined]
+    found = match_exits(target, early, texts, (1, 3), 4, calibration.autocast)
+    hits, accept = torch.zeros_like(found.hits), torch.zeros_like(found.accept)
+    temperature = texts.temperature or 1.0
+    with torch.no_grad():
+        for row, ids in enumerate(texts.ids):
+            states = target.model(ids[None], output_hidden_states=True)
+            for j in range(int(texts.lengths[row])):
+                at = texts.prompt + j - 1
+                token = int(ids[at + 1])
+                p = torch.softmax(states.logits[0, at] / temperature, -1)
+                for index, layer in enumerate(early.exit_layers):
+                    hidden = target.norm(states.hidden_states[layer][0, at])
+                    for form, read in enumerate((hidden, early(hidden, layer))):
+                        logits = target.model.lm_head(read)
+                        order = logits.argsort(descending=True).tolist()
+                        for place, k in enumerate((1, 3)):
+                            hits[form, index, place, j] += token in order[:k]
+                        q = torch.softmax(logits / temperature, -1)
+                        sure = float(order[0] == token)
+                        accept[form, index, row, j] = (
+                            min(1.0, float(q[token] / p[token])) if texts.temperature else sure
+                        )
+    torch.testing.assert_close(found.accept, accept, atol=1e-3, rtol=1e-3)
+    assert torch.equal(found.hits, hits)
+
+
+EXTRA: dict[str, dict[str, Any]] = {
+    "early": {},
+    "cp": {"rank": 2, "positions": 4},
+    "dynamo": {"tokens": 3, "mask_entries": 200},
+}
+
+
+@pytest.mark.parametrize("kind", EXTRA)
+def test_report_and_recommendation(heads: Callable[..., Path], data: Path, kind: str, capsys: Any) -> None:
+    folder = heads(kind, **EXTRA[kind])
+    result = calibrate(options(folder, data))
+    chosen = result["recommendation"]
+    config = load_config(folder)
+    assert config.num_speculative_tokens == chosen["num_speculative_tokens"]
+    if kind == "early":
+        assert config.default_exit_layers == chosen["default_exit_layers"]  # type: ignore[attr-defined]
+    text = report(json.loads((folder / "calibration.json").read_text()))
+    assert "Recommended" in text
+    assert "| layer" in text
+
+
+def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = heads("cp", **EXTRA["cp"])
+    asked = options(folder, data, recommend=False, seed=5)
+    seen: list[str] = []
+
+    def spy(name: str, part: Any, fail: bool = False) -> Any:
+        def call(calibration: Calibration) -> Any:
+            seen.append(name)
+            if fail:
+                raise KeyboardInterrupt
+            return part(calibration)
+
+        return call
+
+    real = parts.PARTS["cp"]
+    last = list(real)[-1]
+    monkeypatch.setitem(parts.PARTS, "cp", {name: spy(name, part, name == last) for name, part in real.items()})
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(asked)
+    monkeypatch.setitem(parts.PARTS, "cp", {name: spy(name, part) for name, part in real.items()})
+    calibrate(asked)
+    assert seen == [*real, last]
+    assert not list(folder.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--prompts", "100000"), "and 100000 are needed"),
+        (("--model", "/nowhere"), "cannot load model '/nowhere'"),
+        (("--temperature", "0"), "--temperature 0: input should be greater than 0"),
+    ],
+)
+def test_bad_input(heads: Callable[..., Path], data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:
+    folder = heads("early")
+    before = (folder / "model.safetensors").read_bytes()
+    assert main(["calibrate", str(folder), "--data", str(data), "--device", "cpu", *more]) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert (folder / "model.safetensors").read_bytes() == before
+
+
+def test_heads_of_another_target(heads: Callable[..., Path], tiny_model: Callable[..., Path], data: Path) -> None:
+    from vllm_ppd.heads.checkpoint import HeadsError
+
+    with pytest.raises(HeadsError, match="hidden_size is 64 there and 128"):
+        Calibration(options(heads("early"), data, model=str(tiny_model("qwen2"))))
+    assert run.NAME == "calibration.json"

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From files to packed windows: what is read, what is refused, and that packed documents do not see each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from torch.nn import functional
+
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.corpus import documents, expand
+from vllm_ppd.heads.training.packed_attention import document_lengths
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.kernels import unembedding_loss
+from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny.make_tokenizer()
+
+
+def read(path: Path, tokenizer: Any) -> list[str]:
+    return list(documents(expand([path]), tokenizer))
+
+
+def test_text_chat_and_plain_files(tmp_path: Path, tokenizer: Any) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")
+    (tmp_path / "b.py").write_text("x = 1\n" * 100_000)
+    chatty = tiny.make_tokenizer()
+    chatty.chat_template = TEMPLATE
+    found = read(tmp_path, chatty)
+    assert found[:2] == ["one", "<user>hi<assistant>ho"]
+    assert len(found) > 3, "a long plain file comes in pieces"
+    assert "".join(found[2:]) == "x = 1\n" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "a.jsonl:2 is not JSON"),
+        ('{"prompt": "x", "completion": "y"}', "a.jsonl:2 has 'completion', 'prompt'; each line needs 'text'"),
+        ("[1]", "a.jsonl:2 has no columns"),
+        ('{"text": 3}', "a.jsonl:2: 'text' is of type int"),
+        ('{"messages": "hi"}', "a.jsonl:2: 'messages' must be a list"),
+        ('{"messages": [{"role": "user"}]}', "a.jsonl:2: 'messages' must be a list"),
+        (json.dumps({"messages": CHAT}), "a.jsonl:2 is a chat, and this model's tokenizer has no chat template"),
+    ],
+)
+def test_bad_line_is_named(tmp_path: Path, tokenizer: Any, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(TrainingError, match=message) as caught:
+        read(path, tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(TrainingError, match="does not exist"):
+        expand([tmp_path / "none.jsonl"])
+    with pytest.raises(TrainingError, match="holds no files"):
+        expand([tmp_path])
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TrainingError, match="is not UTF-8"):
+        read(tmp_path / "a.txt", tokenizer)
+
+
+def store(folder: Path, texts: list[str], tokenizer: Any, **changes: Any) -> TokenStore:
+    folder.mkdir(exist_ok=True)
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    settings: dict[str, Any] = {"vocab_size": tiny.VOCAB, "held_out": 0.3, "length": 16}
+    return TokenStore(folder / "work", [data], tokenizer, **{**settings, **changes})
+
+
+def test_documents_are_split_whole(tmp_path: Path, tokenizer: Any) -> None:
+    texts = [chr(65 + i % 26) * (5 + i) for i in range(40)]
+    made = store(tmp_path, texts, tokenizer)
+    rows = {split: [tokenizer.decode(row[:-1]) for row in made.documents(split)] for split in ("train", "held_out")}
+    assert sorted(rows["train"] + rows["held_out"]) == sorted(texts)
+    assert len(rows["held_out"]) > 3
+
+
+def test_windows_restart_positions_at_documents(tmp_path: Path, tokenizer: Any) -> None:
+    texts = ["abcdefgh"[: 3 + i % 5] for i in range(60)]
+    made = store(tmp_path, texts, tokenizer)
+    tokens = np.asarray(made.tokens["train"])
+    batch = made.batch("train", range(made.num_windows()))
+    assert torch.equal(batch.input_ids.flatten(), torch.from_numpy(tokens[: batch.num_tokens].astype(np.int64)))
+    expected, position = [], 0
+    for index, token in enumerate(tokens[: batch.num_tokens]):
+        position = 0 if index % 16 == 0 else position
+        expected.append(position)
+        position = 0 if token == tokenizer.eos_token_id else position + 1
+    assert batch.position_ids.flatten().tolist() == expected
+
+
+def test_tokens_ahead_stay_in_the_document(tmp_path: Path, tokenizer: Any) -> None:
+    made = store(tmp_path, ["abcdefgh"[: 3 + i % 5] for i in range(60)], tokenizer)
+    batch = made.batch("train", [0, 2])
+    tokens, valid = batch.ahead(3)
+    for window in range(2):
+        ids, positions = batch.input_ids[window].tolist(), batch.position_ids[window].tolist()
+        for t in range(16):
+            row = 16 * window + t
+            inside = t + 3 < 16 and all(positions[t + i] == positions[t] + i for i in (1, 2, 3))
+            assert bool(valid[row]) == inside
+            if inside:
+                assert tokens[row].tolist() == ids[t + 1 : t + 4]
+
+
+def test_store_is_made_once(tmp_path: Path, tokenizer: Any) -> None:
+    first = store(tmp_path, ["some text here"] * 20, tokenizer)
+    stamp = (tmp_path / "work" / "train.ids").stat().st_mtime_ns
+    TokenStore(tmp_path / "work", [tmp_path / "data.jsonl"], tokenizer, tiny.VOCAB, 0.3, 16)
+    assert (tmp_path / "work" / "train.ids").stat().st_mtime_ns == stamp
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "other text, longer than that" * 9}) + "\n")
+    other = TokenStore(tmp_path / "work", [tmp_path / "data.jsonl"], tokenizer, tiny.VOCAB, 0.3, 16)
+    assert len(other.tokens["train"]) != len(first.tokens["train"])
+
+
+def test_one_document_is_held_out_by_its_tail(tmp_path: Path, tokenizer: Any) -> None:
+    made = store(tmp_path, ["abcdefghij" * 20], tokenizer)
+    assert len(made.tokens["held_out"]) == 17
+    assert len(made.tokens["train"]) == 201 - 17
+
+
+@pytest.mark.parametrize(
+    ("texts", "changes", "message"),
+    [
+        ([], {}, "the data is empty"),
+        ([""], {}, "tokens, and a window takes 16"),
+        (["short"], {}, "tokens, and a window takes 16"),
+        (["some text"] * 9, {"vocab_size": 50}, "this is not the model's tokenizer"),
+    ],
+)
+def test_bad_data(tmp_path: Path, tokenizer: Any, texts: list[str], changes: dict, message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        store(tmp_path, texts, tokenizer, **changes)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
+def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path], family: str) -> None:
+    target = Target(str(tiny_model(family)), torch.device("cpu"), torch.float32)
+    torch.manual_seed(0)
+    ids = torch.randint(1, 200, (1, 60))
+    lengths = [7, 40, 13]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = target.run(Batch(ids, positions), exits=(2, 5))
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = target.run(Batch(ids[:, part], torch.arange(length)[None]), exits=(2, 5))
+        torch.testing.assert_close(packed.final[part], alone.final, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(packed.exits[2][part], alone.exits[2], atol=1e-4, rtol=1e-4)
+        start += length
+
+
+def test_document_lengths() -> None:
+    positions = torch.tensor([[3, 4, 0, 1, 2], [0, 1, 0, 0, 1]])
+    assert document_lengths(positions.clone()) == [2, 3, 2, 1, 2]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    """The gradients that are formed in the forward pass are autograd's, for any size of chunk."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(unembedding_loss, "CHUNK_ELEMENTS", 3 * 50)
+    matrix, shift = torch.randn(50, 8), torch.randn(50) if bias else None
+    states, tokens, weight = torch.randn(10, 8), torch.randint(50, (10,)), torch.randn(10)
+    ours, plain = states.clone().requires_grad_(), states.clone().requires_grad_()
+    direct = functional.log_softmax(functional.linear(plain, matrix, shift), -1).gather(1, tokens[:, None])[:, 0]
+    found = token_log_probs(ours, tokens, matrix, shift)
+    torch.testing.assert_close(found, direct)
+    (found * weight).sum().backward()
+    (direct * weight).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+    students, teacher, weights = torch.randn(3, 10, 8), torch.randn(10, 8), torch.randn(3, 10)
+    ours, plain = students.clone().requires_grad_(), students.clone().requires_grad_()
+    log_p = functional.log_softmax(functional.linear(teacher, matrix, shift), -1)
+    log_q = functional.log_softmax(functional.linear(plain, matrix, shift), -1)
+    direct = (log_p.exp() * (log_p - log_q)).sum(-1)
+    found, match = kl_to_teacher(ours, teacher, matrix, shift)
+    torch.testing.assert_close(found, direct)
+    assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
+    (found * weights).sum().backward()
+    (direct * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)

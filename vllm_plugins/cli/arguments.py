@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags from pydantic models: names, defaults, choices and help are the fields' own; so are the errors."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+Options = TypeVar("Options", bound=BaseModel)
+
+
+class UsageError(ValueError):
+    """A bad argument; the message is one line."""
+
+
+def add_fields(
+    parser: argparse.ArgumentParser, model: type[BaseModel], leave_out: frozenset[str] = frozenset()
+) -> None:
+    """Add one flag a field; what the user leaves out stays out, so that the model's defaults are the only ones."""
+    for name, field in model.model_fields.items():
+        if name in leave_out:
+            continue
+        flag = "--" + name.replace("_", "-")
+        shared: dict[str, Any] = {
+            "dest": name, "default": argparse.SUPPRESS, "required": field.is_required(), "help": _help(field),
+        }  # fmt: skip
+        if field.annotation is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+        elif field.annotation == tuple[str, ...]:
+            parser.add_argument(flag, nargs="+", metavar="FILE", **shared)
+        elif get_origin(field.annotation) is Literal:
+            parser.add_argument(flag, choices=get_args(field.annotation), **shared)
+        else:
+            parser.add_argument(flag, metavar=name.upper(), **shared)
+
+
+def options_from(model: type[Options], args: argparse.Namespace) -> Options:
+    """The model from parsed flags.
+
+    Raises:
+        UsageError: on the first value that the model refuses, naming the flag.
+    """
+    given = {name: getattr(args, name) for name in model.model_fields if hasattr(args, name)}
+    try:
+        return model(**given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        flag = "--" + str(problem["loc"][0] if problem["loc"] else "options").replace("_", "-")
+        message = problem["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{flag} {problem['input']}: {message[0].lower()}{message[1:]}") from None
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.is_required() or field.default in (None, (), False):
+        return text
+    return f"{text} (default {field.default})".replace("(default True)", "(default on)")

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd calibrate`: measure a heads folder, print tables like the papers', recommend a setting."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
+
+
+def add(subparsers: Any) -> None:
+    from vllm_ppd.heads.calibration.options import CalibrationOptions
+
+    parser = subparsers.add_parser(
+        "calibrate", help="measure heads and recommend a setting",
+        description="Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
+    )  # fmt: skip
+    parser.add_argument("folder", metavar="DIR", help="heads folder")
+    add_fields(parser, CalibrationOptions, leave_out=frozenset({"heads"}))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_ppd.heads.calibration.options import CalibrationOptions
+    from vllm_ppd.heads.calibration.report import report
+    from vllm_ppd.heads.calibration.run import NAME, calibrate
+
+    args.heads = args.folder
+    options = options_from(CalibrationOptions, args)
+    print(report(calibrate(options)))
+    print(f"\nwrote {options.heads}/{NAME}")
+    return 0

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point of `ppd`. Bad input ends with one line and exit code 2, a stopped run with 130."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from vllm_ppd.vllm_plugins.cli import calibrate, env, inspect, train
+
+COMMANDS = (train, calibrate, inspect, env)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ppd", description="Train, measure and look at heads for vllm-ppd.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt as stopped:
+        reason = str(stopped) or "stopped"
+        print(f"ppd: {reason}; the same command continues it", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        if not _is_ours(error):
+            raise
+        print(f"ppd: error: {_one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether the message is meant for the user; anything else keeps its traceback."""
+    from vllm_ppd.heads.checkpoint import HeadsError
+    from vllm_ppd.heads.training import TrainingError
+    from vllm_ppd.vllm_plugins.cli.arguments import UsageError
+
+    return isinstance(error, HeadsError | TrainingError | UsageError | OSError)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "o space left" in text or "isk quota" in text:
+        return f"the disk is full ({text}); free some space and run the same command again: it continues"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd train early|cp|dynamo`: from a model and text to a heads folder that vLLM can serve."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
+
+
+def add(subparsers: Any) -> None:
+    from vllm_ppd.heads.training.options import OPTIONS
+
+    parser = subparsers.add_parser("train", help="train heads", description="Train heads for a target model.")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(OPTIONS) + "}")
+    for kind, options in OPTIONS.items():
+        description = (options.__doc__ or "").strip().replace("%", "%%")
+        sub = kinds.add_parser(kind, help=description.split(": ", 1)[-1], description=description)
+        add_fields(sub, options)
+        sub.add_argument(
+            "--on-policy", action="store_true",
+            help="train on what the model itself writes (greedy, through vLLM) where the data's documents begin "
+            "(ParaDecode, appendix C)",
+        )  # fmt: skip
+        sub.add_argument(
+            "--on-policy-tokens", type=int, nargs=2, default=(64, 192), metavar=("PROMPT", "RESPONSE"),
+            help="tokens of a document taken as prompt, and tokens generated after it (default 64 192)",
+        )  # fmt: skip
+        sub.add_argument(
+            "--ray-workers", type=int, default=0, metavar="N", help="train in N processes of a Ray cluster (Ray Train)"
+        )
+        sub.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_ppd.heads.training.loop import train
+    from vllm_ppd.heads.training.options import OPTIONS
+
+    options = options_from(OPTIONS[args.kind], args)
+    if args.on_policy:
+        from vllm_ppd.vllm_plugins.cli.on_policy import write_responses
+
+        prompt, response = args.on_policy_tokens
+        path = write_responses(options, Path(options.out) / ".on-policy", prompt, response)
+        options = options.model_copy(update={"data": (str(path),)})
+    if args.ray_workers:
+        from vllm_ppd.heads.training.parallel import over_ray
+
+        over_ray(train, options, args.ray_workers)
+    else:
+        _show(train(options))
+    print(f"wrote {options.out}: `ppd inspect {options.out}` describes it, `ppd calibrate` measures it")
+    return 0
+
+
+def _show(facts: dict[str, Any]) -> None:
+    print(f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s; held out, before -> after:")
+    for name, after in facts["held_out_after"].items():
+        print(f"  {name}: {json.dumps(facts['held_out_before'].get(name))} -> {json.dumps(after)}")
