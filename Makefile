@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PORT   ?= 8000
 MODEL  ?= benchmarks/demo/model
+HEADS  ?=
 ARGS   ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
@@ -21,8 +22,10 @@ $(STAMP): pyproject.toml .ci/install.py
 	touch $(STAMP)
 
 # make serve PORT=8001 MODEL=/models/llama ARGS="--spec-tokens 2 --ppd-exit-layer 8"
+# make serve HEADS=early     with the demo model's heads of that kind; or HEADS=/path/to/heads
+serve: DRAFTS = $(if $(HEADS),$(firstword $(wildcard benchmarks/demo/heads/$(HEADS)) $(HEADS)),ppd)
 serve: setup
-	. .ci/serve-env.sh && $(BIN)/vllm serve $(MODEL) --port $(PORT) --speculative-model ppd $(ARGS)
+	. .ci/serve-env.sh && $(BIN)/vllm serve $(MODEL) --port $(PORT) --speculative-model $(DRAFTS) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not full" $(ARGS)

@@ -38,14 +38,14 @@ class Adapter(ABC):
         self.model = model  # the causal LM as vLLM loaded it
 
     @property
-    @abstractmethod
     def decoder(self) -> Any:
         """The decoder module whose forward is replaced by the cut."""
+        return self.model.model
 
     @property
-    @abstractmethod
     def layers(self) -> Sequence[nn.Module]:
         """All decoder layers, in order."""
+        return self.decoder.layers
 
     @abstractmethod
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -20,14 +20,6 @@ class LlamaLikeAdapter(Adapter):
 
     has_residual = True
 
-    @property
-    def decoder(self) -> Any:
-        return self.model.model
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        return self.decoder.layers
-
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         # The decoder's own method, not the table: Gemma scales here.
         return self.decoder.embed_input_ids(input_ids)

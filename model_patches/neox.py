@@ -20,14 +20,6 @@ class NeoXAdapter(Adapter):
 
     has_residual = False
 
-    @property
-    def decoder(self) -> Any:
-        return self.model.model
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        return self.decoder.layers
-
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.decoder.embed_in(input_ids)
 

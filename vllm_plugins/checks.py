@@ -15,6 +15,8 @@ from vllm_ppd.vllm_plugins.config import METHODS, DraftingConfig, OptionError, p
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
+WORKER = "vllm_ppd.vllm_plugins.worker.DraftingWorker"
+
 # speculators' algorithm name of a heads folder -> the method that reads it.
 METHOD_OF_HEADS = {"early": "ppd"}
 
@@ -120,12 +122,7 @@ def check_supported(model_config: ModelConfig, parallel_config: ParallelConfig) 
             parallel_config.worker_cls not in ("auto", WORKER)
         ),
     }
-    for message, refused in refusals.items():
-        if refused:
-            raise OptionError(message)
-
-
-WORKER = "vllm_ppd.vllm_plugins.worker.DraftingWorker"
+    _refuse(refusals)
 
 
 def check_engine_args(engine_args: Any) -> None:
@@ -141,6 +138,11 @@ def check_engine_args(engine_args: Any) -> None:
         "KV offloading (--kv-offloading-size) is not supported with early drafting": engine_args.kv_offloading_size,
         "sleep mode (--enable-sleep-mode) is not supported with early drafting": engine_args.enable_sleep_mode,
     }
+    _refuse(refusals)
+
+
+def _refuse(refusals: dict[str, Any]) -> None:
+    """Raise the first message whose condition holds."""
     for message, refused in refusals.items():
         if refused:
             raise OptionError(message)

@@ -19,7 +19,7 @@ from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
 
 def _chunk(target: Target, head: CPHead) -> int:
-    return max(1, rows_a_chunk(target.vocab_size) // (head.positions * head.rank))
+    return max(1, rows_a_chunk(target.unembedding) // (head.positions * head.rank))
 
 
 @torch.no_grad()

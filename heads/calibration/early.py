@@ -99,7 +99,7 @@ def _rank_and_log_prob(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How many tokens are likelier than the given one, and its log-probability at the temperature: [rows] each."""
     ranks, log_probs = [], []
-    step = rows_a_chunk(target.vocab_size)
+    step = rows_a_chunk(target.unembedding)
     for start in range(0, len(read), step):
         part = slice(start, start + step)
         logits = read[part].float() if whole else _logits(target, read[part])

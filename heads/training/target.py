@@ -65,7 +65,8 @@ class Target:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TrainingError(f"cannot load model {name!r}: {reason}") from None
         self.name, self.device, self.dtype = name, device, dtype
-        self.model.to(device=device).eval().requires_grad_(trainable)
+        model: torch.nn.Module = self.model
+        model.to(device).eval().requires_grad_(trainable)
         self.trainable = trainable
         base = self.model.base_model
         self.layers: nn.ModuleList = _part(base, LAYER_NAMES, name)

@@ -58,7 +58,7 @@ class CPRecipe(Recipe):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         target, head = self.target, self.head
         if not head.factorised:
-            chunk = max(1, rows_a_chunk(target.vocab_size) // (head.positions * head.rank))
+            chunk = max(1, rows_a_chunk(target.unembedding) // (head.positions * head.rank))
             return head.log_likelihood(hidden, tokens, None, target.bias, chunk)
         states = head.states(hidden)  # [rows, n, r, d]
         asked = tokens[..., None].expand(-1, -1, head.rank)

@@ -79,7 +79,7 @@ class EarlyRecipe(Recipe):
                 return -log_q.gather(1, following[rows, None]).squeeze(1), match
             return (log_p.exp() * (log_p - log_q)).sum(-1), match
 
-        step = rows_a_chunk(target.vocab_size)
+        step = rows_a_chunk(target.unembedding)
         losses, matches = [], []
         for layer in self.heads.exit_layers:
             parts = [

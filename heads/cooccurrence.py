@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse co-occurrence counts of a corpus, and the mask of DynaMo's eq. 3 that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+FLUSH = 1 << 22  # n-grams gathered before they are merged into the counts
+
+
+class CoOccurrence:
+    """Counts of n-grams of order 2 to n as sorted keys x_1 V^(n-1) + ... + x_n, and of single tokens.
+
+    An n-gram that was never counted has probability 0, hence mask 0. Where a bound on the entries pruned the rare ones,
+    those count as never seen.
+    """
+
+    def __init__(
+        self,
+        unigram: torch.Tensor,  # [vocabulary] counts
+        totals: torch.Tensor,  # [orders] n-grams of each order, from 1, that the corpus has
+        keys: dict[int, torch.Tensor],  # order -> [entries] int64, ascending
+        counts: dict[int, torch.Tensor],  # order -> [entries]
+    ) -> None:
+        self.unigram, self.totals, self.keys, self.counts = unigram, totals, keys, counts
+        self.vocab_size = len(unigram)
+
+    @classmethod
+    def from_tokens(
+        cls, chunks: Iterable[np.ndarray], vocab_size: int, order: int, max_entries: int | None = None
+    ) -> CoOccurrence:
+        """Count the n-grams of a stream of documents; none crosses the end of a chunk.
+
+        Args:
+            chunks: token ids of a document each.
+            vocab_size: V.
+            order: the highest n.
+            max_entries: keep so many of the most frequent n-grams an order. Memory is bounded by a multiple of it,
+                since rare ones are dropped along the way, so late and rare n-grams may be undercounted.
+
+        Raises:
+            ValueError: if V^order does not fit 63 bits, or a token id is outside the vocabulary.
+        """
+        if vocab_size**order >= 2**63:
+            raise ValueError(f"{vocab_size} tokens to the power of {order} do not fit a key; use a lower order")
+        tables = {n: _Table(max_entries) for n in range(2, order + 1)}
+        unigram = np.zeros(vocab_size, dtype=np.int64)
+        totals = np.zeros(order, dtype=np.int64)
+        for chunk in chunks:
+            ids = np.asarray(chunk, dtype=np.int64)
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+                raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab_size}")
+            unigram += np.bincount(ids, minlength=vocab_size)
+            totals[0] += len(ids)
+            keys = ids
+            for n in range(2, order + 1):
+                keys = keys[:-1] * vocab_size + ids[n - 1 :]
+                totals[n - 1] += len(keys)
+                tables[n].add(keys)
+        merged = {n: table.result() for n, table in tables.items()}
+        return cls(
+            torch.from_numpy(unigram),
+            torch.from_numpy(totals),
+            {n: torch.from_numpy(keys) for n, (keys, _) in merged.items()},
+            {n: torch.from_numpy(counts) for n, (_, counts) in merged.items()},
+        )
+
+    def mask(self, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
+        """p^(x_1..x_n) / prod p^(x_i) (eq. 3) of every combination of the heads' tokens.
+
+        Args:
+            token_ids: [rows, k_i] of each of n heads.
+
+        Returns:
+            [rows, k_1, ..., k_n] float32.
+
+        Raises:
+            ValueError: if n-grams of that order were not counted.
+        """
+        order = len(token_ids)
+        if order not in self.keys:
+            raise ValueError(f"n-grams of order {order} were not counted; orders: {sorted(self.keys)}")
+        rows = len(token_ids[0])
+        wanted = torch.zeros(rows, dtype=torch.int64, device=token_ids[0].device)
+        singles = torch.ones(rows, dtype=torch.float64, device=wanted.device)
+        share = self.unigram.double() / self.totals[0].clamp(min=1)
+        for ids in token_ids:
+            axis = ids.view(rows, *[1] * (wanted.dim() - 1), -1)
+            wanted = wanted.unsqueeze(-1) * self.vocab_size + axis
+            singles = singles.unsqueeze(-1) * share[axis]
+        keys = self.keys[order]
+        if not len(keys):
+            return torch.zeros(wanted.shape, device=wanted.device)
+        place = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+        found = torch.where(keys[place] == wanted, self.counts[order][place], 0)
+        together = found.double() / self.totals[order - 1].clamp(min=1)
+        return (together / singles.clamp(min=torch.finfo(torch.float64).tiny)).float()
+
+    def to(self, device: torch.device | str) -> CoOccurrence:
+        """The same counts on a device."""
+        return CoOccurrence(
+            self.unigram.to(device),
+            self.totals.to(device),
+            {n: keys.to(device) for n, keys in self.keys.items()},
+            {n: counts.to(device) for n, counts in self.counts.items()},
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint, as small as they fit."""
+        found = {"cooccurrence.unigram": self.unigram.to(torch.int32), "cooccurrence.totals": self.totals}
+        for n, keys in self.keys.items():
+            small = self.vocab_size**n < 2**31
+            found[f"cooccurrence.{n}.keys"] = keys.to(torch.int32) if small else keys
+            found[f"cooccurrence.{n}.counts"] = self.counts[n].clamp(max=2**31 - 1).to(torch.int32)
+        return found
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> CoOccurrence | None:
+        """Build from a checkpoint's tensors; None if it has no counts."""
+        if "cooccurrence.unigram" not in tensors:
+            return None
+        orders = range(2, len(tensors["cooccurrence.totals"]) + 1)
+        return cls(
+            tensors["cooccurrence.unigram"].long(),
+            tensors["cooccurrence.totals"].long(),
+            {n: tensors[f"cooccurrence.{n}.keys"].long() for n in orders},
+            {n: tensors[f"cooccurrence.{n}.counts"].long() for n in orders},
+        )
+
+
+class _Table:
+    """Sorted keys and counts that grow by batches, pruned to a multiple of a bound."""
+
+    def __init__(self, max_entries: int | None) -> None:
+        self.max_entries = max_entries
+        self.keys = np.zeros(0, dtype=np.int64)
+        self.counts = np.zeros(0, dtype=np.int64)
+        self.waiting: list[np.ndarray] = []
+        self.size = 0
+
+    def add(self, keys: np.ndarray) -> None:
+        self.waiting.append(keys)
+        self.size += len(keys)
+        if self.size >= FLUSH:
+            self._merge()
+            if self.max_entries is not None:
+                self._prune(8 * self.max_entries)
+
+    def result(self) -> tuple[np.ndarray, np.ndarray]:
+        self._merge()
+        if self.max_entries is not None:
+            self._prune(self.max_entries)
+        return self.keys, self.counts
+
+    def _merge(self) -> None:
+        new, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *self.waiting]), return_counts=True)
+        keys, inverse = np.unique(np.concatenate([self.keys, new]), return_inverse=True)
+        self.counts = np.bincount(inverse, np.concatenate([self.counts, counts]), len(keys)).astype(np.int64)
+        self.keys, self.waiting, self.size = keys, [], 0
+
+    def _prune(self, entries: int) -> None:
+        if len(self.keys) > entries:
+            # The most frequent; ties go to the lower key, so that the result is the same everywhere.
+            kept = np.sort(np.argsort(-self.counts, kind="stable")[:entries])
+            self.keys, self.counts = self.keys[kept], self.counts[kept]
