@@ -25,17 +25,18 @@ from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
-def simulate(accept: list[list[float]], length: int, limits: list[int], rng: random.Random) -> tuple[int, int, int]:
+def simulate(accept: list[list[float]], length: int, limits: list[int], rng: random.Random) -> tuple[int, ...]:
     """One engine's way along one text, drawing whether each draft is accepted."""
-    t = drafts = drafted = accepted = 0
+    t = cycles = drafts = drafted = accepted = 0
     while t < length:
         room = max(0, min(length - t - 2, limits[t] if t < len(limits) else 0))
         taken = 0
         while taken < room and rng.random() < accept[t][taken]:
             taken += 1
-        drafts, drafted, accepted = drafts + (room > 0), drafted + room, accepted + taken
+        cycles, drafts = cycles + (t < length - 1), drafts + (room > 0)
+        drafted, accepted = drafted + room, accepted + taken
         t += taken + 1
-    return drafts, drafted, accepted
+    return cycles, drafts, drafted, accepted
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -46,7 +47,7 @@ def test_walk_is_what_an_engine_would_do(limited: bool) -> None:
     limit = torch.randint(0, 4, (2, 7)) if limited else None
     found = walk(accept, lengths, limit)
     limits = limit.tolist() if limit is not None else [[3] * 7] * 2
-    totals = torch.zeros(3)
+    totals = torch.zeros(4)
     rounds = 20_000
     for _ in range(rounds):
         for text in range(2):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo corpus: the Python standard library's own sources, which every machine has.
 
-    python benchmarks/demo/corpus.py --out /tmp/corpus      # train.jsonl and validation.jsonl, for `ppd train`
+`python benchmarks/demo/corpus.py --out build/corpus` writes train.jsonl and validation.jsonl, for `ppd train`.
 """
 
 from __future__ import annotations

@@ -6,15 +6,22 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ppd.heads.calibration import cp as cp_measures
+from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
 from vllm_ppd.heads.calibration.early import FORMS, ExitMatches, match_exits, position_buckets
 from vllm_ppd.heads.calibration.run import Calibration, Part
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
-from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.dynamo import DynaMoHeads
+from vllm_ppd.heads.dynamo_joint import JointSettings
 from vllm_ppd.heads.early import EarlyHeads
+from vllm_ppd.heads.training.recipes.dynamo import new_layers
+from vllm_ppd.heads.training.tokens import Batch
 
 TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
+DYNAMIC_TOKENS = 4096  # a joint of three heads has 125,000 entries a token
 
 
 def timing(calibration: Calibration) -> dict[str, Any]:
@@ -104,6 +111,51 @@ def _cp_head(calibration: Calibration) -> CPHead:
     return CPHead.from_tensors(calibration.tensors).to(calibration.target.device, calibration.target.dtype)
 
 
+def dynamo_likelihood(calibration: Calibration) -> dict[str, Any]:
+    """PPL_n and PPL_1:n on the data itself (DynaMo, Table 2)."""
+    return _dynamo(calibration).perplexities(calibration.windows)
+
+
+def dynamo_dynamic(calibration: Calibration) -> dict[str, Any]:
+    """PPL_d and the share of n-grams against eps_b (DynaMo, Figs. 5 and 15), on at most DYNAMIC_TOKENS of the data."""
+    measures, settings = _dynamo(calibration), _joint_settings(calibration)
+    windows = calibration.windows[0]
+    few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
+    batch = Batch(windows.input_ids[:few], windows.position_ids[:few])
+    return {"by_eps_b": [measures.dynamic_perplexity([batch], settings, eps) for eps in calibration.options.eps]}
+
+
+def dynamo_acceptance(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance in verified mode, by back-off threshold and drafts."""
+    options, measures, settings = calibration.options, _dynamo(calibration), _joint_settings(calibration)
+    found: dict[str, Any] = {}
+    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
+        rows = []
+        for eps in options.eps:
+            asked = settings.model_copy(update={"eps_b": eps})
+            for drafts in range(1, measures.heads.tokens):
+                counts = measures.drafted(texts, asked, options.batch, drafts)
+                rows.append({"eps_b": eps, "drafts_allowed": drafts, **_counts(counts)})
+        found[name] = {"rows": rows, "repeated_4_grams": round(texts.repeated_4_grams(), 4)}
+    return found
+
+
+def _dynamo(calibration: Calibration) -> DynaMoMeasures:
+    config, target = calibration.config, calibration.target
+    assert isinstance(config, DynaMoConfig)
+    heads = DynaMoHeads(new_layers(target, config.tokens))
+    heads.load(calibration.tensors)
+    heads.to(target.device, target.dtype).eval()
+    counts = CoOccurrence.from_tensors(calibration.tensors)
+    return DynaMoMeasures(target, heads, counts and counts.to(target.device), calibration.autocast)
+
+
+def _joint_settings(calibration: Calibration) -> JointSettings:
+    config = calibration.config
+    assert isinstance(config, DynaMoConfig)
+    return JointSettings(**config.sampling)
+
+
 def _counts(drafted: Drafted) -> dict[str, float]:
     raw = {name: round(value, 2) for name, value in drafted._asdict().items()}
     return raw | {"rate": round(drafted.rate, 4), "length": round(drafted.length, 4)}
@@ -112,6 +164,12 @@ def _counts(drafted: Drafted) -> dict[str, float]:
 PARTS: dict[str, dict[str, Part]] = {
     "early": {"timing": timing, "matches": early_matches, "sampling": early_sampling},
     "cp": {"timing": timing, "likelihood": cp_likelihood, "acceptance": cp_acceptance},
+    "dynamo": {
+        "timing": timing,
+        "likelihood": dynamo_likelihood,
+        "dynamic": dynamo_dynamic,
+        "acceptance": dynamo_acceptance,
+    },
 }
 
 
@@ -119,7 +177,8 @@ def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
     """The setting of the highest predicted speed-up on sampled texts, whose acceptance no loops flatter.
 
     Cost of a cycle in full passes at batch 1 (DESIGN's formula with the reads of the LM head, share h of a pass):
-    early n ((1 - h) l/L + h) + 1; CP h + 1 (its states share one read).
+    early n ((1 - h) l/L + h) + 1; CP h + 1 (its states share one read);
+    DynaMo (n - 1) ((1 - h) / L + h) + 1, n its token heads.
     """
     share = parts["timing"]["lm_head_share"]
     best: dict[str, Any] = {"predicted_speedup": 0.0}
@@ -138,7 +197,15 @@ def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
             for n, counts in enumerate(sampled["by_drafts"], start=1)
         ]
     else:
-        settings = []
+        assert isinstance(config, DynaMoConfig)
+        (sampled,) = (by for name, by in parts["acceptance"].items() if name != "greedy")
+        # The heads' layers run over every token, whether or not a token is drafted from them.
+        cost = 1 + (config.tokens - 1) * ((1 - share) / config.target.num_hidden_layers + share)
+        settings = [
+            ({"num_speculative_tokens": row["drafts_allowed"], "sampling": {**config.sampling, "eps_b": row["eps_b"]}},
+             1 + row["accepted"] / max(row["cycles"], 1), cost)
+            for row in sampled["rows"]
+        ]  # fmt: skip
     for setting, length, cost in settings:
         if length / cost > best["predicted_speedup"]:
             best = {**setting, "acceptance_length": length, "cycle_in_passes": round(cost, 4)}

@@ -82,7 +82,25 @@ def _acceptance(found: dict[str, Any]) -> str:
 
 
 def _dynamo(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
-    yield from ()
+    found = parts["likelihood"]
+    n = len(found["ppl_n"])
+    yield "Perplexities on the data (DynaMo, Table 2)"
+    names = [*(f"PPL_{i}" for i in range(1, n + 1)), *(f"PPL_1:{i}" for i in range(2, n + 1))]
+    yield table(names, [[*found["ppl_n"], *found["ppl_1:n"][1:]]])
+    yield "Dynamic perplexity and share of n-grams against eps_b (DynaMo, Figs. 5 and 15)"
+    grams = ["unigrams", "bigrams", "trigrams", "4-grams"][:n]
+    rows = [
+        [by["eps_b"], by["ppl_d"], f"{by['tokens_a_pass']:.3f}", *map(percent, by["share"])]
+        for by in parts["dynamic"]["by_eps_b"]
+    ]
+    yield table(["eps_b", "PPL_d", "tokens a pass", *grams], rows)
+    yield "Verified mode: drafts accepted a step (accepted / steps; rate = accepted / drafted)"
+    rows = [
+        [name, row["eps_b"], row["drafts_allowed"], percent(row["rate"]), f"{row['drafted'] / row['cycles']:.3f}",
+         f"{row['accepted'] / row['cycles']:.3f}", by["repeated_4_grams"]]
+        for name, by in parts["acceptance"].items() for row in by["rows"]
+    ]  # fmt: skip
+    yield table(["texts", "eps_b", "most drafts", "rate", "drafted", "accepted", "repeated 4-grams"], rows)
 
 
 def _timing(found: dict[str, Any]) -> str:

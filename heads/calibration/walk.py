@@ -11,7 +11,8 @@ import torch
 class Drafted(NamedTuple):
     """Expected counts, in vLLM's terms; they add up over texts."""
 
-    drafts: float  # cycles that drafted
+    cycles: float  # forward passes after the prompt's
+    drafts: float  # passes with drafts to verify
     drafted: float  # drafted tokens
     accepted: float  # accepted tokens
 
@@ -42,7 +43,7 @@ def walk(
     accept = accept.double()
     mass = torch.zeros(texts, starts + n + 1, dtype=torch.float64, device=accept.device)
     mass[:, 0] = 1
-    totals = torch.zeros(3, dtype=torch.float64, device=accept.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=accept.device)
     for t in range(starts):
         # The engine drafts no further than the text's end, where the last token is the cycle's own bonus.
         room = (lengths - t - 2).clamp(0, n)
@@ -51,9 +52,10 @@ def walk(
         allowed = torch.arange(n, device=accept.device)[None] < room[:, None]
         survive = torch.cumprod(accept[:, t] * allowed, dim=1)  # [texts, n] first i + 1 accepted
         here = mass[:, t]
-        totals += torch.stack([(here * (room > 0)).sum(), (here * room).sum(), (here[:, None] * survive).sum()])
+        alive = here * (t < lengths - 1)
+        parts = [alive, alive * (room > 0), alive * room, alive[:, None] * survive]
+        totals += torch.stack([part.sum() for part in parts])
         exactly = torch.cat([torch.ones_like(survive[:, :1]), survive], dim=1)
         exactly = exactly - torch.cat([survive, torch.zeros_like(survive[:, :1])], dim=1)
         mass[:, t + 1 : t + n + 2] += here[:, None] * exactly
-    drafts, drafted, accepted = totals.tolist()
-    return Drafted(drafts, drafted, accepted)
+    return Drafted(*totals.tolist())

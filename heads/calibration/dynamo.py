@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo heads measured: perplexities (eq. 4), PPL_d against eps_b with the share of n-grams, expected acceptance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.walk import Drafted, walk
+from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo import DynaMoHeads
+from vllm_ppd.heads.dynamo_joint import JointSettings, select
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.unembedding_loss import token_log_probs
+
+JOINT_ELEMENTS = 1 << 23  # entries of joints held at once
+
+
+class DynaMoMeasures:
+    """The heads of a checkpoint on a target."""
+
+    def __init__(self, target: Target, heads: DynaMoHeads, counts: CoOccurrence | None, autocast: Any) -> None:
+        self.target, self.heads, self.counts, self.autocast = target, heads, counts, autocast
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> list[torch.Tensor]:
+        """What the LM head reads for each head, head 1 first: [tokens, hidden] each."""
+        target = self.target
+        with self.autocast():
+            found = target.run(batch, stem=True)
+            assert found.stem is not None
+            args, kwargs = found.stem
+            others = [
+                target.norm(self.heads(token, args, kwargs)).flatten(0, 1) for token in range(2, self.heads.tokens + 1)
+            ]
+        return [found.final, *others]
+
+    def log_probs(self, states: torch.Tensor, temperature: float = 0.0) -> torch.Tensor:
+        """[rows, vocabulary] at a temperature (0: as for 1, the greedy order is the same)."""
+        target = self.target
+        logits = functional.linear(states.to(target.unembedding.dtype), target.unembedding, target.bias).float()
+        return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+
+    def chunk(self, k: int, order: int) -> int:
+        return max(1, JOINT_ELEMENTS // k**order)
+
+    @torch.no_grad()
+    def perplexities(self, batches: list[Batch]) -> dict[str, Any]:
+        """PPL_i of each head and PPL_1:i of the independent product (eq. 2 and 4)."""
+        n = self.heads.tokens
+        sums, rows = torch.zeros(n, dtype=torch.float64), 0
+        for batch in batches:
+            tokens, valid = batch.ahead(n)
+            rows += int(valid.sum())
+            for i, states in enumerate(self.states(batch)):
+                found = token_log_probs(states[valid], tokens[valid, i], self.target.unembedding, self.target.bias)
+                sums[i] -= float(found.sum())
+        nats = (sums / max(rows, 1)).tolist()
+        return {
+            "joint_nats": round(sum(nats), 4),
+            "ppl_n": [round(math.exp(value), 3) for value in nats],
+            "ppl_1:n": [round(math.exp(sum(nats[:i]) / i), 3) for i in range(1, n + 1)],
+        }
+
+    @torch.no_grad()
+    def dynamic_perplexity(self, batches: list[Batch], settings: JointSettings, eps_b: float) -> dict[str, Any]:
+        """PPL_d (appendix C.4): along the text, as many tokens at a time as Algorithm 1 takes.
+
+        Returns:
+            PPL_d, tokens a forward pass (the paper's speed-up), and the share of uni-, bi- and trigrams (Fig. 5).
+        """
+        n = self.heads.tokens
+        nats = tokens_taken = 0.0
+        taken = torch.zeros(n, dtype=torch.float64)
+        settings = settings.model_copy(update={"eps_b": eps_b})
+        for batch in batches:
+            states = self.states(batch)
+            order = torch.cat(
+                [
+                    select(
+                        [self.log_probs(s[at : at + self.chunk(settings.k, n)]) for s in states], settings, self.counts
+                    ).order
+                    for at in range(0, len(states[0]), self.chunk(settings.k, n))
+                ]
+            )
+            ahead, valid = batch.ahead(n)
+            observed = torch.stack(
+                [
+                    token_log_probs(s, ahead[:, i], self.target.unembedding, self.target.bias)
+                    for i, s in enumerate(states)
+                ]
+            )  # [n, tokens]
+            rows, length = batch.input_ids.shape
+            order, valid = order.view(rows, length), valid.view(rows, length)
+            observed = observed.view(n, rows, length)
+            for row in range(rows):
+                at = 0
+                while at < length and bool(valid[row, at]):
+                    m = int(order[row, at])
+                    nats -= float(observed[:m, row, at].sum())
+                    tokens_taken += m
+                    taken[m - 1] += 1
+                    at += m
+        passes = float(taken.sum())
+        return {
+            "eps_b": eps_b,
+            "ppl_d": round(math.exp(nats / max(tokens_taken, 1)), 3),
+            "tokens_a_pass": round(tokens_taken / max(passes, 1), 4),
+            "share": [round(value / max(passes, 1), 4) for value in taken.tolist()],
+        }
+
+    @torch.no_grad()
+    def drafted(self, texts: Texts, settings: JointSettings, batch: int, drafts: int) -> Drafted:
+        """What an engine would count on these texts in verified mode, drafting the joint's arg-max given the token."""
+        n = drafts + 1
+        steps = texts.generated.shape[1]
+        accept = torch.zeros(len(texts.ids), steps, drafts)
+        limit = torch.zeros(len(texts.ids), steps, dtype=torch.int64)
+        for part, windows in texts.batches(batch):
+            rows = len(windows.input_ids)
+            states = [s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)[:n]]
+            tokens = texts.generated[part].flatten()
+            best, order = [], []
+            for at in range(0, len(tokens), self.chunk(settings.k, drafts)):
+                here = slice(at, at + self.chunk(settings.k, drafts))
+                heads = [self.log_probs(s[here], texts.temperature) for s in states]
+                choice = select(heads, settings, self.counts, first_token=tokens[here])
+                best.append(choice.best())
+                order.append(choice.order)
+            padded = functional.pad(texts.generated[part], (0, drafts), value=-2)
+            ahead = torch.stack([padded[:, i : i + steps] for i in range(1, n)], dim=-1)
+            accept[part] = (torch.cat(best)[:, 1:].view(rows, steps, drafts) == ahead).float().cpu()
+            limit[part] = (torch.cat(order) - 1).view(rows, steps).cpu()
+        return walk(accept, texts.lengths.cpu(), limit)
