@@ -174,6 +174,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     part = path.with_name(path.name + ".part")
     try:
         save_file(tensors, part, metadata=metadata)
+        os.chmod(part, 0o644)  # safetensors writes for the owner alone; a server runs as another user
         os.replace(part, path)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None

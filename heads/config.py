@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.fingerprint import TargetFingerprint
+from vllm_ppd.heads.joint_settings import JointSettings
 
 Shapes = dict[str, list[int]]
 
@@ -42,9 +43,18 @@ class HeadsConfig(BaseModel):
         """The tensors of `model.safetensors`: shape by name."""
         raise NotImplementedError
 
+    def describe(self) -> str:
+        """What they are, in a few words."""
+        raise NotImplementedError
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Drafts a step that they can make at most (None: any number)."""
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout."""
-        own = {name: getattr(self, name) for name in type(self).model_fields if name not in HeadsConfig.model_fields}
+        own = self.model_dump(mode="json", exclude=set(HeadsConfig.model_fields))
         return {
             "architectures": [self.architecture],
             "speculators_model_type": self.kind,
@@ -107,6 +117,9 @@ class EarlyConfig(HeadsConfig):
         nearest = min(self.exit_layers, key=lambda layer: (abs(layer - middle), layer))
         return tuple(self.default_exit_layers or [nearest])
 
+    def describe(self) -> str:
+        return f"a {self.head} at {len(self.exit_layers)} exit layers"
+
     def shapes(self) -> Shapes:
         size = self.target.hidden_size
         rows = size if self.head == "transform" else self.target.vocab_size
@@ -132,6 +145,13 @@ class CPConfig(HeadsConfig):
             )
         return self
 
+    def describe(self) -> str:
+        return f"rank {self.rank} over {self.positions} positions, {'factorised' if self.factorised else 'full'}"
+
+    @property
+    def max_drafts(self) -> int:
+        return self.positions - 1
+
     def shapes(self) -> Shapes:
         size, n, r = self.target.hidden_size, self.positions, self.rank
         name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
@@ -147,13 +167,23 @@ class DynaMoConfig(HeadsConfig):
     tokens: int = Field(ge=2, le=4, description="n: tokens of the joint; head 1 is the target itself")
     layer_tensors: Shapes = Field(description="tensors of one token head, as the target's own decoder layer names them")
     cooccurrence_entries: dict[int, int] = Field(default_factory=dict, description="n-grams counted, by order")
-    sampling: dict[str, Any] = Field(default_factory=dict, description="settings of the joint that differ from default")
+    sampling: JointSettings = Field(
+        default_factory=lambda: JointSettings.model_validate({}), description="settings of the joint"
+    )
 
     @model_validator(mode="after")
     def _enough_heads(self) -> DynaMoConfig:
         if self.num_speculative_tokens > self.tokens - 1:
             raise ValueError(f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens} token heads")
         return self
+
+    def describe(self) -> str:
+        masks = f"masks of order {', '.join(map(str, self.cooccurrence_entries))}" if self.cooccurrence_entries else ""
+        return f"T{self.tokens}, {masks or 'no masks'}"
+
+    @property
+    def max_drafts(self) -> int:
+        return self.tokens - 1
 
     def shapes(self) -> Shapes:
         found = {

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.kernels.joint_threshold import (
     adaptive_threshold,
     apply_mask,
@@ -17,26 +17,6 @@ from vllm_ppd.kernels.joint_threshold import (
     joint,
     penalise_repetition,
 )
-
-
-class JointSettings(BaseModel):
-    """Settings of the joint; defaults are the paper's (appendix A.1) where it names one."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    k: int = Field(50, ge=1, description="top-k of each head")
-    alpha_c: float = Field(1.0, ge=0, description="power of the co-occurrence mask (eq. 6); 0 leaves it out")
-    eps_b: float = Field(0.5, ge=0, le=1, description="back-off threshold: 0 always takes n tokens, 1 always one")
-    blur: int = Field(3, ge=1, description="kernel of the Gaussian blur before Otsu's threshold; 1 is none")
-    adaptive: bool = Field(True, description="Otsu's threshold on top of the static one")
-    repetition_penalty: float = Field(1.0, ge=1, description="divides n-grams that repeat a token (the paper: 1.1)")
-
-    @field_validator("blur")
-    @classmethod
-    def _odd(cls, value: int) -> int:
-        if value % 2 == 0:
-            raise ValueError("must be odd")
-        return value
 
 
 @dataclass
@@ -49,36 +29,69 @@ class JointChoice:
 
     def best(self) -> torch.Tensor:
         """The likeliest n-gram of each row's order: [rows, n] int64, -1 past the order."""
-        return self._pick({n: values.flatten(1).argmax(dim=1) for n, values in self.joints.items()})
+        return self._tokens(self._pick(None, None))
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+    def sample(
+        self,
+        generator: torch.Generator | None = None,
+        greedy: torch.Tensor | None = None,  # [rows] bool: rows that take the likeliest
+    ) -> torch.Tensor:
         """An n-gram of each row's order, in proportion to its entry: [rows, n] int64, -1 past the order."""
-        picks = {}
-        for n, values in self.joints.items():
-            flat = values.flatten(1)
-            noise = torch.empty_like(flat).exponential_(
-                generator=generator
-            )  # an exponential race is a multinomial draw
-            picks[n] = (flat / noise).argmax(dim=1)
-        return self._pick(picks)
+        return self._tokens(self._pick(generator, torch.zeros_like(self.order).bool() if greedy is None else greedy))
 
-    def _pick(self, flat: dict[int, torch.Tensor]) -> torch.Tensor:
+    def draw(
+        self, greedy: torch.Tensor, generator: torch.Generator | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """As sample, with the distribution that each token from the second on was drawn from.
+
+        Returns:
+            (tokens [rows, n], of each position from 2 the probabilities of its head's top-k given the tokens before
+            it [rows, k_i]: one-hot where greedy, all zero past the order).
+        """
+        places = self._pick(generator, greedy)
+        rows = torch.arange(len(self.order), device=self.order.device)
+        result = []
+        for position in range(1, len(self.token_ids)):
+            found = torch.zeros(self.token_ids[position].shape, device=self.order.device)
+            for order, values in self.joints.items():
+                if order <= position:
+                    continue
+                given = values[(rows, *places[:, :position].unbind(1))]
+                given = given.flatten(2).sum(dim=2) if given.dim() > 2 else given
+                given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+                found = torch.where((self.order == order)[:, None], given, found)
+            one_hot = torch.zeros_like(found).scatter_(1, places[:, position : position + 1], 1.0)
+            one_hot = one_hot * (self.order > position)[:, None]
+            result.append(torch.where(greedy[:, None], one_hot, found))
+        return self._tokens(places), result
+
+    def _pick(self, generator: torch.Generator | None, greedy: torch.Tensor | None) -> torch.Tensor:
+        """Places of the chosen n-gram in each head's top-k: [rows, n], 0 past the order. Without greedy, the best."""
         rows, n = len(self.order), len(self.token_ids)
-        result = torch.full((rows, n), -1, dtype=torch.int64, device=self.order.device)
-        for order, index in flat.items():
-            sizes = [ids.shape[1] for ids in self.token_ids[:order]]
+        result = torch.zeros(rows, n, dtype=torch.int64, device=self.order.device)
+        for order, values in self.joints.items():
+            flat = values.flatten(1)
+            index = flat.argmax(dim=1)
+            if greedy is not None:
+                # An exponential race is a multinomial draw.
+                race = (flat / torch.empty_like(flat).exponential_(generator=generator)).argmax(dim=1)
+                index = torch.where(greedy, index, race)
             columns = []
-            for size, ids in zip(reversed(sizes), reversed(self.token_ids[:order]), strict=True):
-                columns.append(ids.gather(1, (index % size)[:, None]).squeeze(1))
-                index = index // size
+            for ids in reversed(self.token_ids[:order]):
+                columns.append(index % ids.shape[1])
+                index = index // ids.shape[1]
             chosen = torch.stack(columns[::-1], dim=1)
-            here = self.order == order
-            result[:, :order] = torch.where(here[:, None], chosen, result[:, :order])
+            result[:, :order] = torch.where((self.order == order)[:, None], chosen, result[:, :order])
         return result
+
+    def _tokens(self, places: torch.Tensor) -> torch.Tensor:
+        tokens = torch.stack([ids.gather(1, places[:, i : i + 1])[:, 0] for i, ids in enumerate(self.token_ids)], dim=1)
+        past = torch.arange(tokens.shape[1], device=tokens.device) >= self.order[:, None]
+        return tokens.masked_fill(past, -1)
 
 
 def select(
-    log_probs: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first
+    log_probs: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
     settings: JointSettings,
     cooccurrence: CoOccurrence | None = None,
     first_token: torch.Tensor | None = None,  # [rows] int64
@@ -87,19 +100,18 @@ def select(
 ) -> JointChoice:
     """Algorithm 1 down to the choice of n.
 
-    With first_token, head 1's top-k is that token alone with probability 1: the joint is then conditioned on the token
-    that the target has sampled, also where it is outside head 1's top-k, and thresholds apply to the conditional.
+    With first_token, that token alone with probability 1 stands for head 1, whose logits are not needed: the joint is
+    then conditioned on what the target has sampled, and thresholds apply to the conditional.
     Without a mask of an order (none counted, or alpha_c = 0) the joint of that order is the plain product.
     """
-    rows, n = len(log_probs[0]), len(log_probs)
+    rows, n = len(log_probs[0]), len(log_probs) + (first_token is not None)
     device = log_probs[0].device
     eps = torch.full((rows,), settings.eps_b, device=device) if eps_b is None else eps_b.float()
     probs, ids = [], []
-    for position, head in enumerate(log_probs):
-        if position == 0 and first_token is not None:
-            probs.append(torch.ones(rows, 1, device=device))
-            ids.append(first_token[:, None])
-            continue
+    if first_token is not None:
+        probs.append(torch.ones(rows, 1, device=device))
+        ids.append(first_token[:, None])
+    for head in log_probs:
         top = head.float().topk(min(settings.k, head.shape[-1]), dim=-1)
         probs.append(top.values.exp())
         ids.append(top.indices)
@@ -119,21 +131,3 @@ def select(
         # The loop runs upwards where Algorithm 1 runs downwards: the largest order that passes wins in both.
         order = torch.where(exceeds(values, threshold), m, order)
     return JointChoice(order, ids, joints)
-
-
-def next_token(choice: JointChoice, order: int, prefix: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The joint's distribution of a token given the tokens before it.
-
-    Args:
-        choice: what select returned.
-        order: which joint.
-        prefix: [rows] indices into the top-k of heads 1..m.
-
-    Returns:
-        [rows, k_(m+1)], normalised; all zero where nothing is left.
-    """
-    values = choice.joints[order]
-    rows = torch.arange(len(values), device=values.device)
-    values = values[(rows, *prefix)]
-    values = values.flatten(2).sum(dim=2) if values.dim() > 2 else values
-    return values / values.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

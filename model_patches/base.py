@@ -5,6 +5,11 @@
 
 The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
 draft, and the deep pass that completes deferred KV.
+
+Branches are further layers that read the state before the last stack (DynaMo's stem) and run beside it:
+
+    ... -> (hidden, residual) -> [last stack: layer L, norm] -> hidden
+                              -> [branch: a token head's layer, norm] -> hidden
 """
 
 from __future__ import annotations
@@ -71,14 +76,19 @@ class Adapter(ABC):
 
 
 class Stack(nn.Module):
-    """Consecutive layers [start, stop) of the target; the first also embeds, the last also norms."""
+    """Consecutive layers [start, stop) of the target; the first also embeds, the last also norms.
 
-    def __init__(self, *, adapter: Adapter, start: int, stop: int) -> None:
+    A branch gives its own layers; they are numbered on from the target's, and normed.
+    """
+
+    def __init__(self, *, adapter: Adapter, start: int, stop: int, layers: Sequence[nn.Module] | None = None) -> None:
         super().__init__()
         self.adapter = adapter
         self.start, self.stop = start, stop
-        self.layers = adapter.layers[start:stop]
-        self.is_last = stop == len(adapter.layers)
+        self.layers: Sequence[nn.Module] = adapter.layers[start:stop]
+        if layers is not None:
+            self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
+        self.is_last = stop >= len(adapter.layers)
 
     def forward(
         self,
@@ -117,6 +127,10 @@ def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -
         return cls(vllm_config=vllm_config, **kwargs)
 
 
+def _copied(state: CutState) -> CutState:
+    return state[0].clone(), None if state[1] is None else state[1].clone()
+
+
 class ModelCut:
     """A loaded model, cut at exit layers.
 
@@ -143,9 +157,26 @@ class ModelCut:
             )
             for start, stop in itertools.pairwise(bounds)
         ]
+        self.branches: list[Stack] = []
+        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last full forward
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None
         self.adapter.replace_forward(self)
+
+    def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
+        """Run further layers beside the last stack, in every full forward.
+
+        Args:
+            layers: of the target's kind, one a branch.
+            vllm_config: vLLM's configuration.
+            hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
+        """
+        first = len(self.adapter.layers)
+        self.branches = [
+            _compiled_stack(Stack, vllm_config, adapter=self.adapter, start=i, stop=i + 1, layers=[layer])
+            for i, layer in enumerate(layers, start=first)
+        ]
+        self.branch_hidden = hidden
 
     def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the buffers that stand between stacks when CUDA graphs are on."""
@@ -167,7 +198,13 @@ class ModelCut:
         state = self.stacks[0](input_ids, positions)
         for stack in self.stacks[1:-1]:
             state = stack(positions, *self.at_junction(state))
-        return self.stacks[-1](positions, *self.at_junction(state))
+        # vLLM's norms overwrite what they are given, so each branch reads a copy.
+        stem = _copied(state) if self.branches else state
+        hidden = self.stacks[-1](positions, *self.at_junction(state))
+        for branch, output in zip(self.branches, () if self.branch_hidden is None else self.branch_hidden, strict=True):
+            state = _copied(stem) if self.junction is None else self.at_junction(stem)
+            output[: hidden.shape[0]].copy_(branch(positions, *state))
+        return hidden
 
     def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
         """Those of vLLM's attention layer names that belong to a stack."""

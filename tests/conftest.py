@@ -154,3 +154,44 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
         return folder
 
     return get
+
+
+@pytest.fixture(scope="session")
+def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
+    """said(family): prompts of the exactness suite with what the tiny model answers, greedy and sampled."""
+    from exactness import greedy, prompts
+    from vllm import SamplingParams
+
+    made: dict[str, list[list[int]]] = {}
+
+    def get(family: str = "llama") -> list[list[int]]:
+        if family not in made:
+            requests = prompts(16) + [{"prompt_token_ids": [7, 40, 3, 99, 12]}] * 48
+            sampled = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True)
+            outputs = engine(family=family).generate(requests, [greedy()] * 16 + [sampled] * 48, use_tqdm=False)
+            made[family] = [
+                request["prompt_token_ids"] + list(output.outputs[0].token_ids)
+                for request, output in zip(requests, outputs, strict=True)
+            ]
+        return made[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def fitted_heads(
+    tiny_model: Callable[..., Path], said: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
+    """fitted_heads(kind, family, **options): heads fitted to what a tiny model says, made once a session."""
+    import overfitted
+
+    made: dict[str, str] = {}
+
+    def get(kind: str, family: str = "llama", **options: Any) -> str:
+        key = repr((kind, family, sorted(options.items())))
+        if key not in made:
+            folder = tmp_path_factory.mktemp(kind) / "heads"
+            made[key] = str(overfitted.fit(tiny_model(family), kind, said(family), folder, **options))
+        return made[key]
+
+    return get

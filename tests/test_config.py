@@ -63,6 +63,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
+        "eps_b": None, "verify": True, "heads_summary": "",
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
@@ -105,6 +106,12 @@ def test_option_spellings() -> None:
         ({"exit_layer": 2.5}, "exit_layer=2.5: must be a layer number"),
         ({"exit_layer": []}, "layers count from 1"),
         ({"max_drafting_requests": 0}, "max_drafting_requests=0"),
+        ({"eps_b": 0.5}, "eps_b belongs to method dynamo; leave it out with method 'ppd'"),
+        ({"verify": False}, "verify belongs to method dynamo"),
+        ({"method": "cp", "exit_layer": 3}, "exit_layer belongs to method ppd and paradecode; leave it out"),
+        ({"method": "dynamo", "gamma": 0.1}, "gamma belongs to method ppd and paradecode"),
+        ({"method": "dynamo", "eps_b": 1.5}, "eps_b=1.5: Input should be less than or equal to 1"),
+        ({"method": "medusa"}, "method='medusa': Input should be 'ppd', 'paradecode', 'cp' or 'dynamo'"),
         ({"draft_sample_method": "beam"}, "draft_sample_method='beam': Input should be 'greedy' or 'probabilistic'"),
     ],
 )
@@ -120,9 +127,10 @@ def test_exit_outside_the_model(layer: int) -> None:
         resolve(parse_options({"exit_layer": layer}), 6)
 
 
-def test_exit_without_a_head() -> None:
+def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
+    folder = str(heads_folder(exit_layers=(2, 4)))
     with pytest.raises(OptionError, match=r"exit_layer=3 has no head in .*, which has heads for layers 2, 4"):
-        resolve(parse_options({"exit_layer": 3, "model": "h"}), 6, (2, 4), (2,), 3)
+        from_dict(tiny_model(), {"exit_layer": 3, "model": folder})
 
 
 @pytest.mark.parametrize(
@@ -143,6 +151,8 @@ def test_exit_without_a_head() -> None:
         (["--ppd-gamma", "0.5"], "--ppd-gamma belongs to vllm-ppd; it needs --speculative-model"),
         (["--ppd-gamma", "0.5", "-sc", '{"method": "ppd", "gamma": 0.1}'], "mutually exclusive"),
         (["-sc", '{"method": "ppd", "model": "paradecode"}'], "model='paradecode' is a method name"),
+        (["-sc", '{"method": "cp"}'], "method 'cp' drafts with heads; give model=DIR, .*ppd train cp"),
+        (["--speculative-model", "dynamo"], "method 'dynamo' drafts with heads"),
         (["-sc", '{"method": "ppd", "model": "/no/heads"}'], "heads folder '/no/heads' does not exist"),
     ],
 )

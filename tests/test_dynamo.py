@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_ppd.heads.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo_joint import JointSettings, next_token, select
+from vllm_ppd.heads.dynamo_joint import select
+from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.kernels import joint_threshold as kernels
 
 VOCAB = 7
@@ -307,16 +308,37 @@ def test_conditioning_is_the_joint_given_the_first_token(first: int) -> None:
     heads = log_probs(4, 3)
     counts = CoOccurrence.from_tokens(corpus(), VOCAB, 3)
     settings = JointSettings(k=VOCAB, eps_b=0.0, adaptive=False)
-    given = select(heads, settings, counts, first_token=torch.full((4,), first))
+    given = select(heads[1:], settings, counts, first_token=torch.full((4,), first))
     whole = select(heads, settings, counts)
     for row in range(4):
         at = whole.token_ids[0][row].tolist().index(first)
         conditional = whole.joints[3][row, at]
         if conditional.sum() > 0:
             torch.testing.assert_close(given.joints[3][row, 0], conditional / conditional.sum())
-    zero = torch.zeros(4, dtype=torch.int64)
-    second = next_token(given, 3, [zero])
-    torch.testing.assert_close(second, given.joints[3][:, 0].sum(2))
-    third = next_token(given, 3, [zero, zero])
-    expected = given.joints[3][:, 0, 0] / given.joints[3][:, 0, 0].sum(1, True).clamp(min=1e-30)
-    torch.testing.assert_close(third, expected)
+    draws = [given.draw(torch.zeros(4, dtype=torch.bool)) for _ in range(20)]
+    for tokens, (second, third) in draws:
+        rows = [row for row in range(4) if given.order[row] == 3]
+        for row in rows:
+            torch.testing.assert_close(second[row], given.joints[3][row, 0].sum(1))
+            at = given.token_ids[1][row].tolist().index(int(tokens[row, 1]))
+            cut = given.joints[3][row, 0, at]
+            torch.testing.assert_close(third[row], cut / cut.sum())
+        for row in set(range(4)) - set(rows):
+            assert not third[row].any()
+
+
+def test_drawn_tokens_follow_the_distributions_given_with_them() -> None:
+    torch.manual_seed(0)
+    heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
+    settings = JointSettings(k=3, eps_b=0.0, adaptive=False)
+    choice = select(heads, settings, first_token=torch.full((20_000,), 5))
+    greedy = torch.zeros(20_000, dtype=torch.bool)
+    greedy[:10] = True
+    tokens, (second, third) = choice.draw(greedy)
+    assert (tokens[:, 0] == 5).all()
+    assert torch.equal(tokens[:10], choice.best()[:10])
+    assert ((second[:10] == 1).sum(1) == 1).all()
+    for position, q in ((1, second), (2, third)):
+        ids = choice.token_ids[position][0]
+        share = torch.stack([(tokens[10:, position] == token).float().mean() for token in ids])
+        torch.testing.assert_close(share, q[10:].mean(0), atol=0.015, rtol=0)

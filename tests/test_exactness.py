@@ -8,32 +8,45 @@ from typing import Any
 
 import pytest
 from conftest import drafter_of
-from exactness import CASES, greedy, prompts
+from exactness import CASES, generate, greedy, prompts
 
 pytestmark = pytest.mark.engine
 
-# The variants of early drafting; a case must hold for each. "heads" is filled in by the fixture.
+# A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
 VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"method": "ppd"},
-    "heads": {"method": "ppd", "num_speculative_tokens": 2},
+    "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": ("early", {})},
     "exits": {"method": "paradecode", "exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5},
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
+    "cp": {"method": "cp", "heads": ("cp", {"rank": 3})},
+    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": ("cp", {"rank": 2, "factorised": False})},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
+    "dynamo-2": {
+        "method": "dynamo",
+        "num_speculative_tokens": 1,
+        "eps_b": 0.0,
+        "heads": ("dynamo", {"mask_entries": 0}),
+    },
 }
-QUICK = {("middle", case) for case in CASES} | {
+QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} | {
     ("exits", "batch_16"), ("exits", "more_than_fit"), ("exits", "arrivals_and_aborts"), ("exits", "model_length"),
     ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
     ("cut-off", "more_than_fit"),
+    ("cp-full", "batch_16"), ("dynamo-2", "batch_16"),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def variant(heads_folder: Callable[..., Any]) -> Callable[[str], dict[str, Any]]:
+def variant(heads_folder: Callable[..., Any], fitted_heads: Callable[..., str]) -> Callable[[str], dict[str, Any]]:
     def get(name: str) -> dict[str, Any]:
         options = dict(VARIANTS[name])
-        if name == "heads":
+        kind, how = options.pop("heads", (None, {}))
+        if kind == "early":
             options["model"] = str(heads_folder(exit_layers=(4,), noise=0.05))
+        elif kind is not None:
+            options["model"] = fitted_heads(kind, **how)
         return options
 
     return get
@@ -68,11 +81,35 @@ def test_drafts_were_made_and_deferred(engine: Callable[..., Any]) -> None:
     assert accepted > 0
 
 
-def test_prefix_cache_hits(engine: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("name", ["cp", "cp-full", "dynamo", "dynamo-2"])
+def test_heads_draft_and_are_accepted(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
+    """Heads fitted to what the model says are right at times, and wrong at times."""
+    llm = engine(variant(name))
+    before = llm.counts.copy()
+    CASES["batch_16"](llm)
+    seen = llm.counts - before
+    assert 0.1 < seen["accepted"] / seen["drafted"] < 1
+
+
+def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+    """The threshold of a request decides: none, some or all drafts; requests of one batch may differ."""
+    llm = engine(variant("dynamo"))
+    drafted = {}
+    for eps_b in (0.0, 0.3, 1.0):
+        before = llm.counts.copy()
+        generate(llm, prompts(4), greedy(extra_args={"ppd_eps_b": eps_b}))
+        drafted[eps_b] = (llm.counts - before)["drafted"]
+    assert drafted[1.0] == 0 < drafted[0.3] < drafted[0.0]
+    before = llm.counts.copy()
+    generate(llm, prompts(4), [greedy(extra_args={"ppd_eps_b": 1.0})] * 3 + [greedy(extra_args={"ppd_eps_b": 0.0})])
+    assert 0 < (llm.counts - before)["drafted"] < drafted[0.0]
+
+
+def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
     """Hits are as many as without speculation, and what is generated from them is the same."""
     results = []
-    for options in (None, VARIANTS["middle"], VARIANTS["exits"]):
-        llm = engine(options, enable_prefix_caching=True)
+    for name in (None, "middle", "exits", "cp", "dynamo"):
+        llm = engine(name and variant(name), enable_prefix_caching=True)
         shared = prompts(1)[0]["prompt_token_ids"][:96]
         requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(6)]
         first = llm.generate(requests[:1], greedy(), use_tqdm=False)
@@ -80,26 +117,27 @@ def test_prefix_cache_hits(engine: Callable[..., Any]) -> None:
         requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
         outputs = llm.generate(requests, greedy(), use_tqdm=False)
         results.append([(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs])
-    assert results[1] == results[0]
-    assert results[2] == results[0]
+    assert all(result == results[0] for result in results)
     assert results[0][-1][1] >= 128
 
 
-@pytest.mark.parametrize("name", ["middle", "exits"])
-def test_preemption(engine: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize("name", ["middle", "exits", "cp", "dynamo"])
+def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed."""
     small = {"kv_cache_memory_bytes": 12 * 2 * 6 * 2 * 32 * 32 * 4, "enable_prefix_caching": True}
     outputs = []
-    for options in (None, VARIANTS[name]):
+    for options in (None, variant(name)):
         llm = engine(options, **small)
         outputs.append(CASES["batch_16"](llm))
         assert llm.counts["preempted"] > 0
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.parametrize("name", ["middle", pytest.param("exits", marks=pytest.mark.full)])
-def test_compiled(engine: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["middle", "dynamo", *(pytest.param(n, marks=pytest.mark.full) for n in ("exits", "cp"))]
+)
+def test_compiled(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """The default compilation mode: each stack is compiled by itself."""
     expected = CASES["batch_16"](engine(enforce_eager=False)), CASES["arrivals_and_aborts"](engine(enforce_eager=False))
-    llm = engine(VARIANTS[name], enforce_eager=False)
+    llm = engine(variant(name), enforce_eager=False)
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import overfitted
 import pytest
 from exactness import generate
 from scipy.stats import chi2_contingency
@@ -63,6 +65,47 @@ def test_distribution(
     # Both outcomes of the rejection sampler must have been seen.
     seen = llm.counts - before
     assert 0.02 < seen["accepted"] / seen["drafted"] < 0.98
+
+
+@pytest.fixture(scope="module")
+def heads(
+    expected: list[tuple[int, ...]], tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
+    """heads(kind): fitted to the samples themselves."""
+    made: dict[str, str] = {}
+    sequences = [PROMPT["prompt_token_ids"] + list(tokens) for tokens in expected]
+
+    def get(kind: str) -> str:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind) / "heads"
+            made[kind] = str(overfitted.fit(tiny_model(), kind, sequences[:1200], folder))
+        return made[kind]
+
+    return get
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("cp", {}), ("dynamo", {"eps_b": 0.0}), ("dynamo", {"eps_b": 0.4})],
+    ids=["cp", "dynamo", "dynamo-backing-off"],
+)
+def test_distribution_with_heads(
+    engine: Callable[..., Any],
+    heads: Callable[[str], str],
+    expected: list[tuple[int, ...]],
+    method: str,
+    kind: str,
+    options: dict[str, Any],
+) -> None:
+    options = {"method": kind, "model": heads(kind), "draft_sample_method": method, **options}
+    llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
+    before = llm.counts.copy()
+    assert worst(sample(llm), expected) > LEVEL
+    seen = llm.counts - before
+    assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
+    if options.get("eps_b"):
+        assert seen["drafts"] < SAMPLES  # it backed off at times
 
 
 def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.config import DraftingConfig
 from vllm_ppd.vllm_plugins.metrics import COUNTERS, Counters, _Collector, publish
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
-from vllm_ppd.vllm_plugins.request_switch import drafting_allowed
+from vllm_ppd.vllm_plugins.request_options import drafting_allowed
 from vllm_ppd.vllm_plugins.states import SavedStates, flat_ranges
 
 ONE_ENGINE = SimpleNamespace(data_parallel_size=1, data_parallel_index=0, rank=0, world_size=1)
@@ -107,7 +108,7 @@ def planner(requests: list[dict[str, Any]], **options: Any) -> tuple[DraftPlanne
     )
     params = {
         f"r{i}": SimpleNamespace(
-            sampling_params=SimpleNamespace(
+            sampling_params=SamplingParams(
                 max_tokens=request.get("max_tokens", 50), extra_args=request.get("extra_args")
             )
         )

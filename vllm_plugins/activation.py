@@ -10,8 +10,7 @@ from typing import Any
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins import checks
 from vllm_ppd.vllm_plugins.config import CONFIG_KEY, DraftingConfig, OptionError, flag_fields, flag_name
-
-PROPOSER = "vllm_ppd.vllm_plugins.proposers.early.EarlyProposer"
+from vllm_ppd.vllm_plugins.methods import is_proposer
 
 
 def is_active(holder: Any) -> bool:
@@ -58,7 +57,7 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     asked = _asked(engine_args)
     if not asked:
         return None
-    if asked.get("model") == PROPOSER and is_active(engine_args):  # the same arguments, used a second time
+    if is_proposer(asked.get("model")) and is_active(engine_args):  # the same arguments, used a second time
         parallel_config.worker_cls = checks.WORKER
         return active_config(engine_args)
     if not checks.is_ours(asked):
@@ -71,7 +70,7 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         "method": "custom_class",
-        "model": PROPOSER,
+        "model": config.how.proposer,
         "num_speculative_tokens": config.num_speculative_tokens,
         "draft_sample_method": config.draft_sample_method,
     }

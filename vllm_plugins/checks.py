@@ -7,18 +7,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, kind_of, load_config
-from vllm_ppd.heads.config import EarlyConfig
+from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.model_patches.families import NEOX, adapter_path
-from vllm_ppd.vllm_plugins.config import METHODS, DraftingConfig, OptionError, parse_options, resolve
+from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, parse_options, resolve
+from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, METHODS, Method
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
 WORKER = "vllm_ppd.vllm_plugins.worker.DraftingWorker"
-
-# speculators' algorithm name of a heads folder -> the method that reads it.
-METHOD_OF_HEADS = {"early": "ppd"}
 
 
 def is_ours(speculative_config: dict[str, Any]) -> bool:
@@ -51,78 +49,100 @@ def resolve_options(
     given = dict(speculative_config)
     if given.get("method") is None and given.get("model") in METHODS:
         given["method"] = given.pop("model")  # `--speculative-model ppd` names the method, not a folder
+    kind = kind_of(os.path.expanduser(given["model"])) if isinstance(given.get("model"), str) else None
+    if given.get("method") is None and kind is not None:
+        given["method"] = METHOD_OF_HEADS[kind]
     if given.get("method") in METHOD_OF_HEADS:
         given["method"] = METHOD_OF_HEADS[given["method"]]
     given = {key: value for key, value in given.items() if value is not None}
     options = parse_options(given)
+    method = METHODS[options.method]
     if options.model in METHODS:
         raise OptionError(
             f"speculative_config: model={options.model!r} is a method name; leave model out, or give a heads folder"
         )
-    check_supported(model_config, parallel_config)
-    text_config = model_config.hf_text_config
-    num_layers = text_config.num_hidden_layers
-    heads_exits, default_exits, heads_drafts = None, None, None
-    if options.model is not None:
-        folder = os.path.expanduser(options.model)
-        heads = load_config(folder, EarlyConfig.kind)
-        assert isinstance(heads, EarlyConfig)
-        check_target(
-            heads,
-            folder,
-            hidden_size=text_config.hidden_size,
-            vocab_size=text_config.vocab_size,
-            num_hidden_layers=num_layers,
-            fingerprint=_target_fingerprint(model_config),
+    if options.model is None and method.needs_heads:
+        raise OptionError(
+            f"speculative_config: method {options.method!r} drafts with heads; give model=DIR, "
+            f"a folder that `ppd train {method.heads}` wrote"
         )
-        check_weights(heads, folder)
-        heads_exits, default_exits = tuple(heads.exit_layers), heads.serving_exits
-        heads_drafts = heads.num_speculative_tokens
-        outside = [layer for layer in heads_exits if not 1 <= layer < num_layers]
-        if outside:
-            raise HeadsError(f"heads in {folder!r} name exit layer {outside[0]}, outside 1..{num_layers - 1}")
-    return resolve(options, num_layers, heads_exits, default_exits, heads_drafts)
+    check_supported(method, model_config, parallel_config)
+    heads = None if options.model is None else _check_heads(options, method, model_config)
+    return resolve(options, model_config.hf_text_config.num_hidden_layers, heads)
 
 
-def check_supported(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
-    """Refuse what early drafting would get wrong.
+def _check_heads(options: DraftingOptions, method: Method, model_config: ModelConfig) -> HeadsConfig:
+    """Check a heads folder against the target.
+
+    Raises:
+        HeadsError: if they do not fit.
+    """
+    folder, text_config = os.path.expanduser(str(options.model)), model_config.hf_text_config
+    heads = load_config(folder, method.heads)
+    num_layers = text_config.num_hidden_layers
+    check_target(
+        heads,
+        folder,
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        num_hidden_layers=num_layers,
+        fingerprint=_target_fingerprint(model_config),
+    )
+    check_weights(heads, folder)
+    outside = [layer for layer in getattr(heads, "exit_layers", ()) if not 1 <= layer < num_layers]
+    if outside:
+        raise HeadsError(f"heads in {folder!r} name exit layer {outside[0]}, outside 1..{num_layers - 1}")
+    return heads
+
+
+def check_supported(method: Method, model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Refuse what a method would get wrong.
 
     Raises:
         OptionError: naming the setting and what to do instead.
     """
     from vllm.platforms import current_platform
 
-    try:
-        adapter = adapter_path(model_config.architectures)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
+    if method.cuts:
+        _check_family(method, model_config)
     refusals = {
-        f"platform {current_platform.device_name!r} is not supported with early drafting; use CUDA, ROCm or CPU": (
+        f"platform {current_platform.device_name!r} is not supported with {method.name}; use CUDA, ROCm or CPU": (
             not (current_platform.is_cpu() or current_platform.is_cuda_alike())
         ),
-        "this family is not supported with vLLM's Transformers backend; leave out --model-impl": (
-            model_config.using_transformers_backend() != (adapter == NEOX)
-        ),
-        "data parallelism of mixture-of-experts models is not supported with early drafting": (
+        f"data parallelism of mixture-of-experts models is not supported with {method.name}": (
             parallel_config.data_parallel_size > 1 and model_config.is_moe
         ),
-        "pipeline parallelism is not supported with early drafting; use --tensor-parallel-size": (
+        f"pipeline parallelism is not supported with {method.name}; use --tensor-parallel-size": (
             parallel_config.pipeline_parallel_size > 1
         ),
-        "decode context parallelism is not supported with early drafting": (
+        f"decode context parallelism is not supported with {method.name}": (
             getattr(parallel_config, "decode_context_parallel_size", 1) > 1
         ),
-        "micro-batching (--enable-dbo) is not supported with early drafting": parallel_config.use_ubatching,
-        "prompt embeddings (--enable-prompt-embeds) are not supported with early drafting": (
+        f"micro-batching (--enable-dbo) is not supported with {method.name}": parallel_config.use_ubatching,
+        f"prompt embeddings (--enable-prompt-embeds) are not supported with {method.name}": (
             model_config.enable_prompt_embeds
         ),
-        "multimodal models are not supported with early drafting": model_config.is_multimodal_model,
+        f"multimodal models are not supported with {method.name}": model_config.is_multimodal_model,
         "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
-        f"worker class {parallel_config.worker_cls!r} cannot be combined with early drafting, which brings its own": (
+        f"worker class {parallel_config.worker_cls!r} cannot be combined with {method.name}, which brings its own": (
             parallel_config.worker_cls not in ("auto", WORKER)
         ),
     }
     _refuse(refusals)
+
+
+def _check_family(method: Method, model_config: ModelConfig) -> None:
+    try:
+        adapter = adapter_path(model_config.architectures)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    _refuse({
+        "this family is not supported with vLLM's Transformers backend; leave out --model-impl": (
+            model_config.using_transformers_backend() != (adapter == NEOX)
+        ),
+        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, in which {method.name} cannot add "
+        "layers; use early or CP heads": adapter == NEOX and method.heads == "dynamo",
+    })  # fmt: skip
 
 
 def check_engine_args(engine_args: Any) -> None:
@@ -132,11 +152,11 @@ def check_engine_args(engine_args: Any) -> None:
         OptionError: naming the argument.
     """
     refusals = {
-        "LoRA (--enable-lora) is not supported with early drafting; merge the adapter first": engine_args.enable_lora,
-        "--async-scheduling is not supported with early drafting; leave it out": engine_args.async_scheduling,
-        "KV connectors (--kv-transfer-config) are not supported with early drafting": engine_args.kv_transfer_config,
-        "KV offloading (--kv-offloading-size) is not supported with early drafting": engine_args.kv_offloading_size,
-        "sleep mode (--enable-sleep-mode) is not supported with early drafting": engine_args.enable_sleep_mode,
+        "LoRA (--enable-lora) is not supported with vllm-ppd; merge the adapter first": engine_args.enable_lora,
+        "--async-scheduling is not supported with vllm-ppd; leave it out": engine_args.async_scheduling,
+        "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
+        "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
+        "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
     }
     _refuse(refusals)
 

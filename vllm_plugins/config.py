@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from vllm_ppd.vllm_plugins.methods import METHODS, Method
+
+if TYPE_CHECKING:
+    from vllm_ppd.heads.config import HeadsConfig
+
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
-METHODS = ("ppd", "paradecode")
 
 
 class OptionError(ValueError):
@@ -21,18 +25,21 @@ class OptionError(ValueError):
 class DraftingOptions(BaseModel):
     """Options of the drafting methods, as given by the user.
 
-    They come as keys of --speculative-config / speculative_config, or as --ppd-... flags (the fields marked so).
+    They come as keys of --speculative-config / speculative_config, or as --ppd-... flags (the fields marked so). A
+    field marked with methods is refused with any other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    method: Literal["ppd", "paradecode"] = Field(
+    method: Literal["ppd", "paradecode", "cp", "dynamo"] = Field(
         "ppd",
-        description="drafting method; both names run early drafting with deferred KV completion",
+        description="drafting method: ppd or paradecode (early drafting with deferred KV completion), cp (a CP head), "
+        "dynamo (token heads)",
     )
     model: str | None = Field(
         None,
-        description="heads folder; without one the exit is read through the target's own final norm and LM head",
+        description="heads folder; early drafting does without: the exit is then read through the target's own final "
+        "norm and LM head",
     )
     num_speculative_tokens: int = Field(
         3,
@@ -44,14 +51,27 @@ class DraftingOptions(BaseModel):
         None,
         description="layer after which drafts are read, or several such layers: the earliest whose confidence "
         "exceeds gamma is taken (default: what the heads recommend, or the middle of the model)",
-        json_schema_extra={"flag": True},
+        json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
     )
     gamma: float = Field(
         0.0,
         ge=0.0,
         lt=1.0,
         description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
-        json_schema_extra={"flag": True},
+        json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
+    )
+    eps_b: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
+        "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
+        json_schema_extra={"flag": True, "methods": ["dynamo"]},
+    )
+    verify: bool = Field(
+        True,
+        description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output",
+        json_schema_extra={"flag": True, "methods": ["dynamo"]},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
@@ -96,22 +116,39 @@ class DraftingOptions(BaseModel):
 
 
 class DraftingConfig(DraftingOptions):
-    """The options as resolved for one target: exit layers are known and within the model."""
+    """The options as resolved for one target: exit layers are known and within the model (none: not drafted there)."""
 
-    exit_layer: tuple[int, ...]
+    exit_layer: tuple[int, ...] = ()
     num_layers: int
+    heads_summary: str = ""
+
+    @field_validator("exit_layer")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return value  # checked as an option; here empty is a value
+
+    @property
+    def how(self) -> Method:
+        """The method's entry in the table of methods."""
+        return METHODS[self.method]
 
     def summary(self) -> str:
         """The start-up line: what drafts, from which layer, with which heads."""
-        exits = "/".join(str(layer) for layer in self.exit_layer)
-        heads = f"heads {self.model}" if self.model else "no heads (final norm and LM head of the target)"
+        parts = []
+        if self.exit_layer:
+            parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")
+        if self.model is None:
+            parts.append("no heads (final norm and LM head of the target)")
+        else:
+            parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
+        parts.append(f"{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+        if self.exit_layer:
+            parts.append(f"gamma {self.gamma:g}")
+        if self.eps_b is not None:
+            parts.append(f"eps_b {self.eps_b:g}")
         soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"
         hard = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
-        return (
-            f"drafting with method {self.method}: exit layer {exits} of {self.num_layers}, {heads}, "
-            f"{self.num_speculative_tokens} drafts ({self.draft_sample_method}), gamma {self.gamma:g}, "
-            f"batch cut-offs: soft {soft}, hard {hard}"
-        )
+        return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-offs: soft {soft}, hard {hard}"
 
 
 def flag_fields() -> list[str]:
@@ -140,52 +177,79 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
             hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
             raise OptionError(f"speculative_config: unknown option {key!r}; {hint}")
     try:
-        return DraftingOptions(**options)
+        parsed = DraftingOptions(**options)
     except ValidationError as error:
         problem = error.errors()[0]
         name = ".".join(str(part) for part in problem["loc"]) or "options"
         message = problem["msg"].removeprefix("Value error, ")
         raise OptionError(f"speculative_config: {name}={problem['input']!r}: {message}") from None
+    for key in options:
+        methods = methods_of(key)
+        if parsed.method not in methods:
+            raise OptionError(
+                f"speculative_config: {key} belongs to method {' and '.join(methods)}; "
+                f"leave it out with method {parsed.method!r}"
+            )
+    return parsed
 
 
-def resolve(
-    options: DraftingOptions,
-    num_layers: int,
-    heads_exits: tuple[int, ...] | None = None,
-    default_exits: tuple[int, ...] | None = None,
-    heads_drafts: int | None = None,
-) -> DraftingConfig:
-    """Fill what depends on the target (L layers) and on the heads: exits that have one, default exits, drafts.
+def methods_of(field: str) -> list[str]:
+    """The methods that read an option."""
+    extra = DraftingOptions.model_fields[field].json_schema_extra
+    return list(extra.get("methods", METHODS)) if isinstance(extra, dict) else list(METHODS)  # type: ignore[arg-type]
+
+
+def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None = None) -> DraftingConfig:
+    """Fill what depends on the target (L layers) and on the heads: exit layers, number of drafts, thresholds.
 
     Raises:
-        OptionError: if an exit layer is outside 1..L-1 or has no head in a given heads folder.
+        OptionError: if an exit layer is outside 1..L-1 or has no head, or more drafts are asked than the heads make.
     """
-    exits = options.exit_layer or default_exits or (max(1, num_layers // 2),)
+    values = options.model_dump()
+    if heads is not None:
+        values["heads_summary"] = heads.describe()
+        if "num_speculative_tokens" not in options.model_fields_set:
+            values["num_speculative_tokens"] = heads.num_speculative_tokens
+        elif heads.max_drafts is not None and options.num_speculative_tokens > heads.max_drafts:
+            raise OptionError(
+                f"speculative_config: num_speculative_tokens={options.num_speculative_tokens} is more than the "
+                f"{heads.max_drafts} drafts that the heads in {options.model!r} make"
+            )
+    if METHODS[options.method].heads == "early":
+        values["exit_layer"] = _exits(options, num_layers, heads)
+    else:
+        values["exit_layer"] = ()
+    if options.method == "dynamo" and options.eps_b is None and heads is not None:
+        values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
+    return DraftingConfig(**{**values, "num_layers": num_layers})
+
+
+def _exits(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:
+    exits = options.exit_layer or (heads.serving_exits if heads is not None else (max(1, num_layers // 2),))
     outside = [layer for layer in exits if not 1 <= layer < num_layers]
     if outside:
         raise OptionError(
             f"speculative_config: exit_layer={outside[0]} is outside 1..{num_layers - 1}; "
             f"this model has {num_layers} layers"
         )
-    headless = [layer for layer in exits if heads_exits is not None and layer not in heads_exits]
+    headless = [layer for layer in exits if heads is not None and layer not in heads.exit_layers]
     if headless:
         raise OptionError(
             f"speculative_config: exit_layer={headless[0]} has no head in {options.model!r}, "
-            f"which has heads for layers {', '.join(map(str, heads_exits or ()))}"
+            f"which has heads for layers {', '.join(map(str, heads.exit_layers))}"
         )
-    values = options.model_dump()
-    if heads_drafts is not None and "num_speculative_tokens" not in options.model_fields_set:
-        values["num_speculative_tokens"] = heads_drafts
-    return DraftingConfig(**{**values, "exit_layer": exits, "num_layers": num_layers})
+    return exits
 
 
 def options_table() -> str:
     """The options as a Markdown table, for the documentation."""
-    lines = ["| option | flag | default | meaning |", "| --- | --- | --- | --- |"]
+    lines = ["| option | flag | methods | default | meaning |", "| --- | --- | --- | --- | --- |"]
     flags = set(flag_fields())
     own = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
     for name, field in DraftingOptions.model_fields.items():
         flag = flag_name(name) if name in flags else own[name]
         default = "none" if field.default is None else field.default
-        lines.append(f"| `{name}` | `{flag}` | {default} | {field.description} |")
+        methods = methods_of(name)
+        who = "all" if len(methods) == len(METHODS) else ", ".join(methods)
+        lines.append(f"| `{name}` | `{flag}` | {who} | {default} | {field.description} |")
     return "\n".join(lines)

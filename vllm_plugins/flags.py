@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from vllm_ppd.vllm_plugins.config import METHODS, DraftingOptions, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.config import DraftingOptions, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.methods import METHODS
 
 # One argparse destination holds what the --ppd-... flags gave, so that vLLM's own arguments stay as they are.
 DESTINATION = "vllm_ppd_options"

@@ -22,6 +22,7 @@ COUNTERS = {
     "deferred_steps": "Engine steps that ran the deep pass alone, from saved states.",
     "fallback_steps": "Engine steps that ran the full forward.",
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
+    "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
 }
 PATH_VARIABLE = "PPD_COUNTERS_FILE"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ppd.vllm_plugins.config import DraftingConfig
-from vllm_ppd.vllm_plugins.request_switch import drafting_allowed
+from vllm_ppd.vllm_plugins.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
 
 
 class Plan(NamedTuple):
@@ -29,29 +29,44 @@ class DraftPlanner:
         self._req_ids: list[str] = []
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
+        self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
+        self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
 
     def plan(self, sampled_token_ids: list[list[int]]) -> Plan | None:
         """The plan, or None if nobody drafts: then the next step is vLLM's own full forward."""
-        batch, config = self.runner.input_batch, self.config
+        batch = self.runner.input_batch
         num_reqs = batch.num_reqs
-        if config.disable_by_batch_size is not None and num_reqs > config.disable_by_batch_size:
-            return None
-        if self._req_ids != batch.req_ids:
-            self._look_up(batch.req_ids)
         emitted = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=num_reqs) > 0
-        num_tokens = batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
-        end = np.minimum(batch.num_prompt_tokens[:num_reqs] + self._max_output, self.runner.max_model_len)
-        remaining = end - num_tokens
-        running = emitted & (remaining > 0)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
-        drafts = np.clip(remaining - 1, 0, config.num_speculative_tokens) * (running & self._allowed)
-        if config.max_drafting_requests is not None:
-            drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
+        drafts, remaining = self.most_drafts(emitted, reserved=1)
         if not drafts.any():
             return None
-        rows = np.flatnonzero(running)
-        base = num_tokens[rows] - 1
+        rows = np.flatnonzero(emitted & (remaining > 0))
+        base = batch.num_tokens_no_spec[rows].astype(np.int64) - 1
         return Plan(rows, base, batch.token_ids_cpu[rows, base].astype(np.int64), drafts[rows])
+
+    def most_drafts(self, emitted: np.ndarray, reserved: int) -> tuple[np.ndarray, np.ndarray]:
+        """How many drafts each row of the batch may make.
+
+        Args:
+            emitted: [batch rows] bool, whether the row emits a token in this step.
+            reserved: tokens up to a request's end that are not to be drafted.
+
+        Returns:
+            (drafts [batch rows], tokens that each row has left to its end [batch rows]).
+        """
+        batch, config = self.runner.input_batch, self.config
+        num_reqs = batch.num_reqs
+        if self._req_ids != batch.req_ids:
+            self._look_up(batch.req_ids)
+        end = np.minimum(batch.num_prompt_tokens[:num_reqs] + self._max_output, self.runner.max_model_len)
+        remaining = end - batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
+        drafts = np.clip(remaining - reserved, 0, config.num_speculative_tokens) * (emitted & self._allowed)
+        if config.disable_by_batch_size is not None and num_reqs > config.disable_by_batch_size:
+            drafts[:] = 0
+        if config.max_drafting_requests is not None:
+            drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
+        return drafts, remaining
 
     def forget(self) -> None:
         """Look every request up again: a name may have been given to another."""
@@ -61,5 +76,9 @@ class DraftPlanner:
         params = [self.runner.requests[req_id].sampling_params for req_id in req_ids]
         limits = [self.runner.max_model_len if p is None or p.max_tokens is None else p.max_tokens for p in params]
         self._max_output = np.array(limits, dtype=np.int64)
-        self._allowed = np.array([drafting_allowed(getattr(p, "extra_args", None)) for p in params], dtype=bool)
+        extra = [getattr(p, "extra_args", None) for p in params]
+        self._allowed = np.array([drafting_allowed(args) for args in extra], dtype=bool)
+        self.several_at_once = np.array([not one_token_at_a_time(p) for p in params], dtype=bool)
+        thresholds = [back_off_threshold(args) for args in extra]
+        self.eps_b = np.array([np.nan if eps is None else eps for eps in thresholds])
         self._req_ids = list(req_ids)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
 from vllm_ppd.model_patches.base import Adapter, CutState
+from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 
 
 class Reading(NamedTuple):
@@ -42,18 +42,10 @@ class EarlyReader:
     def __init__(self, model: Any, adapter: Adapter, heads: EarlyHeads | None) -> None:
         self.adapter = adapter
         self.heads = heads
-        self.lm_head: Any = model.lm_head
-        self.logits_processor: Any = model.logits_processor
-        shard = self.lm_head.shard_indices
-        self.vocab_start = int(shard.org_vocab_start_index)
-        self.num_valid = int(shard.org_vocab_end_index - shard.org_vocab_start_index)
+        self.lm_head = TargetLMHead(model)
         if heads is not None and heads.form == "classifier":
-            width = self.lm_head.num_embeddings_per_partition
             for layer, weight in heads.weights.items():
-                rows = weight.data[self.vocab_start : self.vocab_start + self.num_valid]
-                heads.weights[layer] = nn.Parameter(
-                    functional.pad(rows, (0, 0, 0, width - self.num_valid)), requires_grad=False
-                )
+                heads.weights[layer] = nn.Parameter(self.lm_head.shard(weight.data), requires_grad=False)
 
     def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
         """The exit's best token of each row; overwrites the state.
@@ -61,7 +53,7 @@ class EarlyReader:
         Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
         """
         logits = self._logits(exit_layer, state, gather=False)
-        best = shard_topk(logits, 1, self.vocab_start, self.num_valid, with_confidence)
+        best = shard_topk(logits, 1, self.lm_head.vocab_start, self.lm_head.num_valid, with_confidence)
         if self.lm_head.tp_size == 1:
             probability = (best.values[:, 0] - best.logsumexp).exp() if with_confidence else None
             return Reading(best.token_ids[:, 0], probability, None)
@@ -95,8 +87,5 @@ class EarlyReader:
         if self.heads is not None:
             hidden = self.heads(hidden, exit_layer)
             if self.heads.form == "classifier":
-                if gather and self.lm_head.tp_size > 1:
-                    hidden = tensor_model_parallel_all_gather(hidden, dim=-1)
-                return hidden[:, : self.logits_processor.org_vocab_size] if gather else hidden
-        bias = getattr(self.lm_head, "bias", None)
-        return self.logits_processor(self.lm_head, hidden, bias, skip_gather=not gather)
+                return self.lm_head.gather(hidden) if gather else hidden
+        return self.lm_head.logits(hidden, gather)

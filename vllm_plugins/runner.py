@@ -4,9 +4,10 @@
 Overrides, each of which calls vLLM's unless we draft:
 
     _update_states             a step begins
-    _model_forward             deep pass alone instead of the full forward
+    _model_forward             part of the target instead of the full forward
+    _sample                    tokens that a method adds to the sampled ones
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
-    propose_draft_token_ids    the shallow loop
+    propose_draft_token_ids    drafting
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
+from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 
 
 class DraftingRunnerMixin:
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
-    drafter: EarlyProposer
+    drafter: Proposer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -48,6 +49,10 @@ class DraftingRunnerMixin:
             input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
         )
 
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        stock = super()._sample  # type: ignore[misc]
+        return self.drafter.after_sampling(logits, lambda: stock(logits, spec_decode_metadata))
+
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None
 
@@ -63,8 +68,8 @@ class DraftingRunnerMixin:
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        verified = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-        drafts = self.drafter.draft(sampled_token_ids, verified, sampling_metadata)
+        step = Step(sampled_token_ids, spec_decode_metadata, sampling_metadata, sample_hidden_states)
+        drafts = self.drafter.draft(step)
         self._draft_probs = self._draft_prob_req_ids = None
         if self.drafter.probs is not None and not sampling_metadata.all_greedy:
             self._draft_probs = self.drafter.probs

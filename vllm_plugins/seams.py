@@ -110,6 +110,11 @@ def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., An
         config = activation.activate(self, target_model_config, target_parallel_config)
         if config is not None:
             logger.info("vllm-ppd: %s", config.summary())
+            if not config.verify:
+                logger.warning(
+                    "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted as DynaMo's heads sample them, "
+                    "and are NOT what the model alone would say; with eps_b 1, or without verify: false, they are"
+                )
         return original(self, target_model_config, target_parallel_config)
 
     return create_speculative_config
@@ -124,8 +129,10 @@ def _num_lookahead_tokens(original: property) -> property:
         from vllm_ppd.vllm_plugins.activation import active_config
 
         config = active_config(self)
+        if config is None or not config.how.writes_ahead:
+            return stock(self)
         # The base token and every draft write shallow KV past the verified tokens.
-        return stock(self) if config is None else config.num_speculative_tokens + 1
+        return config.num_speculative_tokens + 1
 
     return property(num_lookahead_tokens)
 
@@ -133,12 +140,13 @@ def _num_lookahead_tokens(original: property) -> property:
 def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def _validate_params(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ppd.vllm_plugins.activation import is_active
+        from vllm_ppd.vllm_plugins.activation import active_config
 
-        if is_active(self.vllm_config):
-            from vllm_ppd.vllm_plugins.request_switch import check
+        config = active_config(self.vllm_config)
+        if config is not None:
+            from vllm_ppd.vllm_plugins.request_options import check
 
-            check(params)
+            check(params, config)
         return original(self, params, *args, **kwargs)
 
     return _validate_params
@@ -147,7 +155,8 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ppd.vllm_plugins.config import METHODS, OptionError
+        from vllm_ppd.vllm_plugins.config import OptionError
+        from vllm_ppd.vllm_plugins.methods import METHODS
 
         config = self.speculative_config or {}
         asked = {
@@ -168,7 +177,7 @@ def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
 def _register_speculator() -> None:
     from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES, register_speculator
 
-    from vllm_ppd.vllm_plugins.checks import METHOD_OF_HEADS
+    from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS
 
     for algorithm in METHOD_OF_HEADS:
         if algorithm not in SUPPORTED_SPECULATORS_TYPES:

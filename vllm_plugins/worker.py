@@ -9,6 +9,7 @@ from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
@@ -49,7 +50,8 @@ else:
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             compilation = vllm_config.compilation_config
             mode = compilation.cudagraph_mode
-            if mode.has_full_cudagraphs():
+            config = active_config(vllm_config)
+            if config is not None and config.how.cuts and mode.has_full_cudagraphs():
                 # One graph of the whole model cannot run its halves; graphs between attention calls can.
                 piecewise = mode.requires_piecewise_compilation()
                 logger.info("vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode)

@@ -13,7 +13,8 @@ from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo import DynaMoHeads
-from vllm_ppd.heads.dynamo_joint import JointSettings, select
+from vllm_ppd.heads.dynamo_joint import select
+from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
@@ -123,7 +124,9 @@ class DynaMoMeasures:
         limit = torch.zeros(len(texts.ids), steps, dtype=torch.int64)
         for part, windows in texts.batches(batch):
             rows = len(windows.input_ids)
-            states = [s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)[:n]]
+            states = [
+                s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)[1:n]
+            ]
             tokens = texts.generated[part].flatten()
             best, order = [], []
             for at in range(0, len(tokens), self.chunk(settings.k, drafts)):

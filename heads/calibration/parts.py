@@ -15,8 +15,8 @@ from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConf
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.cp import CPHead
 from vllm_ppd.heads.dynamo import DynaMoHeads
-from vllm_ppd.heads.dynamo_joint import JointSettings
 from vllm_ppd.heads.early import EarlyHeads
+from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.heads.training.recipes.dynamo import new_layers
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -153,7 +153,7 @@ def _dynamo(calibration: Calibration) -> DynaMoMeasures:
 def _joint_settings(calibration: Calibration) -> JointSettings:
     config = calibration.config
     assert isinstance(config, DynaMoConfig)
-    return JointSettings(**config.sampling)
+    return config.sampling
 
 
 def _counts(drafted: Drafted) -> dict[str, float]:
@@ -202,7 +202,8 @@ def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
         # The heads' layers run over every token, whether or not a token is drafted from them.
         cost = 1 + (config.tokens - 1) * ((1 - share) / config.target.num_hidden_layers + share)
         settings = [
-            ({"num_speculative_tokens": row["drafts_allowed"], "sampling": {**config.sampling, "eps_b": row["eps_b"]}},
+            ({"num_speculative_tokens": row["drafts_allowed"],
+              "sampling": config.sampling.model_dump() | {"eps_b": row["eps_b"]}},
              1 + row["accepted"] / max(row["cycles"], 1), cost)
             for row in sampled["rows"]
         ]  # fmt: skip

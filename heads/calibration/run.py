@@ -145,4 +145,4 @@ def _continued(path: Path, essence: dict[str, Any], stamp: int) -> dict[str, Any
 
 def _write_config(folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]) -> None:
     fields = {name: value for name, value in chosen.items() if name in type(config).model_fields}
-    save_heads(folder, config.model_copy(update=fields), tensors)
+    save_heads(folder, type(config).model_validate(config.model_dump() | fields), tensors)

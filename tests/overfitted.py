@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads for a tiny random model, fitted to what the model itself says, so that its drafts are accepted at times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.heads.checkpoint import save_heads
+from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.training.options import OPTIONS
+from vllm_ppd.heads.training.recipes import make_recipe
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+
+def windows(sequences: list[list[int]]) -> Batch:
+    """One sequence a window; padding is made of documents of one token, which nothing is learnt from."""
+    width = max(map(len, sequences))
+    ids, places = torch.zeros(len(sequences), width, dtype=torch.int64), torch.zeros(len(sequences), width).long()
+    for row, tokens in enumerate(sequences):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        places[row, : len(tokens)] = torch.arange(len(tokens))
+    return Batch(ids, places)
+
+
+def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: int = 120, **options: Any) -> Path:
+    """Train heads of a kind on token sequences and write their folder."""
+    torch.manual_seed(0)
+    target = Target(str(model), torch.device("cpu"), torch.float32)
+    given = {"model": str(model), "data": ("-",), "out": str(out), "stored_dtype": "float32", **options}
+    recipe = make_recipe(OPTIONS[kind](**given), target)
+    optimiser = torch.optim.AdamW(recipe.groups(3e-3)[0]["params"], lr=3e-3)
+    for step in range(steps):
+        loss, _ = recipe.loss(windows(sequences[step % 4 :: 4]))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    if kind == "dynamo" and recipe.options.mask_entries:
+        chunks = [np.array(tokens) for tokens in sequences]
+        recipe.cooccurrence = CoOccurrence.from_tokens(chunks, target.vocab_size, recipe.options.tokens)
+    save_heads(out, recipe.config(), recipe.tensors())
+    return out

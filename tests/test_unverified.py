@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo's own decoding (verify: false): Algorithm 1 as the paper has it, and ordinary sampling where it backs off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import drafter_of
+from exactness import CASES, SCHEMA, generate, greedy, prompts
+from test_sampling import LEVEL, PROMPT, sample, worst
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
+from vllm_ppd.heads.checkpoint import load_tensors
+from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo import DynaMoHeads
+from vllm_ppd.heads.dynamo_joint import JointChoice, select
+from vllm_ppd.heads.training.recipes.dynamo import new_layers
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def unverified(engine: Callable[..., Any], fitted_heads: Callable[..., str]) -> Any:
+    return engine({"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 0.1})
+
+
+def with_eps(eps_b: float, **settings: Any) -> SamplingParams:
+    return greedy(**settings, extra_args={"ppd_eps_b": eps_b})
+
+
+@pytest.mark.parametrize("case", ["batch_16", "more_than_fit", "model_length", "arrivals_and_aborts", "stop_strings"])
+def test_eps_b_one_is_ordinary_decoding(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], case: str
+) -> None:
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 1.0})
+    assert CASES[case](llm) == CASES[case](engine())
+    assert drafter_of(llm).states.abs().sum() > 0  # the heads ran
+
+
+def test_eps_b_one_is_ordinary_sampling(unverified: Any, engine: Callable[..., Any]) -> None:
+    expected = sample(engine(max_num_seqs=64, max_num_batched_tokens=512))
+    assert worst(sample(unverified, extra_args={"ppd_eps_b": 1.0}), expected) > LEVEL
+    # and without it the distribution is another: the heads of a random model are no good
+    assert worst(sample(unverified, extra_args={"ppd_eps_b": 0.0}), expected) < LEVEL
+
+
+def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> JointChoice:
+    """Algorithm 1 at every position of a sequence, by transformers and without a cache."""
+    config, tensors = load_tensors(folder)
+    target = Target(str(model), torch.device("cpu"), torch.float32)
+    heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
+    heads.load(tensors)
+    measures = DynaMoMeasures(target, heads, None, torch.no_grad)
+    batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
+    log_probs = [measures.log_probs(states) for states in measures.states(batch)]
+    settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
+    return select(log_probs, settings, CoOccurrence.from_tensors(tensors))
+
+
+@pytest.mark.parametrize("eps_b", [0.0, 0.2])
+def test_n_grams_are_those_of_algorithm_1(
+    unverified: Any, tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], eps_b: float
+) -> None:
+    """Greedy: what was emitted, cut into n-grams from the front, is the best of the joint at each one's start."""
+    requests = prompts(4)
+    outputs = generate(unverified, requests, with_eps(eps_b))
+    several = 0
+    for request, output in zip(requests, outputs, strict=True):
+        prompt = request["prompt_token_ids"]
+        choice = choices_along(tiny_model(), fitted_heads("dynamo"), prompt + output, eps_b)
+        best, at = choice.best(), 0
+        while at < len(output) - 1:  # with room for one token only, the target's own is taken
+            place = len(prompt) + at - 1
+            order = min(int(choice.order[place]), len(output) - at)
+            # A unigram is the target's own token, which head 1 of the joint gives too.
+            assert output[at : at + order] == best[place, :order].tolist()
+            several += order > 1
+            at += order
+        assert len(output) == 40
+    assert several > 10
+
+
+def test_n_grams_are_sampled_from_the_joint(unverified: Any, engine: Callable[..., Any], tiny_model: Any) -> None:
+    """First tokens of many samples follow the joint's own marginal, not the target's distribution."""
+    drafter = drafter_of(unverified)
+    samples = [s[:2] for s in sample(unverified, extra_args={"ppd_eps_b": 0.0})]
+    choice = choices_along(tiny_model(), drafter.config.model, PROMPT["prompt_token_ids"], 0.0)
+    assert int(choice.order[-1]) == 3
+    ids = [i[-1].tolist() for i in choice.token_ids]
+    allowed = {(a, b) for a in ids[0] for b in ids[1]}
+    assert set(samples) <= allowed
+
+
+def test_one_token_at_a_time_where_a_request_needs_it(unverified: Any, engine: Callable[..., Any]) -> None:
+    settings = [
+        greedy(repetition_penalty=1.3),
+        greedy(min_tokens=12, ignore_eos=False),
+        greedy(allowed_token_ids=list(range(2, 120))),
+    ]
+    assert generate(unverified, prompts(3), settings) == generate(engine(), prompts(3), settings)
+    # By itself: vLLM's CPU runner cannot rewind a seed after a chunk of a prompt.
+    seeded = SamplingParams(temperature=0.8, seed=7, max_tokens=20, ignore_eos=True)
+    assert generate(unverified, prompts(4)[:1], seeded) == generate(engine(), prompts(4)[:1], seeded)
+    free = unverified.generate(prompts(2), greedy(logprobs=2), use_tqdm=False)
+    assert all(len(output.outputs[0].logprobs) == 40 for output in free)
+
+
+def test_fewer_steps(unverified: Any) -> None:
+    """n-grams are emitted at once: fewer engine steps than tokens."""
+    engine, steps = unverified.llm_engine, 0
+    engine.add_request("steps", prompts(1)[0], with_eps(0.0, max_tokens=60))
+    while engine.has_unfinished_requests() and steps < 100:
+        engine.step()
+        steps += 1
+    assert steps <= 2 + 60 / 2
+
+
+def test_structured_output_is_refused(unverified: Any) -> None:
+    params = greedy(structured_outputs=StructuredOutputsParams(json=SCHEMA))
+    with pytest.raises(VLLMValidationError, match="structured outputs need verified tokens"):
+        unverified.generate(prompts(1), params, use_tqdm=False)

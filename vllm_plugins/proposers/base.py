@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every proposer does: vLLM builds it, our runner drives it, one call a phase of the engine step.
+
+begin_step      the scheduler's output is about to be taken in
+forward         the target runs, or part of it
+after_sampling  tokens were sampled, and are not yet emitted
+draft           tokens were emitted: draft those that may follow
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
+from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.metrics import Counters
+from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
+
+
+class Step(NamedTuple):
+    """What an engine step came to."""
+
+    sampled_token_ids: list[list[int]]  # emitted tokens a batch row; empty where the prompt is not done
+    verified: Any  # vLLM's SpecDecodeMetadata; None if the batch had no drafts to verify
+    sampling: Any  # the batch's SamplingMetadata
+    sample_hidden_states: torch.Tensor  # [sampled rows, hidden] normed
+
+    @property
+    def num_draft_tokens(self) -> list[int] | None:
+        """Drafts that each batch row verified; None if there were none in the batch."""
+        return None if self.verified is None else self.verified.num_draft_tokens
+
+    def last_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Of batch rows [requests], the sampled row that gave the last emitted token: [requests]."""
+        if self.num_draft_tokens is None:
+            return rows
+        emitted = np.fromiter(map(len, self.sampled_token_ids), dtype=np.int64, count=len(self.sampled_token_ids))
+        widths = np.array(self.num_draft_tokens, dtype=np.int64) + 1
+        starts = np.cumsum(widths) - widths
+        return (starts + emitted - 1)[rows]
+
+
+class Proposer(ABC):
+    """The base of all drafting methods."""
+
+    runner: Any
+    probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = active_config(vllm_config)
+        if config is None:
+            raise RuntimeError(f"{type(self).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
+        self.vllm_config = vllm_config
+        self.config = config
+        self.counters = Counters(vllm_config.parallel_config)
+        self.watch = AcceptanceWatch()
+
+    def bind(self, runner: Any) -> None:
+        """Take the model runner that will drive this proposer."""
+        self.runner = runner
+        self.planner = DraftPlanner(self.config, runner)
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
+        raise RuntimeError(f"{self.config.how.name} needs vllm-ppd's worker; remove --worker-cls")
+
+    @abstractmethod
+    def load_model(self, model: Any) -> None:
+        """Take the loaded target and allocate everything, before vLLM measures the memory left for its KV cache."""
+
+    def allocate_probs(self) -> None:
+        """Allocate q(x) if drafts are to be sampled."""
+        if self.config.draft_sample_method == "probabilistic":
+            self.probs = torch.zeros(
+                self.vllm_config.scheduler_config.max_num_seqs,
+                self.config.num_speculative_tokens,
+                self.vllm_config.model_config.get_vocab_size(),
+                device=self.runner.device,
+            )
+
+    def begin_step(self, scheduler_output: Any) -> bool:
+        """Forget what was looked up if a request is new or came back from preemption; returns whether one was."""
+        changed = bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        if changed:
+            self.planner.forget()
+        return changed
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Run the target for this step: normed hidden states [tokens, hidden], or None for vLLM's own forward."""
+        return None
+
+    def after_sampling(self, logits: torch.Tensor | None, sample: Callable[[], Any]) -> Any:
+        """What the step emits: vLLM's own SamplerOutput, which sample() gives, or a method's change of it."""
+        return sample()
+
+    @torch.inference_mode()
+    def draft(self, step: Step) -> list[list[int]]:
+        """Draft token ids, a list a batch row; empty where a request does not draft."""
+        started = time.perf_counter()
+        self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
+        drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
+        plan = self.planner.plan(step.sampled_token_ids)
+        if plan is not None:
+            tokens, made = self.draft_plan(plan, step)
+            for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
+                drafts[row] = ids[:count]
+        self.counters.add("drafting_seconds", time.perf_counter() - started)
+        return drafts
+
+    @abstractmethod
+    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Draft for the requests of a plan.
+
+        Returns:
+            (tokens [requests, at least as many as made], drafts made [requests]).
+        """
+
+    def index(self, values: np.ndarray) -> torch.Tensor:
+        """An array of indices on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
+
+    def temperature(self, rows: np.ndarray, sampling: Any) -> torch.Tensor | None:
+        """Temperatures [requests] at which drafts are sampled; 0 where they must be greedy, None if all must.
+
+        A seed promises the same output on every run, and drafts are drawn from a generator that requests share.
+        """
+        if self.probs is None or sampling.all_greedy:
+            return None
+        seeded = self.index(np.isin(rows, list(sampling.generators)))
+        return sampling.temperature[self.index(rows)].masked_fill(seeded, 0.0)

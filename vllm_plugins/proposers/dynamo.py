@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo drafting: token heads beside the target's last layer, and as many drafts as their joint is sure of.
+
+    forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
+             a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's
+    select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
+    draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
+
+With verify off n-grams are emitted as they are sampled (proposers/unverified.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.heads.checkpoint import load_tensors
+from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo_joint import JointChoice, select
+from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW
+from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.model_patches.token_heads import build_layers
+from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.plan import Plan
+from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
+from vllm_ppd.vllm_plugins.proposers.unverified import NGramEmission
+
+JOINT_AT_ONCE = 1 << 22  # entries
+CONTEXT = 64  # tokens that the repetition penalty looks back
+
+
+class DynaMoProposer(Proposer):
+    """Drafts with DynaMo token heads; each is one more layer in the target's forward."""
+
+    emission: NGramEmission | None = None
+
+    def load_model(self, model: Any) -> None:
+        config, vllm_config = self.config, self.vllm_config
+        heads, tensors = load_tensors(str(config.model), DynaMoConfig.kind)
+        assert isinstance(heads, DynaMoConfig)
+        device, dtype = self.runner.device, vllm_config.model_config.dtype
+        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        hidden_size, count = heads.target.hidden_size, config.num_speculative_tokens
+        self.cut = ModelCut(model, vllm_config, (config.num_layers - 1,))
+        weights = [
+            {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors} for token in range(2, count + 2)
+        ]
+        layers = build_layers(self.cut.adapter, vllm_config, weights, device)
+        self.states = torch.zeros(count, max_tokens, hidden_size, dtype=dtype, device=device)
+        self.cut.add_branches(layers, vllm_config, self.states)
+        if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            self.cut.allocate_junction(max_tokens, hidden_size, dtype, device)
+        self.lm_head = TargetLMHead(model)
+        counts = CoOccurrence.from_tensors(tensors)
+        self.counts = None if counts is None else counts.to(device)
+        self.settings = heads.sampling
+        if config.verify:
+            self.allocate_probs()
+        else:
+            self.emission = NGramEmission(self)
+
+    def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
+        return sample() if self.emission is None else self.emission.emit(logits, sample)
+
+    def draft(self, step: Step) -> list[list[int]]:
+        return super().draft(step) if self.emission is None else [[] for _ in step.sampled_token_ids]
+
+    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
+        made = np.zeros(len(plan.rows), dtype=np.int64)
+        drafting = np.flatnonzero(plan.max_drafts)
+        for chosen in self.batches(drafting, self.config.num_speculative_tokens):
+            rows = plan.rows[chosen]
+            places = self.token_places(step)[self.index(step.last_rows(rows))]
+            temperature = self.temperature(rows, step.sampling)
+            choice = self.choose(rows, self.log_probs(places, temperature), self.index(plan.base_tokens[chosen]))
+            found = choice.best() if temperature is None else self._draw(choice, rows, temperature)
+            tokens[chosen] = found[:, 1:].cpu().numpy()
+            made[chosen] = np.minimum(choice.order.cpu().numpy() - 1, plan.max_drafts[chosen])
+        return tokens, made
+
+    def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
+        """Rows in parts whose joints, of so many free tokens, fit memory."""
+        at_once = max(1, JOINT_AT_ONCE // self.settings.k**free)
+        return [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
+
+    def token_places(self, step: Step | None) -> torch.Tensor:
+        """The place of each sampled row among the step's tokens: [sampled rows]."""
+        if step is not None and step.verified is not None:
+            return step.verified.logits_indices
+        return self.runner.query_start_loc.gpu[1 : self.runner.input_batch.num_reqs + 1] - 1
+
+    def logits(self, places: torch.Tensor) -> torch.Tensor:
+        """Of the heads from 2 on, [n - 1, requests, vocabulary] float32: one read of the LM head for all."""
+        states = self.states[:, places]
+        return self.lm_head.logits(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])
+
+    def log_probs(self, places: torch.Tensor, temperature: torch.Tensor | None) -> list[torch.Tensor]:
+        """Of each head from 2 on, [requests, vocabulary] at the requests' temperatures."""
+        logits = self.logits(places)
+        if temperature is not None:
+            logits = logits / torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
+        return list(torch.log_softmax(logits, dim=-1))
+
+    def choose(self, rows: np.ndarray, log_probs: list[torch.Tensor], first_token: torch.Tensor | None) -> JointChoice:
+        """Algorithm 1 for some batch rows, with each one's own threshold."""
+        server = self.settings.eps_b if self.config.eps_b is None else self.config.eps_b
+        own = self.planner.eps_b[rows]
+        eps_b = torch.from_numpy(np.where(np.isnan(own), server, own)).to(self.runner.device)
+        context = self._context(rows) if self.settings.repetition_penalty > 1 else None
+        return select(log_probs, self.settings, self.counts, first_token, eps_b, context)
+
+    def _context(self, rows: np.ndarray) -> torch.Tensor:
+        """The latest tokens of each row, -1 where there are none: [requests, CONTEXT]."""
+        batch = self.runner.input_batch
+        places = batch.num_tokens_no_spec[rows].astype(np.int64)[:, None] - 1 - np.arange(CONTEXT)
+        tokens = batch.token_ids_cpu[rows[:, None], places.clip(min=0)].astype(np.int64)
+        return self.index(np.where(places < 0, -1, tokens))
+
+    def _draw(self, choice: JointChoice, rows: np.ndarray, temperature: torch.Tensor) -> torch.Tensor:
+        """A sampled n-gram of each request, its distributions kept for the rejection sampler: [requests, n]."""
+        assert self.probs is not None
+        tokens, distributions = choice.draw(temperature < GREEDY_BELOW)
+        index = self.index(rows)
+        for offset, (ids, q) in enumerate(zip(choice.token_ids[1:], distributions, strict=True)):
+            whole = torch.zeros(len(rows), self.probs.shape[-1], device=q.device)
+            self.probs[index, offset] = whole.scatter_(1, ids, q)
+        return tokens
