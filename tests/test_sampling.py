@@ -104,8 +104,6 @@ def test_distribution_with_heads(
     assert worst(sample(llm), expected) > LEVEL
     seen = llm.counts - before
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
-    if options.get("eps_b"):
-        assert seen["drafts"] < SAMPLES  # it backed off at times
 
 
 def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:

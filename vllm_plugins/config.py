@@ -124,7 +124,7 @@ class DraftingConfig(DraftingOptions):
 
     @field_validator("exit_layer")
     @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+    def _positive(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return value  # checked as an option; here empty is a value
 
     @property
