@@ -49,21 +49,45 @@ class JointChoice:
             it [rows, k_i]: one-hot where greedy, all zero past the order).
         """
         places = self._pick(generator, greedy)
-        rows = torch.arange(len(self.order), device=self.order.device)
         result = []
         for position in range(1, len(self.token_ids)):
-            found = torch.zeros(self.token_ids[position].shape, device=self.order.device)
-            for order, values in self.joints.items():
-                if order <= position:
-                    continue
-                given = values[(rows, *places[:, :position].unbind(1))]
-                given = given.flatten(2).sum(dim=2) if given.dim() > 2 else given
-                given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-                found = torch.where((self.order == order)[:, None], given, found)
+            found = self._conditional(places, position)
             one_hot = torch.zeros_like(found).scatter_(1, places[:, position : position + 1], 1.0)
             one_hot = one_hot * (self.order > position)[:, None]
             result.append(torch.where(greedy[:, None], one_hot, found))
         return self._tokens(places), result
+
+    def probabilities(
+        self,
+        tokens: torch.Tensor,  # [rows, n], the first of them that of select's first_token
+    ) -> torch.Tensor:
+        """With which draw would have drawn each token from the second on, given those before it: [rows, n - 1].
+
+        0 for a token outside its head's top-k, for those after such a one, and past the order.
+        """
+        inside = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
+        places = torch.zeros_like(tokens)
+        result = []
+        for position in range(1, len(self.token_ids)):
+            hits = self.token_ids[position] == tokens[:, position : position + 1]
+            places[:, position] = hits.int().argmax(dim=1)
+            inside = inside & hits.any(dim=1)
+            q = self._conditional(places, position).gather(1, places[:, position : position + 1]).squeeze(1)
+            result.append(torch.where(inside, q, 0.0))
+        return torch.stack(result, dim=1)
+
+    def _conditional(self, places: torch.Tensor, position: int) -> torch.Tensor:
+        """The joint's distribution at a position given the tokens before it: [rows, k_i], zero past the order."""
+        rows = torch.arange(len(self.order), device=self.order.device)
+        found = torch.zeros(self.token_ids[position].shape, device=self.order.device)
+        for order, values in self.joints.items():
+            if order <= position:
+                continue
+            given = values[(rows, *places[:, :position].unbind(1))]
+            given = given.flatten(2).sum(dim=2) if given.dim() > 2 else given
+            given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            found = torch.where((self.order == order)[:, None], given, found)
+        return found
 
     def _pick(self, generator: torch.Generator | None, greedy: torch.Tensor | None) -> torch.Tensor:
         """Places of the chosen n-gram in each head's top-k: [rows, n], 0 past the order. Without greedy, the best."""

@@ -342,3 +342,17 @@ def test_drawn_tokens_follow_the_distributions_given_with_them() -> None:
         ids = choice.token_ids[position][0]
         share = torch.stack([(tokens[10:, position] == token).float().mean() for token in ids])
         torch.testing.assert_close(share, q[10:].mean(0), atol=0.015, rtol=0)
+
+
+def test_probabilities_of_given_tokens_are_those_they_are_drawn_with() -> None:
+    torch.manual_seed(0)
+    heads = log_probs(300, 2, sharp=1.0)
+    choice = select(heads, JointSettings(k=4, eps_b=0.3), first_token=torch.full((300,), 2))
+    tokens, drawn = choice.draw(torch.zeros(300, dtype=torch.bool))
+    found = choice.probabilities(tokens.clamp(min=0))
+    for position, q in enumerate(drawn, start=1):
+        of_token = (q * (choice.token_ids[position] == tokens[:, position : position + 1])).sum(1)
+        torch.testing.assert_close(found[:, position - 1], of_token)
+    outside = tokens.clamp(min=0).clone()
+    outside[:, 1] = VOCAB  # no head's candidate
+    assert not choice.probabilities(outside).any()

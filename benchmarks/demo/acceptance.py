@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance of untrained exits on the demo model, by exit layer, greedy and sampled.
+"""Acceptance of every method on the demo model, through vLLM, greedy and sampled.
 
-    python benchmarks/demo/acceptance.py --out benchmarks/results/demo_acceptance.json     # about three minutes
+    python benchmarks/demo/acceptance.py --out benchmarks/results/demo_acceptance.json     # about eight minutes
 
-Prompts are taken from the middle of held-out files. Acceptance is vLLM's: rate = accepted / drafted tokens, length =
-1 + accepted / drafts, chain drafts, bonus token included. Small models fall into loops under greedy decoding, and loops
-flatter acceptance: the share of repeated 4-grams stands beside it.
+Prompts are taken from the middle of held-out files. Accepted a step counts every engine step after the prompt's;
+acceptance rate and length are vLLM's (accepted / drafted tokens; 1 + accepted / drafts, chain drafts, bonus token
+included). Small models fall into loops under greedy decoding, and loops flatter acceptance: the share of repeated
+4-grams stands beside it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,27 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 from corpus import split
 
 HERE = Path(__file__).resolve().parent
-SETTINGS = {
-    "greedy": (0.0, "greedy"),
-    "T 0.8, greedy drafts": (0.8, "greedy"),
-    "T 0.8, sampled drafts": (0.8, "probabilistic"),
-}
+SETTINGS = {"greedy": 0.0, "T 0.8": 0.8}
+COLUMNS = ("drafted a step", "accepted a step", "rate", "length", "repeated 4-grams")
+
+
+def variants(exits: list[int], drafts: int, also: list[str]) -> dict[str, dict[str, Any]]:
+    """What is compared: name -> speculative_config."""
+    heads = HERE / "heads"
+    found: dict[str, dict[str, Any]] = {}
+    for layer in exits:
+        found[f"ppd, exit {layer}, no heads"] = {"method": "ppd", "exit_layer": layer}
+        found[f"ppd, exit {layer}, early heads"] = {"method": "ppd", "exit_layer": layer, "model": str(heads / "early")}
+    for folder in [str(heads / "cp"), *also]:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        name = f"cp, rank {config['rank']}" if "rank" in config else config["speculators_model_type"]
+        found[name] = {"model": folder}
+    for tokens in (2, 3):
+        options = {"model": str(heads / "dynamo"), "eps_b": 0.0, "num_speculative_tokens": tokens - 1}
+        found[f"dynamo T{tokens}, always all"] = options
+        found[f"dynamo T{tokens}, eps_b 0.5"] = options | {"eps_b": 0.5}
+    found["vLLM's ngram"] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    return {name: {"num_speculative_tokens": drafts, **options} for name, options in found.items()}
 
 
 def prompts(count: int) -> list[str]:
@@ -49,36 +66,40 @@ def counters(llm: Any) -> dict[str, float]:
     return {key: names.get(f"vllm:spec_decode_num_{key}", 0.0) for key in ("drafts", "draft_tokens", "accepted_tokens")}
 
 
-def measure(model: Path, exit_layer: int, drafts: int, setting: str, texts: list[str], tokens: int) -> dict[str, Any]:
+def measure(model: Path, options: dict[str, Any], texts: list[str], tokens: int) -> list[dict[str, Any]]:
+    """One engine, every setting."""
     from vllm import LLM, SamplingParams
 
-    temperature, method = SETTINGS[setting]
-    options = {
-        "method": "ppd", "exit_layer": exit_layer, "num_speculative_tokens": drafts, "draft_sample_method": method,
-    }  # fmt: skip
     llm = LLM(
         model=str(model), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, seed=0,
         kv_cache_memory_bytes=1 << 28, disable_log_stats=False, speculative_config=options,
     )  # fmt: skip
-    before = counters(llm)
-    params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
-    outputs = llm.generate(texts, params, use_tqdm=False)
-    change = {name: value - before[name] for name, value in counters(llm).items()}
-    repeats = [repeated_4_grams(list(output.outputs[0].token_ids)) for output in outputs]
-    return {
-        "exit_layer": exit_layer,
-        "setting": setting,
-        **{name: int(value) for name, value in change.items()},
-        "rate": round(change["accepted_tokens"] / change["draft_tokens"], 4),
-        "length": round(1 + change["accepted_tokens"] / change["drafts"], 3),
-        "repeated_4_grams": round(sum(repeats) / len(repeats), 3),
-    }
+    rows = []
+    for setting, temperature in SETTINGS.items():
+        before = counters(llm)
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        outputs = llm.generate(texts, params, use_tqdm=False)
+        change = {name: value - before[name] for name, value in counters(llm).items()}
+        steps = len(texts) * (tokens - 1) - change["accepted_tokens"]
+        repeats = [repeated_4_grams(list(output.outputs[0].token_ids)) for output in outputs]
+        rows.append({
+            "setting": setting,
+            "steps": int(steps),
+            **{name: int(value) for name, value in change.items()},
+            "drafted a step": round(change["draft_tokens"] / steps, 3),
+            "accepted a step": round(change["accepted_tokens"] / steps, 3),
+            "rate": round(change["accepted_tokens"] / max(change["draft_tokens"], 1), 4),
+            "length": round(1 + change["accepted_tokens"] / max(change["drafts"], 1), 3),
+            "repeated 4-grams": round(sum(repeats) / len(repeats), 3),
+        })  # fmt: skip
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=HERE / "model")
-    parser.add_argument("--exit-layers", type=int, nargs="+", default=[3, 6, 9, 10, 11])
+    parser.add_argument("--exit-layers", type=int, nargs="*", default=[1, 6, 9, 11])
+    parser.add_argument("--also", nargs="*", default=[], metavar="DIR", help="further heads folders")
     parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=96)
@@ -86,13 +107,11 @@ def main() -> None:
     args = parser.parse_args()
     texts = prompts(args.prompts)
     rows = []
-    print(f"{'exit':>4}  {'setting':<24} {'rate':>6} {'length':>7} {'repeated 4-grams':>17}")
-    for exit_layer in args.exit_layers:
-        for setting in SETTINGS:
-            row = measure(args.model, exit_layer, args.drafts, setting, texts, args.tokens)
-            numbers = f"{row['rate']:>6.3f} {row['length']:>7.2f} {row['repeated_4_grams']:>17.3f}"
-            print(f"{exit_layer:>4}  {setting:<24} {numbers}", flush=True)
-            rows.append(row)
+    print(f"| method | texts | {' | '.join(COLUMNS)} |\n| --- | --- |{' ---: |' * len(COLUMNS)}")
+    for name, options in variants(args.exit_layers, args.drafts, args.also).items():
+        for row in measure(args.model, options, texts, args.tokens):
+            print(f"| {name} | {row['setting']} | {' | '.join(str(row[column]) for column in COLUMNS)} |", flush=True)
+            rows.append({"method": name, **row})
     if args.out is not None:
         git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
         result = {

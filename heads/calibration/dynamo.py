@@ -117,26 +117,44 @@ class DynaMoMeasures:
 
     @torch.no_grad()
     def drafted(self, texts: Texts, settings: JointSettings, batch: int, drafts: int) -> Drafted:
-        """What an engine would count on these texts in verified mode, drafting the joint's arg-max given the token."""
-        n = drafts + 1
-        steps = texts.generated.shape[1]
+        """What an engine would count on these texts in verified mode.
+
+        Greedy texts: the joint's best n-gram is drafted, and accepted where it is the text. Sampled texts: n-grams are
+        drafted from the joint, and a token of the text was accepted with probability min(1, q/p).
+        """
+        n, steps = drafts + 1, texts.generated.shape[1]
         accept = torch.zeros(len(texts.ids), steps, drafts)
         limit = torch.zeros(len(texts.ids), steps, dtype=torch.int64)
         for part, windows in texts.batches(batch):
             rows = len(windows.input_ids)
-            states = [
-                s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)[1:n]
-            ]
-            tokens = texts.generated[part].flatten()
-            best, order = [], []
-            for at in range(0, len(tokens), self.chunk(settings.k, drafts)):
-                here = slice(at, at + self.chunk(settings.k, drafts))
-                heads = [self.log_probs(s[here], texts.temperature) for s in states]
-                choice = select(heads, settings, self.counts, first_token=tokens[here])
-                best.append(choice.best())
-                order.append(choice.order)
+            states = [s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)[:n]]
             padded = functional.pad(texts.generated[part], (0, drafts), value=-2)
-            ahead = torch.stack([padded[:, i : i + steps] for i in range(1, n)], dim=-1)
-            accept[part] = (torch.cat(best)[:, 1:].view(rows, steps, drafts) == ahead).float().cpu()
+            tokens = torch.stack([padded[:, i : i + steps] for i in range(n)], dim=-1).flatten(0, 1)
+            log_p = self._of_text(states[0], texts, part)
+            targets = torch.stack([log_p[:, i : i + steps] for i in range(1, n)], dim=-1).flatten(0, 1)
+            chances, order = [], []
+            size = self.chunk(settings.k, drafts)
+            for at in range(0, len(tokens), size):
+                here = slice(at, at + size)
+                heads = [self.log_probs(s[here], texts.temperature) for s in states[1:]]
+                choice = select(heads, settings, self.counts, first_token=tokens[here, 0])
+                if texts.temperature:
+                    q = choice.probabilities(tokens[here])
+                    chances.append((q.log() - targets[here]).exp().clamp(max=1))
+                else:
+                    chances.append((choice.best() == tokens[here])[:, 1:].float())
+                order.append(choice.order)
+            accept[part] = torch.cat(chances).view(rows, steps, drafts).cpu()
             limit[part] = (torch.cat(order) - 1).view(rows, steps).cpu()
         return walk(accept, texts.lengths.cpu(), limit)
+
+    def _of_text(self, states: torch.Tensor, texts: Texts, part: Any) -> torch.Tensor:
+        """The target's log-probability of each generated token, padded with zeros: [texts, steps + n]."""
+        tokens = texts.generated[part]
+        found = torch.cat(
+            [
+                self.log_probs(s, texts.temperature).gather(1, ids[:, None]).squeeze(1)
+                for s, ids in zip(states.split(1024), tokens.flatten().split(1024), strict=True)
+            ]
+        )
+        return functional.pad(found.view(tokens.shape), (0, self.heads.tokens))

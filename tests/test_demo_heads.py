@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo model's heads: better than none, and accepted by vLLM exactly as often as `ppd calibrate` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO, ROOT, start_engine
+from exactness import greedy
+from vllm import SamplingParams
+
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.parts import _cp_head, _dynamo, _joint_settings, _matches
+from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.walk import Drafted
+from vllm_ppd.heads.early import EarlyHeads
+
+HEADS = DEMO.parent / "heads"
+PROMPT, TOKENS, EXIT = 48, 64, 9
+
+
+def measured(kind: str) -> dict[str, Any]:
+    return json.loads((HEADS / kind / "calibration.json").read_text())["parts"]
+
+
+def test_model_and_heads_fit_the_repository() -> None:
+    files = [path for folder in (DEMO, HEADS) for path in folder.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 16 << 20
+    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+    for kind in ("early", "cp", "dynamo"):
+        provenance = json.loads((HEADS / kind / "provenance.json").read_text())
+        assert provenance["command"].startswith(f"ppd train {kind} ")
+        assert "--model benchmarks/demo/model --data build/corpus/train.jsonl" in provenance["command"]
+
+
+def test_trained_beats_untrained_at_every_exit_and_k() -> None:
+    found = measured("early")["matches"]
+    for rates in found["match"].values():
+        assert len(rates["N"]) == 11
+        assert all(trained > untrained for trained, untrained in zip(rates["Y"], rates["N"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) -> Callable[[str], Calibration]:
+    """calibration(kind) on held-out files, the target found from the repository's root."""
+    import sys
+
+    sys.path.insert(0, str(ROOT / "benchmarks" / "demo"))
+    from corpus import split
+
+    monkeypatch_module.chdir(ROOT)
+    data = tmp_path_factory.mktemp("data") / "validation.jsonl"
+    data.write_text("\n".join(json.dumps({"text": text}) for text in split()[1]) + "\n")
+
+    def get(kind: str) -> Calibration:
+        heads = f"benchmarks/demo/heads/{kind}"
+        return Calibration(CalibrationOptions(heads=heads, data=(str(data),), prompts=24, prompt_tokens=PROMPT))
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
+    "cp": {"method": "cp", "num_speculative_tokens": 3},
+    "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4},
+}
+
+
+def predicted(kind: str, calibration: Calibration, texts: Texts) -> Drafted:
+    """What calibration expects an engine to count that emits exactly these texts."""
+    target, tensors, config = calibration.target, calibration.tensors, calibration.config
+    if kind == "early":
+        heads = EarlyHeads.from_tensors(tensors, config.exit_layers, config.head)  # type: ignore[attr-defined]
+        return _matches(calibration, heads.to(target.dtype), texts).drafted(1, EXIT, 3)
+    if kind == "cp":
+        from vllm_ppd.heads.calibration import cp
+
+        return cp.drafted(target, _cp_head(calibration), texts, 8, calibration.autocast)[2]
+    settings = _joint_settings(calibration).model_copy(update={"eps_b": 0.4})
+    return _dynamo(calibration).drafted(texts, settings, 8, 2)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", list(OPTIONS))
+def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Calibration], kind: str) -> None:
+    """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
+    made = calibration(kind)
+    requests = [{"prompt_token_ids": ids} for ids in made.prompts.tolist()]
+    model: Path = DEMO
+    llm = start_engine(
+        model, {**OPTIONS[kind], "model": str(HEADS / kind)}, max_model_len=256, max_num_batched_tokens=512,
+        max_num_seqs=32, kv_cache_memory_bytes=1 << 28,
+    )  # fmt: skip
+    for temperature, rounds in ((0.0, 1), (0.8, 3)):
+        before = llm.counts.copy()
+        params = greedy(TOKENS) if not temperature else SamplingParams(
+            temperature=temperature, max_tokens=TOKENS, ignore_eos=True
+        )  # fmt: skip
+        outputs = llm.generate(requests * rounds, params, use_tqdm=False)
+        seen = llm.counts - before
+        ids = torch.tensor([o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs])
+        texts = Texts(ids, PROMPT, torch.full((len(ids),), TOKENS), temperature)
+        expected = predicted(kind, made, texts)
+        if temperature:
+            assert seen["drafted"] == pytest.approx(expected.drafted, rel=0.03)
+            assert seen["accepted"] == pytest.approx(expected.accepted, rel=0.08)
+        else:
+            counts = {name: round(value) for name, value in expected._asdict().items() if name != "cycles"}
+            assert {name: seen[name] for name in counts} == counts
+        assert seen["accepted"] > 100
