@@ -15,7 +15,8 @@ pytestmark = pytest.mark.engine
 # A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
 VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"method": "ppd"},
-    "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": ("early", {})},
+    "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": ("hand-made", {})},
+    "classifiers": {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "heads": ("early", {"head": "classifier"})},
     "exits": {"method": "paradecode", "exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5},
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
@@ -31,7 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} | {
     ("exits", "batch_16"), ("exits", "more_than_fit"), ("exits", "arrivals_and_aborts"), ("exits", "model_length"),
-    ("heads", "batch_16"), ("heads", "structured_output"),
+    ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
     ("cut-off", "more_than_fit"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"),
@@ -43,7 +44,7 @@ def variant(heads_folder: Callable[..., Any], fitted_heads: Callable[..., str]) 
     def get(name: str) -> dict[str, Any]:
         options = dict(VARIANTS[name])
         kind, how = options.pop("heads", (None, {}))
-        if kind == "early":
+        if kind == "hand-made":
             options["model"] = str(heads_folder(exit_layers=(4,), noise=0.05))
         elif kind is not None:
             options["model"] = fitted_heads(kind, **how)

@@ -13,8 +13,11 @@ import pytest
 import tiny
 import torch
 from conftest import drafter_of, start_engine
-from exactness import generate, greedy, prompts
+from exactness import CASES, generate, greedy, prompts
 
+from vllm_ppd.heads.checkpoint import save_heads
+from vllm_ppd.heads.config import CPConfig, TargetLayers
+from vllm_ppd.heads.cp import CPHead
 from vllm_ppd.model_patches.families import FAMILIES, adapter_path
 from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
 
@@ -81,3 +84,40 @@ def test_cut_is_exact(family: str, tiny_model: Callable[..., Any], monkeypatch: 
     # The deferred path ran each token through the shallow layers in a batch of another shape: rounding only.
     assert len(differences["deferred"]) > 5
     assert max(differences["deferred"]) < 1e-4
+
+
+DYNAMO = [family for family in tiny.FAMILIES if family != "gpt_neox"]
+QUICK = {"qwen3", "gemma3"}  # tied embeddings and three parts of the configuration; two KV cache groups
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.full]) for f in DYNAMO if f not in OWN_PROCESS]
+)
+def test_token_heads_of_every_family(family: str, engine: Callable[..., Any], fitted_heads: Callable[..., str]) -> None:
+    """DynaMo's layers are of the family's own class, take its checkpoint's names, and write KV of their own."""
+    expected = CASES["batch_16"](engine(family=family)), CASES["arrivals_and_aborts"](engine(family=family))
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
+    layers = [branch.layers[0] for branch in drafter_of(llm).cut.branches]
+    assert [type(layer) for layer in layers] == [type(drafter_of(llm).cut.adapter.layers[-1])] * 2
+    assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected
+    assert llm.counts["accepted"] > 0
+
+
+@pytest.mark.full
+def test_cp_heads_need_no_adapter(tiny_model: Callable[..., Any], engine: Callable[..., Any], tmp_path: Any) -> None:
+    """Also where vLLM serves the family through transformers."""
+    model = tiny_model("gpt_neox")
+    size = tiny.FAMILIES["gpt_neox"][2]["hidden_size"]
+    layers = {"model_type": "gpt_neox", "hidden_size": size, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS}
+    config = CPConfig(verifier=str(model), target=TargetLayers(**layers), positions=4, rank=2)
+    save_heads(tmp_path / "heads", config, CPHead(size, 4, 2).tensors())
+    llm = engine({"model": str(tmp_path / "heads")}, family="gpt_neox")
+    assert CASES["batch_16"](llm) == CASES["batch_16"](engine(family="gpt_neox"))
+    assert llm.counts["drafted"] > 0
+
+
+def test_token_heads_are_refused_where_vllm_has_no_layer_class(tiny_model: Callable[..., Any]) -> None:
+    from vllm_ppd.vllm_plugins.config import OptionError
+
+    with pytest.raises(OptionError, match=r"GPTNeoXForCausalLM is served by .* use early or CP heads"):
+        start_engine(tiny_model("gpt_neox"), {"method": "dynamo", "model": "/any"})

@@ -68,6 +68,29 @@ def test_two_ranks(
     assert deferred > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("dynamo", {}),
+        pytest.param("cp", {"rank": 3}, marks=pytest.mark.full),
+        pytest.param("cp", {"rank": 2, "factorised": False}, marks=pytest.mark.full),
+        pytest.param("early", {"head": "classifier"}, marks=pytest.mark.full),
+    ],
+)
+def test_two_ranks_with_heads(
+    tiny_model: Callable[..., Path],
+    fitted_heads: Callable[..., str],
+    engine: Callable[..., Any],
+    kind: str,
+    how: dict[str, Any],
+) -> None:
+    """Each rank holds its part of the heads: layers and classifiers are sharded as the target's are."""
+    options = {"model": fitted_heads(kind, **how), "num_speculative_tokens": 2}
+    got, accepted, _ = two_ranks(tiny_model(), options, ["batch_16", "structured_output"])
+    assert got == as_json({case: CASES[case](engine()) for case in ("batch_16", "structured_output")})
+    assert accepted > 0
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"method": "ppd"}, {"method": "ppd", "draft_sample_method": "greedy"}])
 def test_two_ranks_all_cases(tiny_model: Callable[..., Path], options: dict[str, Any]) -> None:
