@@ -97,32 +97,41 @@ def draft_chain(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
 
+    The weights move in log space. The mixture of a position is formed of probabilities, one product of [r] and [r, V]:
+    an expert that gives a token less than float32 can hold adds nothing to a sum that another one leads.
+
     Args:
         log_weights: the experts' weights given the context alone.
         logits: before eq. 6's softmax, in any floating-point type.
         first_token: what the target sampled.
-        temperature: rows from 1e-5 on sample softmax(mixture / temperature), the others take the arg-max (None: all).
+        temperature: rows from 1e-5 on sample in proportion to mixture^(1/temperature), the others take the arg-max
+            (None: all).
         generator: where the samples come from, on the device of logits.
 
     Returns:
-        (token ids [rows, n - 1] int64, the log-probabilities they were drawn from [rows, n - 1, vocab]; the mixture's
-        own where the arg-max was taken).
+        (token ids [rows, n - 1] int64, the probabilities they were drawn with [rows, n - 1, vocab]; the mixture's own
+        where the arg-max was taken).
     """
-    token, tokens, distributions = first_token, [], []
-    for position, raw in enumerate(logits.unbind(dim=1)):
-        # Position by position: the float32 copy is twice the size of half-precision logits.
-        factors = torch.log_softmax(at_least_float32(raw), dim=-1)
-        if position > 0:
-            log_probs = mixture(log_weights, factors)
-            token = log_probs.argmax(dim=-1)
-            if temperature is not None:
-                greedy = temperature < GREEDY_BELOW
-                log_probs = torch.log_softmax(log_probs / torch.where(greedy, 1.0, temperature).unsqueeze(-1), dim=-1)
-                # The winner of an exponential race is a sample, without multinomial's wait for the device.
-                race = log_probs - torch.empty_like(log_probs).exponential_(generator=generator).log()
-                token = torch.where(greedy, token, race.argmax(dim=-1))
-            tokens.append(token)
-            distributions.append(log_probs)
-        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+    tokens, distributions = [], []
+    positions = logits.shape[1]
+    raw = at_least_float32(logits[:, 0])
+    index = first_token[:, None, None].expand(-1, raw.shape[1], 1)
+    seen = raw.gather(-1, index).squeeze(-1) - torch.logsumexp(raw, dim=-1)
+    for position in range(1, positions):
         log_weights = posterior(log_weights, seen)
+        # Position by position: the float32 copy is twice the size of half-precision logits.
+        factors = torch.softmax(at_least_float32(logits[:, position]), dim=-1)
+        probs = torch.bmm(log_weights.exp().unsqueeze(1), factors).squeeze(1)
+        token = probs.argmax(dim=-1)
+        if temperature is not None:
+            greedy = temperature < GREEDY_BELOW
+            probs = probs.pow(1 / torch.where(greedy, 1.0, temperature).to(probs.dtype).unsqueeze(-1))
+            probs = probs / probs.sum(dim=-1, keepdim=True)
+            # The winner of an exponential race is a sample, without multinomial's wait for the device.
+            race = probs / torch.empty_like(probs).exponential_(generator=generator)
+            token = torch.where(greedy, token, race.argmax(dim=-1))
+        tokens.append(token)
+        distributions.append(probs)
+        if position < positions - 1:
+            seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1).log()
     return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)

@@ -135,8 +135,8 @@ def test_extreme_logits_stay_finite() -> None:
     joint.sum().backward()
     assert weights.grad is not None
     assert all(tensor.isfinite().all() for tensor in [*found, weights.grad])
-    tokens, log_probs = draft_chain(weights, logits, torch.tensor([1, 1]), torch.tensor([0.0, 1.0]))
-    assert log_probs.isfinite().all()
+    tokens, probs = draft_chain(weights, logits, torch.tensor([1, 1]), torch.tensor([0.0, 1.0]))
+    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
     assert tokens.tolist() == [[1, 1], [1, 1]]  # expert 1 alone explains token 1
 
 
@@ -148,7 +148,8 @@ def test_tokens_that_all_experts_rule_out() -> None:
     logits[..., 3] = -math.inf
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        tokens, log_probs = draft_chain(weights, logits, torch.tensor([3]), torch.ones(1), generator)
+        tokens, probs = draft_chain(weights, logits, torch.tensor([3]), torch.ones(1), generator)
+        log_probs = probs.log()
         assert tokens.max() < 3
         torch.testing.assert_close(log_probs.exp(), torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]).expand(1, 2, 4))
 
@@ -300,7 +301,8 @@ def test_no_rows() -> None:
     head, unembedding, bias = head_of(True)
     hidden, none = torch.zeros(0, SIZE, dtype=F64), torch.zeros(0, POSITIONS, dtype=torch.int64)
     joint, chain = head.log_likelihood(hidden, none, unembedding, bias)
-    tokens, log_probs = head.draft(hidden, none[:, 0], unembedding, bias, torch.zeros(0))
+    tokens, probs = head.draft(hidden, none[:, 0], unembedding, bias, torch.zeros(0))
+    log_probs = probs.log()
     assert (joint.shape, chain.shape, tokens.shape) == ((0,), (0, 3), (0, 2))
     assert log_probs.shape == (0, 2, VOCAB)
 
@@ -311,7 +313,8 @@ def test_greedy_draft_is_the_arg_max_of_the_conditionals(factorised: bool) -> No
     hidden, first = seeded(8, SIZE, seed=5), torch.arange(8) % VOCAB
     weights, factors = head.log_weights(hidden).exp(), head.log_factors(hidden, unembedding, bias).exp()
     for temperature in (None, torch.full((8,), 1e-6)):
-        tokens, log_probs = head.draft(hidden, first, unembedding, bias, temperature)
+        tokens, probs = head.draft(hidden, first, unembedding, bias, temperature)
+        log_probs = probs.log()
         assert not log_probs.requires_grad
         for row in range(8):
             before: tuple[int, ...] = (int(first[row]),)
@@ -334,7 +337,7 @@ def test_sampled_drafts_follow_the_mixture(temperature: float) -> None:
         powers = [p ** (1 / temperature) for p in slow_conditional(weights, factors, before)]
         return [p / sum(powers) for p in powers]
 
-    tokens, log_probs = head.draft(
+    tokens, probs = head.draft(
         hidden.expand(draws, -1),
         torch.full((draws,), first),
         unembedding,
@@ -342,6 +345,7 @@ def test_sampled_drafts_follow_the_mixture(temperature: float) -> None:
         torch.full((draws,), temperature),
         torch.Generator().manual_seed(11),
     )
+    log_probs = probs.log()
     counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2)
     second = sharpened((first,))
     expected = [second[x] * p * draws for x in range(VOCAB) for p in sharpened((first, x))]
@@ -364,7 +368,9 @@ def test_rows_have_a_temperature_each() -> None:
     hidden, first = seeded(1, SIZE, seed=5).expand(400, -1), torch.zeros(400, dtype=torch.int64)
     temperature = torch.where(torch.arange(400) % 2 == 0, 0.0, 2.0)
     greedy, mixtures = head.draft(hidden[:1], first[:1], unembedding, bias)
-    tokens, log_probs = head.draft(hidden, first, unembedding, bias, temperature, torch.Generator().manual_seed(0))
+    mixtures = mixtures.log()
+    tokens, probs = head.draft(hidden, first, unembedding, bias, temperature, torch.Generator().manual_seed(0))
+    log_probs = probs.log()
     assert (tokens[::2] == greedy).all()
     torch.testing.assert_close(log_probs[::2], mixtures.expand(200, -1, -1))
     assert len(tokens[1::2].unique(dim=0)) > 5
@@ -435,7 +441,8 @@ def test_tensors_round_trip(factorised: bool, dtype: torch.dtype) -> None:
     assert all(torch.equal(value, tensors[key]) for key, value in again.tensors().items())
     hidden, unembedding = torch.randn(2, SIZE, dtype=dtype), torch.randn(VOCAB, SIZE, dtype=dtype)
     assert again.logits(hidden, unembedding).dtype == dtype
-    tokens, log_probs = again.draft(hidden, torch.tensor([0, 1]), unembedding)
+    tokens, probs = again.draft(hidden, torch.tensor([0, 1]), unembedding)
+    log_probs = probs.log()
     assert (tokens.shape, log_probs.dtype) == ((2, POSITIONS - 1), torch.float32)
 
 

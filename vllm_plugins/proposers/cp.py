@@ -20,6 +20,7 @@ from vllm_ppd.heads.config import CPConfig
 from vllm_ppd.heads.cp import CPHead
 from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW, draft_chain
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 
@@ -41,6 +42,10 @@ class CPProposer(Proposer):
             tensors["cp.classifiers"] = self.lm_head.shard(tensors["cp.classifiers"])
         dtype = self.vllm_config.model_config.dtype
         self.head = CPHead.from_tensors(tensors).requires_grad_(False).to(device=self.runner.device, dtype=dtype)
+        self.transforms: PackedLinear | None = None
+        if self.head.transforms is not None:
+            self.transforms = PackedLinear(self.head.transforms.flatten(0, 2), self.vllm_config, self.runner.device)
+            self.head.transforms.data = torch.empty(0)  # packed now; one copy is enough
         self.requests_at_once = max(1, LOGITS_AT_ONCE // (used * config.rank * config.target.vocab_size))
         self.allocate_probs()
 
@@ -56,18 +61,19 @@ class CPProposer(Proposer):
         """Drafts of some batch rows after the token that each emitted last: [rows, n]."""
         hidden = step.sample_hidden_states[self.index(step.last_rows(rows))]
         temperature = self.temperature(rows, step.sampling)
-        tokens, log_probs = draft_chain(
+        tokens, q = draft_chain(
             self.head.log_weights(hidden), self._logits(hidden), self.index(first_tokens), temperature
         )
         if self.probs is not None and temperature is not None:
-            one_hot = torch.zeros_like(log_probs).scatter_(2, tokens[..., None], 1.0)
+            one_hot = torch.zeros_like(q).scatter_(2, tokens[..., None], 1.0)
             greedy = (temperature < GREEDY_BELOW)[:, None, None]
-            self.probs[self.index(rows)] = torch.where(greedy, one_hot, log_probs.exp())
+            self.probs[self.index(rows)] = torch.where(greedy, one_hot, q)
         return tokens
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, n + 1, r, vocabulary], the emitted token's position first."""
-        if self.head.transforms is None:
+        shape = (self.config.num_speculative_tokens + 1, self.head.rank)
+        if self.transforms is None:
             return self.lm_head.gather(self.head.logits(hidden, None))
-        states = self.head.states(hidden)
-        return self.lm_head.logits(states.flatten(0, 2)).unflatten(0, states.shape[:3])
+        states = self.transforms(hidden).view(-1, hidden.shape[-1])
+        return self.lm_head.logits(states).unflatten(0, (-1, *shape))
