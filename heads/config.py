@@ -52,6 +52,11 @@ class HeadsConfig(BaseModel):
         """Drafts a step that they can make at most (None: any number)."""
         return None
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether they know how frequent tokens are, which a draft vocabulary is made of."""
+        return False
+
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout."""
         own = self.model_dump(mode="json", exclude=set(HeadsConfig.model_fields))
@@ -135,6 +140,7 @@ class CPConfig(HeadsConfig):
     positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
     rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
     factorised: bool = Field(True, description="W = E* T instead of a whole V x E matrix a position and expert")
+    token_counts: bool = Field(False, description="the tokens of the training data are counted, for a draft vocabulary")
 
     @model_validator(mode="after")
     def _enough_positions(self) -> CPConfig:
@@ -155,7 +161,12 @@ class CPConfig(HeadsConfig):
     def shapes(self) -> Shapes:
         size, n, r = self.target.hidden_size, self.positions, self.rank
         name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
-        return {"cp.gate": [r, size], name: [n, r, rows, size]}
+        found = {"cp.gate": [r, size], name: [n, r, rows, size]}
+        return found | ({"token_counts": [self.target.vocab_size]} if self.token_counts else {})
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.token_counts
 
 
 class DynaMoConfig(HeadsConfig):
@@ -184,6 +195,10 @@ class DynaMoConfig(HeadsConfig):
     @property
     def max_drafts(self) -> int:
         return self.tokens - 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        return bool(self.cooccurrence_entries)
 
     def shapes(self) -> Shapes:
         found = {

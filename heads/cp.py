@@ -13,6 +13,14 @@ from vllm_ppd.kernels.cp_mixture import at_least_float32, chain_log_likelihood, 
 NOISE = 0.01  # of fresh experts, relative to the norm of what they start from; with 0.1 a toy mixture trained worse
 
 
+def log_gate(
+    hidden: torch.Tensor,  # [rows, d], normed
+    gate: torch.Tensor,  # [r, d], W_h
+) -> torch.Tensor:
+    """log w = log_softmax(W_h e) (eq. 7): [rows, r]."""
+    return torch.log_softmax(at_least_float32(functional.linear(hidden.to(gate.dtype), gate)), dim=-1)
+
+
 class CPHead(nn.Module):
     """r experts of n factors each over the target's last hidden state e: P_a^(s) = softmax(W_a^(s) e) (eq. 6).
 
@@ -89,7 +97,7 @@ class CPHead(nn.Module):
         hidden: torch.Tensor,  # [rows, d], normed
     ) -> torch.Tensor:
         """log w = log_softmax(W_h e) (eq. 7): [rows, r]."""
-        return torch.log_softmax(at_least_float32(functional.linear(hidden.to(self.gate.dtype), self.gate)), dim=-1)
+        return log_gate(hidden, self.gate)
 
     def states(
         self,

@@ -121,6 +121,7 @@ def select(
     first_token: torch.Tensor | None = None,  # [rows] int64
     eps_b: torch.Tensor | None = None,  # [rows], in place of the settings'
     context: torch.Tensor | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
+    token_ids: torch.Tensor | None = None,  # [columns] what the columns of log_probs stand for (None: every token)
 ) -> JointChoice:
     """Algorithm 1 down to the choice of n.
 
@@ -138,7 +139,7 @@ def select(
     for head in log_probs:
         top = head.float().topk(min(settings.k, head.shape[-1]), dim=-1)
         probs.append(top.values.exp())
-        ids.append(top.indices)
+        ids.append(top.indices if token_ids is None else token_ids[top.indices])
     seen = None if context is None else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
     if seen is not None and first_token is not None:
         seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it

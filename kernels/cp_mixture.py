@@ -91,7 +91,7 @@ def balance_loss(
 def draft_chain(
     log_weights: torch.Tensor,  # [rows, r], before position 1
     logits: torch.Tensor,  # [rows, n, r, vocab], W_a^(s) e of positions 1 to n
-    first_token: torch.Tensor,  # [rows] int64, position 1
+    first_token: torch.Tensor,  # [rows] int64, position 1; -1 where the logits do not cover it
     temperature: torch.Tensor | None = None,  # [rows]
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def draft_chain(
     Args:
         log_weights: the experts' weights given the context alone.
         logits: before eq. 6's softmax, in any floating-point type.
-        first_token: what the target sampled.
+        first_token: what the target sampled; -1 says nothing about the experts.
         temperature: rows from 1e-5 on sample in proportion to mixture^(1/temperature), the others take the arg-max
             (None: all).
         generator: where the samples come from, on the device of logits.
@@ -115,8 +115,9 @@ def draft_chain(
     tokens, distributions = [], []
     positions = logits.shape[1]
     raw = at_least_float32(logits[:, 0])
-    index = first_token[:, None, None].expand(-1, raw.shape[1], 1)
+    index = first_token.clamp(min=0)[:, None, None].expand(-1, raw.shape[1], 1)
     seen = raw.gather(-1, index).squeeze(-1) - torch.logsumexp(raw, dim=-1)
+    seen = seen.masked_fill((first_token < 0)[:, None], 0.0)
     for position in range(1, positions):
         log_weights = posterior(log_weights, seen)
         # Position by position: the float32 copy is twice the size of half-precision logits.

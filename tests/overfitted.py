@@ -39,6 +39,9 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
+    if kind == "cp":
+        flat = torch.tensor([token for tokens in sequences for token in tokens])
+        recipe.token_counts = torch.bincount(flat, minlength=target.vocab_size).int()
     if kind == "dynamo" and recipe.options.mask_entries:
         chunks = [np.array(tokens) for tokens in sequences]
         recipe.cooccurrence = CoOccurrence.from_tokens(chunks, target.vocab_size, recipe.options.tokens)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.heads.checkpoint import HeadsError, save_heads
+from vllm_ppd.heads.config import CPConfig, DynaMoConfig, TargetLayers
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import WORKER
@@ -63,7 +65,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
-        "eps_b": None, "verify": True, "heads_summary": "",
+        "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None,
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
@@ -160,6 +162,70 @@ def test_refused_before_the_model_loads(tiny_model: Model, flags: list[str], mes
     with pytest.raises((OptionError, HeadsError), match=message) as caught:
         from_flags(tiny_model(), *flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        ("cp", {"num_speculative_tokens": 4}, r"num_speculative_tokens=4 is more than the 3 drafts that the heads in"),
+        ("dynamo", {"num_speculative_tokens": 3}, r"num_speculative_tokens=3 is more than the 2 drafts"),
+        ("cp", {"draft_vocab_size": 400}, r"draft_vocab_size=400 is more than the model's vocabulary of 320"),
+        ("dynamo", {"draft_vocab_size": 99, "verify": False}, "unverified drafts are the output; leave it out"),
+        ("cp", {"method": "dynamo"}, r"holds heads of kind 'cp'; expected kind 'dynamo'"),
+        ("dynamo", {"method": "ppd"}, r"holds heads of kind 'dynamo'; expected kind 'early'"),
+    ],
+)
+def test_heads_that_cannot_do_what_is_asked(
+    tiny_model: Model, tmp_path: Path, kind: str, given: dict[str, Any], message: str
+) -> None:
+    folder = blank_heads(tmp_path, tiny_model(), kind)
+    with pytest.raises((OptionError, HeadsError), match=message) as caught:
+        from_dict(tiny_model(), {"model": folder, **given})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("cp", {"num_hidden_layers": 7}, "num_hidden_layers is 7 there and 6 in this model"),
+        ("dynamo", {"num_hidden_layers": 5}, "num_hidden_layers is 5 there and 6 in this model"),
+        ("dynamo", {"vocab_size": 300}, "vocab_size is 300 there and 320 in this model"),
+    ],
+)
+def test_heads_of_another_size(
+    tiny_model: Model, tmp_path: Path, kind: str, changes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(HeadsError, match=message):
+        from_dict(tiny_model(), {"model": blank_heads(tmp_path, tiny_model(), kind, **changes)})
+
+
+def test_cooccurrence_table_of_another_vocabulary(tiny_model: Model, tmp_path: Path) -> None:
+    """The configuration is of this model, and the table in the weights is not."""
+    folder = blank_heads(tmp_path, tiny_model(), "dynamo", table=300)
+    with pytest.raises(HeadsError, match=r"tensor 'cooccurrence.unigram' has shape \[300\], expected \[320\]"):
+        from_dict(tiny_model(), {"model": folder})
+
+
+def blank_heads(folder: Path, model: Path, kind: str, table: int = 320, **changes: int) -> str:
+    """A heads folder whose weights are zeros."""
+    sizes = {"hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 6, **changes}
+    shared: dict[str, Any] = {"verifier": str(model), "target": TargetLayers(model_type="llama", **sizes)}
+    config: Any
+    if kind == "cp":
+        config = CPConfig(**shared, positions=4, rank=2, token_counts=True)
+    else:
+        config = DynaMoConfig(
+            **shared,
+            tokens=3,
+            num_speculative_tokens=2,
+            layer_tensors={"norm": [64]},
+            cooccurrence_entries={2: 4, 3: 4},
+        )
+    tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
+    if kind == "dynamo":
+        tensors["cooccurrence.unigram"] = torch.zeros(table)
+    save_heads(folder / kind, config, tensors)
+    return str(folder / kind)
 
 
 def test_heads_of_another_model(tiny_model: Model, heads_folder: Model) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from conftest import drafter_of
 from exactness import CASES, generate, greedy, prompts
 
@@ -22,6 +23,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
     "cp": {"method": "cp", "heads": ("cp", {"rank": 3})},
     "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": ("cp", {"rank": 2, "factorised": False})},
+    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"rank": 3})},
+    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": ("cp", {"rank": 2, "factorised": False})},
+    "dynamo-short": {"method": "dynamo", "draft_vocab_size": 100, "eps_b": 0.1, "heads": ("dynamo", {})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
     "dynamo-2": {
         "method": "dynamo",
@@ -35,7 +39,7 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
     ("cut-off", "more_than_fit"),
-    ("cp-full", "batch_16"), ("dynamo-2", "batch_16"),
+    ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip
 
 
@@ -82,7 +86,33 @@ def test_drafts_were_made_and_deferred(engine: Callable[..., Any]) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("name", ["cp", "cp-full", "dynamo", "dynamo-2"])
+@pytest.mark.parametrize("name", ["cp-short", "cp-full-short", "dynamo-short"])
+def test_draft_vocabulary_is_a_part_of_the_lm_head(
+    engine: Callable[..., Any], variant: Callable[..., Any], name: str
+) -> None:
+    """Its logits are those of the whole at its tokens, and nothing else is drafted."""
+    drafter = drafter_of(engine(variant(name)))
+    vocabulary, hidden = drafter.vocabulary, torch.randn(5, 64)
+    whole = drafter.lm_head.logits(hidden)
+    torch.testing.assert_close(vocabulary.logits(hidden), whole[:, vocabulary.token_ids], rtol=0, atol=1e-5)
+    assert vocabulary.place_of[vocabulary.token_ids].tolist() == list(range(len(vocabulary.token_ids)))
+    drafted: set[int] = set()
+    original = drafter.draft_plan
+
+    def record(*args: Any) -> Any:
+        tokens, made = original(*args)
+        drafted.update(
+            token for row, count in zip(tokens.tolist(), made.tolist(), strict=True) for token in row[:count]
+        )
+        return tokens, made
+
+    drafter.draft_plan = record
+    CASES["batch_1"](engine(variant(name)))
+    drafter.draft_plan = original
+    assert drafted and drafted <= set(vocabulary.token_ids.tolist())
+
+
+@pytest.mark.parametrize("name", ["cp", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"])
 def test_heads_draft_and_are_accepted(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """Heads fitted to what the model says are right at times, and wrong at times."""
     llm = engine(variant(name))

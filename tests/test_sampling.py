@@ -87,8 +87,13 @@ def heads(
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("cp", {}), ("dynamo", {"eps_b": 0.0}), ("dynamo", {"eps_b": 0.4})],
-    ids=["cp", "dynamo", "dynamo-backing-off"],
+    [
+        ("cp", {}),
+        ("cp", {"draft_vocab_size": 150}),
+        ("dynamo", {"eps_b": 0.0}),
+        ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}),
+    ],
+    ids=["cp", "cp-short", "dynamo", "dynamo-backing-off"],
 )
 def test_distribution_with_heads(
     engine: Callable[..., Any],

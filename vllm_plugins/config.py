@@ -79,6 +79,13 @@ class DraftingOptions(BaseModel):
         "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
         json_schema_extra={"flag": True},
     )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=16,
+        description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
+        "that part of the LM head alone (default: the whole vocabulary)",
+        json_schema_extra={"flag": True, "methods": ["cp", "dynamo"]},
+    )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
@@ -142,6 +149,8 @@ class DraftingConfig(DraftingOptions):
         else:
             parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
         parts.append(f"{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+        if self.draft_vocab_size is not None:
+            parts.append(f"draft vocabulary {self.draft_vocab_size}")
         if self.exit_layer:
             parts.append(f"gamma {self.gamma:g}")
         if self.eps_b is not None:
@@ -215,6 +224,8 @@ def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None
                 f"speculative_config: num_speculative_tokens={options.num_speculative_tokens} is more than the "
                 f"{heads.max_drafts} drafts that the heads in {options.model!r} make"
             )
+        if options.draft_vocab_size is not None:
+            _check_draft_vocabulary(options, heads)
     if METHODS[options.method].heads == "early":
         values["exit_layer"] = _exits(options, num_layers, heads)
     else:
@@ -222,6 +233,16 @@ def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None
     if options.method == "dynamo" and options.eps_b is None and heads is not None:
         values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
     return DraftingConfig(**{**values, "num_layers": num_layers})
+
+
+def _check_draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> None:
+    given = f"speculative_config: draft_vocab_size={options.draft_vocab_size}"
+    if options.draft_vocab_size is not None and options.draft_vocab_size > heads.target.vocab_size:
+        raise OptionError(f"{given} is more than the model's vocabulary of {heads.target.vocab_size}")
+    if not heads.counts_tokens:
+        raise OptionError(f"{given} needs token counts, which the heads in {options.model!r} lack; leave it out")
+    if not options.verify:
+        raise OptionError(f"{given} limits what is drafted, and unverified drafts are the output; leave it out")
 
 
 def _exits(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:

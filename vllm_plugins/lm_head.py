@@ -26,6 +26,24 @@ class TargetLMHead:
         """E* h: [rows, vocabulary], or this rank's shard of it."""
         return self.logits_processor(self.lm_head, hidden, getattr(self.lm_head, "bias", None), skip_gather=not gather)
 
+    def rows(
+        self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device, chunk: int = 256
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
+
+        They are read as logits of unit vectors: the LM head itself may be packed, sharded or quantised.
+
+        Raises:
+            ValueError: if the model caps its logits, which are then no product of a matrix.
+        """
+        if self.logits_processor.soft_cap:
+            raise ValueError("this model caps its logits, so a part of its LM head cannot be read alone")
+        hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
+        bias = self.logits(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, token_ids]
+        units = torch.eye(hidden_size, dtype=dtype, device=device)
+        columns = [(self.logits(part)[:, token_ids] - bias).to(dtype) for part in units.split(chunk)]
+        return torch.cat(columns).t().contiguous(), bias.to(dtype)
+
     def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
         rows = classifiers[..., self.vocab_start : self.vocab_start + self.num_valid, :]

@@ -109,6 +109,13 @@ class TokenStore:
             positions.append(where - np.maximum(owner, begin))
         return Batch(torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)))
 
+    def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
+        """How often each token occurs: [vocabulary] int32."""
+        counts = np.zeros(vocab_size, dtype=np.int64)
+        for ids in self.documents(split):
+            counts += np.bincount(ids, minlength=vocab_size)
+        return torch.from_numpy(counts.clip(max=2**31 - 1).astype(np.int32))
+
     def documents(self, split: str = "train") -> Iterator[np.ndarray]:
         """The token ids of every document, one after the other."""
         tokens, starts = self.tokens[split], self.starts[split]

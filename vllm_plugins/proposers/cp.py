@@ -17,8 +17,9 @@ import torch
 
 from vllm_ppd.heads.checkpoint import load_tensors
 from vllm_ppd.heads.config import CPConfig
-from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.cp import log_gate
 from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW, draft_chain
+from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
 from vllm_ppd.vllm_plugins.plan import Plan
@@ -33,20 +34,24 @@ class CPProposer(Proposer):
     def load_model(self, model: Any) -> None:
         config, tensors = load_tensors(str(self.config.model), CPConfig.kind)
         assert isinstance(config, CPConfig)
+        device, vllm_config = self.runner.device, self.vllm_config
         self.lm_head = TargetLMHead(model)
+        self.vocabulary: DraftVocabulary | None = None
+        if self.config.draft_vocab_size is not None:
+            counts = tensors["token_counts"]
+            self.vocabulary = DraftVocabulary(counts, self.config.draft_vocab_size, self.lm_head, vllm_config, device)
         used = self.config.num_speculative_tokens + 1
-        for name in ("cp.transforms", "cp.classifiers"):
-            if name in tensors:
-                tensors[name] = tensors[name][:used]
-        if "cp.classifiers" in tensors:
-            tensors["cp.classifiers"] = self.lm_head.shard(tensors["cp.classifiers"])
-        dtype = self.vllm_config.model_config.dtype
-        self.head = CPHead.from_tensors(tensors).requires_grad_(False).to(device=self.runner.device, dtype=dtype)
-        self.transforms: PackedLinear | None = None
-        if self.head.transforms is not None:
-            self.transforms = PackedLinear(self.head.transforms.flatten(0, 2), self.vllm_config, self.runner.device)
-            self.head.transforms.data = torch.empty(0)  # packed now; one copy is enough
-        self.requests_at_once = max(1, LOGITS_AT_ONCE // (used * config.rank * config.target.vocab_size))
+        if config.factorised:
+            weights = tensors["cp.transforms"][:used]
+        elif self.vocabulary is not None:
+            weights = tensors["cp.classifiers"][:used, :, self.vocabulary.token_ids.cpu()]
+        else:
+            weights = self.lm_head.shard(tensors["cp.classifiers"][:used])
+        self.gate = tensors["cp.gate"].to(device=device, dtype=vllm_config.model_config.dtype)
+        self.weights = PackedLinear(weights.flatten(0, 2), vllm_config, device)
+        self.factorised, self.experts = config.factorised, (used, config.rank)
+        size = self.config.draft_vocab_size or config.target.vocab_size
+        self.requests_at_once = max(1, LOGITS_AT_ONCE // (used * config.rank * size))
         self.allocate_probs()
 
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -61,19 +66,21 @@ class CPProposer(Proposer):
         """Drafts of some batch rows after the token that each emitted last: [rows, n]."""
         hidden = step.sample_hidden_states[self.index(step.last_rows(rows))]
         temperature = self.temperature(rows, step.sampling)
-        tokens, q = draft_chain(
-            self.head.log_weights(hidden), self._logits(hidden), self.index(first_tokens), temperature
-        )
+        first, vocabulary = self.index(first_tokens), self.vocabulary
+        if vocabulary is not None:
+            first = vocabulary.place_of[first]
+        tokens, q = draft_chain(log_gate(hidden, self.gate), self._logits(hidden), first, temperature)
         if self.probs is not None and temperature is not None:
             one_hot = torch.zeros_like(q).scatter_(2, tokens[..., None], 1.0)
-            greedy = (temperature < GREEDY_BELOW)[:, None, None]
-            self.probs[self.index(rows)] = torch.where(greedy, one_hot, q)
-        return tokens
+            q = torch.where((temperature < GREEDY_BELOW)[:, None, None], one_hot, q)
+            index = self.index(rows)
+            self.probs[index] = q if vocabulary is None else vocabulary.spread(q, self.probs[index])
+        return tokens if vocabulary is None else vocabulary.token_ids[tokens]
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, n + 1, r, vocabulary], the emitted token's position first."""
-        shape = (self.config.num_speculative_tokens + 1, self.head.rank)
-        if self.transforms is None:
-            return self.lm_head.gather(self.head.logits(hidden, None))
-        states = self.transforms(hidden).view(-1, hidden.shape[-1])
-        return self.lm_head.logits(states).unflatten(0, (-1, *shape))
+        product = self.weights(hidden).view(len(hidden), *self.experts, -1)
+        if self.factorised:
+            read = self.lm_head.logits if self.vocabulary is None else self.vocabulary.logits
+            return read(product.flatten(0, 2)).unflatten(0, product.shape[:3])
+        return self.lm_head.gather(product) if self.vocabulary is None else product

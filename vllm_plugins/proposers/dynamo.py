@@ -23,6 +23,7 @@ from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.token_heads import build_layers
+from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
@@ -57,6 +58,11 @@ class DynaMoProposer(Proposer):
         counts = CoOccurrence.from_tensors(tensors)
         self.counts = None if counts is None else counts.to(device)
         self.settings = heads.sampling
+        self.vocabulary: DraftVocabulary | None = None
+        if config.draft_vocab_size is not None and counts is not None:
+            self.vocabulary = DraftVocabulary(
+                counts.unigram, config.draft_vocab_size, self.lm_head, vllm_config, device
+            )
         if config.verify:
             self.allocate_probs()
         else:
@@ -93,14 +99,15 @@ class DynaMoProposer(Proposer):
             return step.verified.logits_indices
         return self.runner.query_start_loc.gpu[1 : self.runner.input_batch.num_reqs + 1] - 1
 
-    def logits(self, places: torch.Tensor) -> torch.Tensor:
+    def logits(self, places: torch.Tensor, vocabulary: DraftVocabulary | None = None) -> torch.Tensor:
         """Of the heads from 2 on, [n - 1, requests, vocabulary] float32: one read of the LM head for all."""
         states = self.states[:, places]
-        return self.lm_head.logits(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])
+        read = self.lm_head.logits if vocabulary is None else vocabulary.logits
+        return read(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])
 
     def log_probs(self, places: torch.Tensor, temperature: torch.Tensor | None) -> list[torch.Tensor]:
-        """Of each head from 2 on, [requests, vocabulary] at the requests' temperatures."""
-        logits = self.logits(places)
+        """Of each head from 2 on, [requests, draft vocabulary] at the requests' temperatures."""
+        logits = self.logits(places, self.vocabulary)
         if temperature is not None:
             logits = logits / torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
         return list(torch.log_softmax(logits, dim=-1))
@@ -111,7 +118,8 @@ class DynaMoProposer(Proposer):
         own = self.planner.eps_b[rows]
         eps_b = torch.from_numpy(np.where(np.isnan(own), server, own)).to(self.runner.device)
         context = self._context(rows) if self.settings.repetition_penalty > 1 else None
-        return select(log_probs, self.settings, self.counts, first_token, eps_b, context)
+        tokens = None if self.vocabulary is None else self.vocabulary.token_ids
+        return select(log_probs, self.settings, self.counts, first_token, eps_b, context, tokens)
 
     def _context(self, rows: np.ndarray) -> torch.Tensor:
         """The latest tokens of each row, -1 where there are none: [requests, CONTEXT]."""

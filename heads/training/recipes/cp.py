@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import CPOptions
 from vllm_ppd.heads.training.recipes import Counts, Recipe
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.cp_mixture import balance_loss, chain_log_likelihood, joint_log_likelihood
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
@@ -24,6 +25,7 @@ class CPRecipe(Recipe):
     def __init__(self, options: CPOptions, target: Target) -> None:
         super().__init__(options, target)
         self.options = options
+        self.token_counts: torch.Tensor | None = None
         if options.num_speculative_tokens > options.positions - 1:
             raise TrainingError(
                 f"--num-speculative-tokens {options.num_speculative_tokens} needs {options.num_speculative_tokens + 1} "
@@ -76,6 +78,9 @@ class CPRecipe(Recipe):
             "share_of_experts": [round(value, 3) for value in share],
         }
 
+    def prepare_output(self, store: TokenStore, folder: Path) -> None:
+        self.token_counts = store.token_counts(self.target.vocab_size)
+
     def config(self) -> CPConfig:
         return CPConfig(
             **self.target.description(),
@@ -84,7 +89,9 @@ class CPRecipe(Recipe):
             factorised=self.options.factorised,
             num_speculative_tokens=self.options.num_speculative_tokens,
             dtype=self.options.stored_dtype,
+            token_counts=self.token_counts is not None,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return self.head.tensors()
+        counts = {} if self.token_counts is None else {"token_counts": self.token_counts}
+        return self.head.tensors() | counts
