@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from engines import TimedStack, Timers, drafter_of, model_arguments, provenance, start, steps, write_config
+from engines import TimedStack, Timers, drafter_of, model_arguments, parameters, provenance, start, steps, write_config
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,6 +56,8 @@ def row(
     """One batch size: medians in milliseconds and everything in units of the full pass."""
     unit = statistics.median(full)
     formula = args.drafts * args.exit_layer / args.layers + 1
+    head = args.vocab * args.hidden / parameters(args)  # a read of the LM head, as a share of the weights
+    with_head = args.drafts * ((1 - head) * args.exit_layer / args.layers + head) + 1
     total = statistics.median(cycle)
     # Medians of a noisy machine need not add up: the remainder is what the wrapped parts leave.
     known = parts["shallow layers"] + parts["deep layers"] + parts["norm and LM head at the exit"]
@@ -69,6 +71,7 @@ def row(
         "cycle_ms_quartiles": [round(1e3 * q, 2) for q in statistics.quantiles(cycle, n=4)[::2]],
         "cycle_in_passes": round(total / unit, 3),
         "formula": round(formula, 3),
+        "formula_with_lm_head": round(with_head, 3),
         "ratio": round(total / unit / formula, 3),
         "parts_in_passes": {
             **{name: round(value / unit, 3) for name, value in parts.items() if name != "draft"},
@@ -81,11 +84,13 @@ def row(
 def show(result: dict[str, Any]) -> None:
     settings = result["settings"]
     print(f"\n{result['model']}, exit {settings['exit_layer']}, n = {settings['drafts']}; {result['machine']}")
-    print(f"{'batch':>5} {'full pass':>12} {'cycle':>12} {'cycle/pass':>11} {'formula':>8} {'ratio':>6}")
+    print(
+        f"{'batch':>5} {'full pass':>12} {'cycle':>12} {'cycle/pass':>11} {'formula':>8} {'ratio':>6} {'with LM head reads':>19}"
+    )
     for r in result["rows"]:
         print(
             f"{r['batch']:>5} {r['full_pass_ms']:>9.2f} ms {r['cycle_ms']:>9.2f} ms {r['cycle_in_passes']:>11.3f} "
-            f"{r['formula']:>8.3f} {r['ratio']:>6.3f}"
+            f"{r['formula']:>8.3f} {r['ratio']:>6.3f} {r['formula_with_lm_head']:>19.3f}"
         )
     for r in result["rows"]:
         print(f"\nbatch {r['batch']}: a cycle in units of the full pass")

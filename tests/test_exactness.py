@@ -152,6 +152,37 @@ def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., An
     assert results[0][-1][1] >= 128
 
 
+def test_prefix_cache_hits_hold_the_heads_history(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+    """DynaMo's drafts after a hit are those without one: the blocks hold the KV of the heads' layers, too."""
+    llm = engine(variant("dynamo"), enable_prefix_caching=True)
+    request = {"prompt_token_ids": [(11 * j + 5) % 250 + 2 for j in range(100)]}
+    drafter, runs = drafter_of(llm), []
+    original = drafter.draft
+    for expected_hit in (0, 96):
+        drafts: list[Any] = []
+        drafter.draft = lambda step, kept=drafts: kept.append(original(step)) or kept[-1]
+        output = llm.generate([request], greedy(), use_tqdm=False)[0]
+        assert output.num_cached_tokens == expected_hit
+        runs.append([made for made in drafts if made != [[]]])
+    drafter.draft = original
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 5
+
+
+def test_one_read_of_the_lm_head_serves_all_experts(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+    """3 experts, 4 positions, 16 requests: one product with the unembedding a step."""
+    drafter = drafter_of(engine(variant("cp")))
+    rows: list[int] = []
+    original = drafter.lm_head.logits
+    drafter.lm_head.logits = lambda hidden, *args: rows.append(len(hidden)) or original(hidden, *args)
+    steps, plan = [], drafter.draft_plan
+    drafter.draft_plan = lambda made, step: steps.append(int((made.max_drafts > 0).sum())) or plan(made, step)
+    CASES["batch_16"](engine(variant("cp")))
+    drafter.lm_head.logits, drafter.draft_plan = original, plan
+    assert rows == [12 * requests for requests in steps]
+    assert max(steps) > 8
+
+
 @pytest.mark.parametrize("name", ["middle", "exits", "cp", "dynamo"])
 def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed."""
