@@ -85,7 +85,8 @@ def show(result: dict[str, Any]) -> None:
     settings = result["settings"]
     print(f"\n{result['model']}, exit {settings['exit_layer']}, n = {settings['drafts']}; {result['machine']}")
     print(
-        f"{'batch':>5} {'full pass':>12} {'cycle':>12} {'cycle/pass':>11} {'formula':>8} {'ratio':>6} {'with LM head reads':>19}"
+        f"{'batch':>5} {'full pass':>12} {'cycle':>12} {'cycle/pass':>11} {'formula':>8} {'ratio':>6} "
+        f"{'with LM head reads':>19}"
     )
     for r in result["rows"]:
         print(

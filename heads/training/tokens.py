@@ -132,10 +132,8 @@ class TokenStore:
         with ExitStack() as stack:
             ids_of = {split: stack.enter_context((self.folder / f"{split}.ids").open("wb")) for split in SPLITS}
             starts_of = {split: stack.enter_context((self.folder / f"{split}.starts").open("wb")) for split in SPLITS}
-            # One iterator: each iter() of a progress bar starts another, and closes what it stands on when it is dropped.
-            stream = iter(
-                tqdm(documents(files, tokenizer), desc="tokenising", unit=" documents", mininterval=2, delay=2)
-            )
+            progress = tqdm(documents(files, tokenizer), desc="tokenising", unit=" documents", mininterval=2, delay=2)
+            stream = iter(progress)  # one iterator: each iter() of a progress bar starts another
             number = 0
             while texts := list(itertools.islice(stream, 64)):
                 for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
