@@ -4,8 +4,8 @@
     python benchmarks/draft_cost.py                                   # 398M parameters, 32K vocabulary, bf16, batch 1
     python benchmarks/draft_cost.py --batch 1 8 --out benchmarks/results/draft_cost.json
 
-Three engines in one process, vLLM alone, with a CP head and with DynaMo token heads, take turns; medians of single
-engine steps. Heads are random: what they cost does not depend on what they say.
+Engines in one process, vLLM alone, with a CP head and with DynaMo token heads, each also with a draft vocabulary, take
+turns; medians of single engine steps. Heads are random: what they cost does not depend on what they say.
 """
 
 from __future__ import annotations
@@ -33,16 +33,25 @@ def write_heads(folder: Path, kind: str, args: argparse.Namespace) -> Path:
     shared: dict[str, Any] = {"verifier": "random", "target": target, "dtype": args.dtype}
     config: Any
     if kind == "cp":
-        config = CPConfig(**shared, rank=args.rank, positions=args.drafts + 1, num_speculative_tokens=args.drafts)
+        config = CPConfig(
+            **shared, rank=args.rank, positions=args.drafts + 1, num_speculative_tokens=args.drafts, token_counts=True
+        )
     else:
         d, inner = args.hidden, args.hidden * 7 // 2
         square = {f"self_attn.{name}_proj.weight": [d, d] for name in "qkvo"}
         norms = {"input_layernorm.weight": [d], "post_attention_layernorm.weight": [d]}
         mlp = {"mlp.gate_proj.weight": [inner, d], "mlp.up_proj.weight": [inner, d], "mlp.down_proj.weight": [d, inner]}
         config = DynaMoConfig(
-            **shared, tokens=args.tokens, num_speculative_tokens=args.tokens - 1, layer_tensors=square | norms | mlp
+            **shared,
+            tokens=args.tokens,
+            num_speculative_tokens=args.tokens - 1,
+            layer_tensors=square | norms | mlp,
+            cooccurrence_entries=dict.fromkeys(range(2, args.tokens + 1), 1000),
         )
-    save_heads(folder / kind, config, {name: 0.02 * torch.randn(shape) for name, shape in config.shapes().items()})
+    tensors = {name: 0.02 * torch.randn(shape) for name, shape in config.shapes().items()}
+    for name in [name for name in tensors if name.startswith(("cooccurrence", "token_counts"))]:
+        tensors[name] = torch.arange(1, 1 + tensors[name].numel())  # a table that few candidates are in
+    save_heads(folder / kind, config, tensors)
     return folder / kind
 
 
@@ -51,14 +60,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         model = write_config(Path(folder), args)
         engines = {"vllm": start(model, args, None)}
         for kind in args.kinds:
-            engines[kind] = start(model, args, {"model": str(write_heads(Path(folder), kind, args))})
-    timers = {kind: Timers() for kind in args.kinds}
-    for kind in args.kinds:
+            heads = str(write_heads(Path(folder), kind, args))
+            engines[kind] = start(model, args, {"model": heads})
+            if args.draft_vocab:
+                short = {"model": heads, "draft_vocab_size": args.draft_vocab}
+                engines[f"{kind}, draft vocabulary {args.draft_vocab}"] = start(model, args, short)
+    drafting = [name for name in engines if name != "vllm"]
+    timers = {kind: Timers() for kind in drafting}
+    for kind in drafting:
         _instrument(kind, drafter_of(engines[kind]), timers[kind])
     rows = []
     for batch in args.batch:
         seconds: dict[str, list[float]] = defaultdict(list)
-        parts: dict[str, dict[str, list[float]]] = {kind: defaultdict(list) for kind in args.kinds}
+        parts: dict[str, dict[str, list[float]]] = {kind: defaultdict(list) for kind in drafting}
         for llm in engines.values():
             steps(llm, batch, 4, "warm-up")
         for turn in range(args.turns):
@@ -75,19 +89,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "full_pass_ms_quartiles": quartiles, "step_ms": round(1e3 * statistics.median(seconds[kind]), 2),
                 "parts_in_passes": {name: round(statistics.median(v) / unit, 4) for name, v in parts[kind].items()},
             }
-            for kind in args.kinds
+            for kind in drafting
         ]  # fmt: skip
     return {**provenance("draft_cost", args), "rows": rows}
 
 
 def _instrument(kind: str, drafter: Any, timers: Timers) -> None:
-    from vllm_ppd.vllm_plugins.proposers import cp
-
     timers.wrap(drafter, "draft", "drafting, whole")
-    timers.wrap(drafter.lm_head, "logits", "  one read of the LM head")
-    if kind == "cp":
-        timers.wrap(drafter, "transforms", "  transforms of the experts")
-        timers.wrap(cp, "draft_chain", "  softmax, mixtures, arg-max")
+    head = drafter.lm_head if drafter.vocabulary is None else drafter.vocabulary
+    timers.wrap(head, "logits", "  one read of the LM head")
+    if kind.startswith("cp"):
+        timers.wrap(drafter, "weights", "  transforms of the experts")
+        timers.wrap(drafter, "chain", "  softmax, mixtures, arg-max")
     else:
         timers.wrap(drafter, "choose", "  joint, thresholds, back-off")
         branches = drafter.cut.branches
@@ -112,6 +125,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["cp", "dynamo"], choices=["cp", "dynamo"])
     parser.add_argument("--rank", type=int, default=3, help="of the CP head")
     parser.add_argument("--drafts", type=int, default=3, help="of the CP head")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary; 0 leaves it out")
     parser.add_argument("--tokens", type=int, default=3, help="n of DynaMo-Tn")
     args = parser.parse_args()
     result = measure(args)

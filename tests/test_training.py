@@ -318,3 +318,46 @@ def test_env_tells_versions(capsys: Any) -> None:
     assert torch.__version__ in text
     assert re.search(r"vLLM supported +yes", text)
     assert re.search(r"plugin +(registered|switched off)", text)
+
+
+def test_two_processes_train_what_one_does(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
+    command = [
+        "train", "early", "--model", str(tiny_model()), "--data", str(data), "--steps", "6", "--batch-size", "4",
+        "--sequence-length", "64", "--precision", "float32", "--stored-dtype", "float32", "--device", "cpu",
+        "--held-out", "0.1",
+    ]  # fmt: skip
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    assert main([*command, "--out", str(alone)]) == 0
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m",
+         "vllm_ppd.vllm_plugins.cli.main", *command, "--out", str(several)],
+        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.count("wrote") == 1
+    expected = load_file(alone / "model.safetensors")
+    for name, tensor in load_file(several / "model.safetensors").items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.engine
+def test_on_policy_trains_on_what_the_model_says(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    """The model answers through vLLM, greedily, and the heads are trained on prompts with their answers."""
+    out = tmp_path / "heads"
+    command = [
+        "train", "early", "--on-policy", "--on-policy-tokens", "16", "24", "--model", str(tiny_model()), "--data",
+        str(data), "--steps", "3", "--batch-size", "2", "--sequence-length", "32", "--precision", "float32",
+        "--device", "cpu", "--held-out", "0.1", "--out", str(out),
+    ]  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *command], capture_output=True, text=True,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}, cwd=tmp_path,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert kind_of(out) == "early"
+    written = [json.loads(line)["text"] for line in (out / ".on-policy" / "responses.jsonl").read_text().splitlines()]
+    given = [json.loads(line)["text"] for line in data.read_text().splitlines()]
+    assert len(written) >= len(given)
+    assert all(any(text[:16] in document for document in given) for text in written)  # a token of it is a byte
+    assert any(text[:40] not in "".join(given) for text in written)  # a random model does not say what the data says

@@ -78,6 +78,11 @@ def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False)
     use_gpu = options.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= workers
+    # Workers run elsewhere: what is a path here must be one there.
+    places = {"out": os.path.abspath(options.out), "data": tuple(map(os.path.abspath, options.data))}
+    if os.path.isdir(options.model):
+        places["model"] = os.path.abspath(options.model)
+    options = options.model_copy(update=places)
     trainer = TorchTrainer(
         lambda: train(options), scaling_config=ScalingConfig(num_workers=workers, use_gpu=bool(use_gpu))
     )

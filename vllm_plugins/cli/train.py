@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,10 @@ def run(args: argparse.Namespace) -> int:
 
         over_ray(train, options, args.ray_workers)
     else:
-        _show(train(options))
+        facts = train(options)
+        if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start as many of us as there are GPUs
+            return 0
+        _show(facts)
     print(f"wrote {options.out}: `ppd inspect {options.out}` describes it, `ppd calibrate` measures it")
     return 0
 

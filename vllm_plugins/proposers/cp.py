@@ -31,6 +31,8 @@ LOGITS_AT_ONCE = 1 << 26  # numbers
 class CPProposer(Proposer):
     """Drafts with a CP head over the target's last hidden state."""
 
+    chain = staticmethod(draft_chain)
+
     def load_model(self, model: Any) -> None:
         config, tensors = load_tensors(str(self.config.model), CPConfig.kind)
         assert isinstance(config, CPConfig)
@@ -69,7 +71,7 @@ class CPProposer(Proposer):
         first, vocabulary = self.index(first_tokens), self.vocabulary
         if vocabulary is not None:
             first = vocabulary.place_of[first]
-        tokens, q = draft_chain(log_gate(hidden, self.gate), self._logits(hidden), first, temperature)
+        tokens, q = self.chain(log_gate(hidden, self.gate), self._logits(hidden), first, temperature)
         if self.probs is not None and temperature is not None:
             one_hot = torch.zeros_like(q).scatter_(2, tokens[..., None], 1.0)
             q = torch.where((temperature < GREEDY_BELOW)[:, None, None], one_hot, q)
