@@ -341,6 +341,7 @@ def test_two_processes_train_what_one_does(tiny_model: Callable[..., Path], data
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_on_policy_trains_on_what_the_model_says(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     """The model answers through vLLM, greedily, and the heads are trained on prompts with their answers."""

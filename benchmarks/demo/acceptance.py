@@ -42,6 +42,7 @@ def variants(exits: list[int], drafts: int, also: list[str]) -> dict[str, dict[s
         config = json.loads((Path(folder) / "config.json").read_text())
         name = f"cp, rank {config['rank']}" if "rank" in config else config["speculators_model_type"]
         found[name] = {"model": folder}
+    found["cp, draft vocabulary 1024"] = {"model": str(heads / "cp"), "draft_vocab_size": 1024}
     for tokens in (2, 3):
         options = {"model": str(heads / "dynamo"), "eps_b": 0.0, "num_speculative_tokens": tokens - 1}
         found[f"dynamo T{tokens}, always all"] = options
