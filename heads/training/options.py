@@ -74,6 +74,7 @@ class CPOptions(TrainingOptions):
 
     kind: ClassVar[str] = "cp"
 
+    learning_rate: float = Field(5e-3, gt=0, description="peak learning rate (AdamW; the paper names none)")
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
     positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")
     factorised: bool = Field(True, description="W = E* T; otherwise whole V x E matrices, as the paper measured")
