@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import drafter_of, start_engine
+from conftest import ROOT, drafter_of, start_engine
 from exactness import CASES, generate, greedy, prompts
 
 from vllm_ppd.heads.checkpoint import save_heads
@@ -23,9 +23,21 @@ from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
 
 pytestmark = pytest.mark.engine
 
-# vLLM makes the expert-parallel group with the process's first engine, if that is a mixture of experts.
-OWN_PROCESS = {"qwen3_moe"}
+# vLLM makes the expert-parallel group with the process's first engine, if that is a mixture of experts; and where it
+# serves a family through transformers, it changes transformers' classes for the rest of the process.
+OWN_PROCESS = {"qwen3_moe", "gpt_neox"}
 OWN_PROCESS_FLAG = "PPD_TEST_OWN_PROCESS"
+
+
+def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
+    """Run the present test in a process of its own, unless this is that process."""
+    if OWN_PROCESS_FLAG in os.environ:
+        return False
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
+    environment = {**os.environ, OWN_PROCESS_FLAG: "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout[-3000:]
+    return True
 
 
 def whole_model(proposer: EarlyProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -51,12 +63,10 @@ def test_unknown_family_is_refused_with_the_list() -> None:
 
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-def test_cut_is_exact(family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    if family in OWN_PROCESS and OWN_PROCESS_FLAG not in os.environ:
-        node = f"{__file__}::test_cut_is_exact[{family}]"
-        command = [sys.executable, "-m", "pytest", "-q", node]
-        run = subprocess.run(command, env={**os.environ, OWN_PROCESS_FLAG: "1"}, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout[-3000:]
+def test_cut_is_exact(
+    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if family in OWN_PROCESS and ran_elsewhere(request):
         return
     model = tiny_model(family)
     stock = start_engine(model, None)
@@ -104,8 +114,12 @@ def test_token_heads_of_every_family(family: str, engine: Callable[..., Any], fi
 
 
 @pytest.mark.full
-def test_cp_heads_need_no_adapter(tiny_model: Callable[..., Any], engine: Callable[..., Any], tmp_path: Any) -> None:
+def test_cp_heads_need_no_adapter(
+    tiny_model: Callable[..., Any], engine: Callable[..., Any], tmp_path: Any, request: pytest.FixtureRequest
+) -> None:
     """Also where vLLM serves the family through transformers."""
+    if ran_elsewhere(request):
+        return
     model = tiny_model("gpt_neox")
     size = tiny.FAMILIES["gpt_neox"][2]["hidden_size"]
     layers = {"model_type": "gpt_neox", "hidden_size": size, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS}

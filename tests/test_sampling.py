@@ -114,7 +114,7 @@ def test_distribution_with_heads(
 def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:
     """A sampler that forgets the temperature is caught."""
     llm = engine(max_num_seqs=64, max_num_batched_tokens=512)
-    assert worst(sample(llm, temperature=1.0), expected) < LEVEL
+    assert worst(sample(llm, temperature=1.2), expected) < LEVEL
 
 
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
