@@ -21,7 +21,7 @@ from vllm_ppd.heads.training.recipes.dynamo import new_layers
 from vllm_ppd.heads.training.tokens import Batch
 
 TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
-DYNAMIC_TOKENS = 4096  # a joint of three heads has 125,000 entries a token
+DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries a token
 
 
 def timing(calibration: Calibration) -> dict[str, Any]:
