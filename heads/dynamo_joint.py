@@ -114,6 +114,69 @@ class JointChoice:
         return tokens.masked_fill(past, -1)
 
 
+@dataclass
+class Candidates:
+    """The joints of each row before any threshold: what does not depend on eps_b."""
+
+    token_ids: list[torch.Tensor]  # [rows, k_i] of each head, in descending order of probability
+    joints: dict[int, torch.Tensor]  # order -> [rows, k_1, ..., k_order], masked
+    given_first: bool  # head 1 stands for a token that is emitted already
+
+    def back_off(
+        self,
+        settings: JointSettings,
+        eps_b: torch.Tensor | None = None,  # [rows], in place of the settings'
+        context: torch.Tensor | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
+        most: int | None = None,  # highest order to take (None: all)
+    ) -> JointChoice:
+        """Thresholds, repetition penalty and the choice of n."""
+        ids = self.token_ids[:most]
+        rows, device = len(ids[0]), ids[0].device
+        eps = torch.full((rows,), settings.eps_b, device=device) if eps_b is None else eps_b.float()
+        seen = None if context is None else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
+        if seen is not None and self.given_first:
+            seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it
+        order = torch.ones(rows, dtype=torch.int64, device=device)
+        joints = {1: self.joints[1]}
+        for m in range(2, len(ids) + 1):
+            threshold = eps ** (m - 1)
+            values = adaptive_threshold(self.joints[m], threshold, settings.blur, settings.adaptive)
+            values = penalise_repetition(values, ids[:m], settings.repetition_penalty, seen and seen[:m])
+            joints[m] = values
+            # The loop runs upwards where Algorithm 1 runs downwards: the largest order that passes wins in both.
+            order = torch.where(exceeds(values, threshold), m, order)
+        return JointChoice(order, ids, joints)
+
+
+def candidates(
+    log_probs: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
+    settings: JointSettings,
+    cooccurrence: CoOccurrence | None = None,
+    first_token: torch.Tensor | None = None,  # [rows] int64
+    token_ids: torch.Tensor | None = None,  # [columns] what the columns of log_probs stand for (None: every token)
+) -> Candidates:
+    """Algorithm 1 down to the masked joints of every order.
+
+    With first_token, that token alone with probability 1 stands for head 1, whose logits are not needed: the joint is
+    then conditioned on what the target has sampled, and thresholds apply to the conditional.
+    Without a mask of an order (none counted, or alpha_c = 0) the joint of that order is the plain product.
+    """
+    probs, ids = [], []
+    if first_token is not None:
+        probs.append(torch.ones(len(first_token), 1, device=first_token.device))
+        ids.append(first_token[:, None])
+    for head in log_probs:
+        top = head.float().topk(min(settings.k, head.shape[-1]), dim=-1)
+        probs.append(top.values.exp())
+        ids.append(top.indices if token_ids is None else token_ids[top.indices])
+    joints = {1: joint(probs[:1])}
+    for m in range(2, len(ids) + 1):
+        joints[m] = joint(probs[:m])
+        if cooccurrence is not None and m in cooccurrence.keys:
+            joints[m] = apply_mask(joints[m], cooccurrence.mask(ids[:m]), settings.alpha_c)
+    return Candidates(ids, joints, first_token is not None)
+
+
 def select(
     log_probs: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
     settings: JointSettings,
@@ -123,36 +186,5 @@ def select(
     context: torch.Tensor | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
     token_ids: torch.Tensor | None = None,  # [columns] what the columns of log_probs stand for (None: every token)
 ) -> JointChoice:
-    """Algorithm 1 down to the choice of n.
-
-    With first_token, that token alone with probability 1 stands for head 1, whose logits are not needed: the joint is
-    then conditioned on what the target has sampled, and thresholds apply to the conditional.
-    Without a mask of an order (none counted, or alpha_c = 0) the joint of that order is the plain product.
-    """
-    rows, n = len(log_probs[0]), len(log_probs) + (first_token is not None)
-    device = log_probs[0].device
-    eps = torch.full((rows,), settings.eps_b, device=device) if eps_b is None else eps_b.float()
-    probs, ids = [], []
-    if first_token is not None:
-        probs.append(torch.ones(rows, 1, device=device))
-        ids.append(first_token[:, None])
-    for head in log_probs:
-        top = head.float().topk(min(settings.k, head.shape[-1]), dim=-1)
-        probs.append(top.values.exp())
-        ids.append(top.indices if token_ids is None else token_ids[top.indices])
-    seen = None if context is None else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
-    if seen is not None and first_token is not None:
-        seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it
-    order = torch.ones(rows, dtype=torch.int64, device=device)
-    joints = {1: joint(probs[:1])}
-    for m in range(2, n + 1):
-        values = joint(probs[:m])
-        if cooccurrence is not None and m in cooccurrence.keys:
-            values = apply_mask(values, cooccurrence.mask(ids[:m]), settings.alpha_c)
-        threshold = eps ** (m - 1)
-        values = adaptive_threshold(values, threshold, settings.blur, settings.adaptive)
-        values = penalise_repetition(values, ids[:m], settings.repetition_penalty, seen and seen[:m])
-        joints[m] = values
-        # The loop runs upwards where Algorithm 1 runs downwards: the largest order that passes wins in both.
-        order = torch.where(exceeds(values, threshold), m, order)
-    return JointChoice(order, ids, joints)
+    """Algorithm 1 down to the choice of n: candidates, then Candidates.back_off."""
+    return candidates(log_probs, settings, cooccurrence, first_token, token_ids).back_off(settings, eps_b, context)

@@ -88,8 +88,7 @@ def predicted(kind: str, calibration: Calibration, texts: Texts) -> Drafted:
         from vllm_ppd.heads.calibration import cp
 
         return cp.drafted(target, _cp_head(calibration), texts, 8, calibration.autocast)[2]
-    settings = _joint_settings(calibration).model_copy(update={"eps_b": 0.4})
-    return _dynamo(calibration).drafted(texts, settings, 8, 2)
+    return _dynamo(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,))[0.4, 2]
 
 
 @pytest.mark.engine

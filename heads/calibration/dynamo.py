@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo import DynaMoHeads
-from vllm_ppd.heads.dynamo_joint import select
+from vllm_ppd.heads.dynamo_joint import candidates
 from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -69,84 +71,83 @@ class DynaMoMeasures:
         }
 
     @torch.no_grad()
-    def dynamic_perplexity(self, batches: list[Batch], settings: JointSettings, eps_b: float) -> dict[str, Any]:
-        """PPL_d (appendix C.4): along the text, as many tokens at a time as Algorithm 1 takes.
+    def dynamic_perplexity(
+        self, batches: list[Batch], settings: JointSettings, eps_b: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """PPL_d (appendix C.4) by back-off threshold: along the text, as many tokens at a time as Algorithm 1 takes.
 
         Returns:
             PPL_d, tokens a forward pass (the paper's speed-up), and the share of uni-, bi- and trigrams (Fig. 5).
         """
         n = self.heads.tokens
-        nats = tokens_taken = 0.0
-        taken = torch.zeros(n, dtype=torch.float64)
-        settings = settings.model_copy(update={"eps_b": eps_b})
+        nats, taken = [0.0] * len(eps_b), torch.zeros(len(eps_b), n, dtype=torch.float64)
         for batch in batches:
             states = self.states(batch)
-            order = torch.cat(
-                [
-                    select(
-                        [self.log_probs(s[at : at + self.chunk(settings.k, n)]) for s in states], settings, self.counts
-                    ).order
-                    for at in range(0, len(states[0]), self.chunk(settings.k, n))
-                ]
-            )
+            order = self._orders(states, settings, eps_b).view(len(eps_b), *batch.input_ids.shape)
             ahead, valid = batch.ahead(n)
             observed = torch.stack(
                 [
                     token_log_probs(s, ahead[:, i], self.target.unembedding, self.target.bias)
                     for i, s in enumerate(states)
                 ]
-            )  # [n, tokens]
-            rows, length = batch.input_ids.shape
-            order, valid = order.view(rows, length), valid.view(rows, length)
-            observed = observed.view(n, rows, length)
-            for row in range(rows):
+            ).view(n, *batch.input_ids.shape)
+            valid = valid.view(batch.input_ids.shape)
+            length = batch.input_ids.shape[1]
+            for index, row in itertools.product(range(len(eps_b)), range(len(valid))):
                 at = 0
                 while at < length and bool(valid[row, at]):
-                    m = int(order[row, at])
-                    nats -= float(observed[:m, row, at].sum())
-                    tokens_taken += m
-                    taken[m - 1] += 1
+                    m = int(order[index, row, at])
+                    nats[index] -= float(observed[:m, row, at].sum())
+                    taken[index, m - 1] += 1
                     at += m
-        passes = float(taken.sum())
-        return {
-            "eps_b": eps_b,
-            "ppl_d": round(math.exp(nats / max(tokens_taken, 1)), 3),
-            "tokens_a_pass": round(tokens_taken / max(passes, 1), 4),
-            "share": [round(value / max(passes, 1), 4) for value in taken.tolist()],
-        }
+        return [_dynamic(*found) for found in zip(eps_b, nats, taken, strict=True)]
+
+    def _orders(self, states: list[torch.Tensor], settings: JointSettings, eps_b: Sequence[float]) -> torch.Tensor:
+        """Tokens that Algorithm 1 takes from each state: [thresholds, tokens]."""
+        chunk = self.chunk(settings.k, len(states))
+        parts = []
+        for at in range(0, len(states[0]), chunk):
+            found = candidates([self.log_probs(s[at : at + chunk]) for s in states], settings, self.counts)
+            parts.append(torch.stack([found.back_off(_at(settings, eps)).order for eps in eps_b]))
+        return torch.cat(parts, dim=1)
 
     @torch.no_grad()
-    def drafted(self, texts: Texts, settings: JointSettings, batch: int, drafts: int) -> Drafted:
-        """What an engine would count on these texts in verified mode.
+    def drafted(
+        self, texts: Texts, settings: JointSettings, batch: int, eps_b: Sequence[float]
+    ) -> dict[tuple[float, int], Drafted]:
+        """What an engine would count on these texts in verified mode, by back-off threshold and most drafts.
 
         Greedy texts: the joint's best n-gram is drafted, and accepted where it is the text. Sampled texts: n-grams are
         drafted from the joint, and a token of the text was accepted with probability min(1, q/p).
         """
-        n, steps = drafts + 1, texts.generated.shape[1]
-        accept = torch.zeros(len(texts.ids), steps, drafts)
-        limit = torch.zeros(len(texts.ids), steps, dtype=torch.int64)
+        n, steps = self.heads.tokens, texts.generated.shape[1]
+        settings_of = {(eps, drafts): _at(settings, eps) for eps in eps_b for drafts in range(1, n)}
+        accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
+        limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
         for part, windows in texts.batches(batch):
             rows = len(windows.input_ids)
-            states = [s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)[:n]]
-            padded = functional.pad(texts.generated[part], (0, drafts), value=-2)
+            states = [s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)]
+            padded = functional.pad(texts.generated[part], (0, n - 1), value=-2)
             tokens = torch.stack([padded[:, i : i + steps] for i in range(n)], dim=-1).flatten(0, 1)
             log_p = self._of_text(states[0], texts, part)
             targets = torch.stack([log_p[:, i : i + steps] for i in range(1, n)], dim=-1).flatten(0, 1)
-            chances, order = [], []
-            size = self.chunk(settings.k, drafts)
+            size = self.chunk(settings.k, n - 1)
             for at in range(0, len(tokens), size):
                 here = slice(at, at + size)
                 heads = [self.log_probs(s[here], texts.temperature) for s in states[1:]]
-                choice = select(heads, settings, self.counts, first_token=tokens[here, 0])
-                if texts.temperature:
-                    q = choice.probabilities(tokens[here])
-                    chances.append((q.log() - targets[here]).exp().clamp(max=1))
-                else:
-                    chances.append((choice.best() == tokens[here])[:, 1:].float())
-                order.append(choice.order)
-            accept[part] = torch.cat(chances).view(rows, steps, drafts).cpu()
-            limit[part] = (torch.cat(order) - 1).view(rows, steps).cpu()
-        return walk(accept, texts.lengths.cpu(), limit)
+                found = candidates(heads, settings, self.counts, first_token=tokens[here, 0])
+                index = torch.arange(at, at + len(heads[0]))
+                place = index // steps, index % steps
+                for key, asked in settings_of.items():
+                    choice = found.back_off(asked, most=key[1] + 1)
+                    given = tokens[here, : key[1] + 1]
+                    if texts.temperature:
+                        chance = (choice.probabilities(given).log() - targets[here, : key[1]]).exp().clamp(max=1)
+                    else:
+                        chance = (choice.best() == given)[:, 1:].float()
+                    accept[key][part][place] = chance.cpu()
+                    limit[key][part][place] = (choice.order - 1).cpu()
+        return {key: walk(accept[key], texts.lengths.cpu(), limit[key]) for key in settings_of}
 
     def _of_text(self, states: torch.Tensor, texts: Texts, part: Any) -> torch.Tensor:
         """The target's log-probability of each generated token, padded with zeros: [texts, steps + n]."""
@@ -158,3 +159,19 @@ class DynaMoMeasures:
             ]
         )
         return functional.pad(found.view(tokens.shape), (0, self.heads.tokens))
+
+
+def _at(settings: JointSettings, eps_b: float) -> JointSettings:
+    return settings.model_copy(update={"eps_b": eps_b})
+
+
+def _dynamic(eps_b: float, nats: float, taken: torch.Tensor) -> dict[str, Any]:
+    """The figures of one threshold, from the nats of the text and how often 1, 2, ... tokens were taken."""
+    passes = max(float(taken.sum()), 1)
+    tokens = float((taken * torch.arange(1, len(taken) + 1)).sum())
+    return {
+        "eps_b": eps_b,
+        "ppl_d": round(math.exp(nats / max(tokens, 1)), 3),
+        "tokens_a_pass": round(tokens / passes, 4),
+        "share": [round(value / passes, 4) for value in taken.tolist()],
+    }

@@ -122,7 +122,7 @@ def dynamo_dynamic(calibration: Calibration) -> dict[str, Any]:
     windows = calibration.windows[0]
     few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
     batch = Batch(windows.input_ids[:few], windows.position_ids[:few])
-    return {"by_eps_b": [measures.dynamic_perplexity([batch], settings, eps) for eps in calibration.options.eps]}
+    return {"by_eps_b": measures.dynamic_perplexity([batch], settings, calibration.options.eps)}
 
 
 def dynamo_acceptance(calibration: Calibration) -> dict[str, Any]:
@@ -130,12 +130,8 @@ def dynamo_acceptance(calibration: Calibration) -> dict[str, Any]:
     options, measures, settings = calibration.options, _dynamo(calibration), _joint_settings(calibration)
     found: dict[str, Any] = {}
     for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
-        rows = []
-        for eps in options.eps:
-            asked = settings.model_copy(update={"eps_b": eps})
-            for drafts in range(1, measures.heads.tokens):
-                counts = measures.drafted(texts, asked, options.batch, drafts)
-                rows.append({"eps_b": eps, "drafts_allowed": drafts, **_counts(counts)})
+        counts = measures.drafted(texts, settings, options.batch, options.eps)
+        rows = [{"eps_b": eps, "drafts_allowed": drafts, **_counts(c)} for (eps, drafts), c in counts.items()]
         found[name] = {"rows": rows, "repeated_4_grams": round(texts.repeated_4_grams(), 4)}
     return found
 
