@@ -7,9 +7,8 @@ import math
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cp import CPHead
 from vllm_ppd.heads.training.target import Target
@@ -66,19 +65,14 @@ def drafted(target: Target, head: CPHead, texts: Texts, batch: int, autocast: An
     for part, windows in texts.batches(batch):
         with autocast():
             final = target.run(windows).final
-        rows = len(windows.input_ids)
-        hidden = final.unflatten(0, (rows, -1))[:, texts.prompt - 1 :]  # [texts, steps, hidden]
-        log_p = _target_log_probs(target, hidden.flatten(0, 1), texts.generated[part].flatten(), texts.temperature)
-        log_p = functional.pad(log_p.view(rows, steps), (0, n))
-        ahead = functional.pad(texts.generated[part], (0, n))
-        tokens = torch.stack([ahead[:, i : i + steps] for i in range(n + 1)], dim=-1).flatten(0, 1)
-        targets = torch.stack([log_p[:, i : i + steps] for i in range(1, n + 1)], dim=-1).flatten(0, 1)
-        flat = hidden.flatten(0, 1)
-        for start in range(0, len(flat), _chunk(target, head)):
-            rows_here = slice(start, start + _chunk(target, head))
-            chance = _chances(
-                target, head, flat[rows_here], tokens[rows_here], targets[rows_here], texts.temperature, autocast
-            )
+        generated = texts.generated[part]
+        hidden = texts.reading(final)
+        log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
+        tokens = ahead(generated, range(n + 1)).flatten(0, 1)
+        targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
+        for start in range(0, len(hidden), _chunk(target, head)):
+            rows = slice(start, start + _chunk(target, head))
+            chance = _chances(target, head, hidden[rows], tokens[rows], targets[rows], texts.temperature, autocast)
             index = torch.arange(start, start + len(chance))
             accept[part][index // steps, index % steps] = chance.cpu()
     return [walk(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, n + 1)]
@@ -111,11 +105,3 @@ def _chances(
         seen = factors.gather(-1, token[:, None, None].expand(-1, head.rank, 1)).squeeze(-1)
         weights = posterior(weights, seen)
     return torch.stack(chances, dim=1)
-
-
-def _target_log_probs(target: Target, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log p of tokens at the texts' temperature: [rows]."""
-    scaled = hidden / (temperature or 1.0)
-    if target.bias is None or not temperature:
-        return token_log_probs(scaled, tokens, target.unembedding, target.bias)
-    return token_log_probs(scaled, tokens, target.unembedding, target.bias / temperature)

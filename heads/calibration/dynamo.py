@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo import DynaMoHeads
@@ -44,10 +43,8 @@ class DynaMoMeasures:
         return [found.final, *others]
 
     def log_probs(self, states: torch.Tensor, temperature: float = 0.0) -> torch.Tensor:
-        """[rows, vocabulary] at a temperature (0: as for 1, the greedy order is the same)."""
-        target = self.target
-        logits = functional.linear(states.to(target.unembedding.dtype), target.unembedding, target.bias).float()
-        return torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+        """[rows, vocabulary] at a temperature (as for 1 where it is 0: the order is the same)."""
+        return torch.log_softmax(logits_at(self.target, states, temperature), dim=-1)
 
     def chunk(self, k: int, order: int) -> int:
         return max(1, JOINT_ELEMENTS // k**order)
@@ -84,10 +81,10 @@ class DynaMoMeasures:
         for batch in batches:
             states = self.states(batch)
             order = self._orders(states, settings, eps_b).view(len(eps_b), *batch.input_ids.shape)
-            ahead, valid = batch.ahead(n)
+            tokens, valid = batch.ahead(n)
             observed = torch.stack(
                 [
-                    token_log_probs(s, ahead[:, i], self.target.unembedding, self.target.bias)
+                    token_log_probs(s, tokens[:, i], self.target.unembedding, self.target.bias)
                     for i, s in enumerate(states)
                 ]
             ).view(n, *batch.input_ids.shape)
@@ -125,12 +122,11 @@ class DynaMoMeasures:
         accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
         limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
         for part, windows in texts.batches(batch):
-            rows = len(windows.input_ids)
-            states = [s.unflatten(0, (rows, -1))[:, texts.prompt - 1 :].flatten(0, 1) for s in self.states(windows)]
-            padded = functional.pad(texts.generated[part], (0, n - 1), value=-2)
-            tokens = torch.stack([padded[:, i : i + steps] for i in range(n)], dim=-1).flatten(0, 1)
-            log_p = self._of_text(states[0], texts, part)
-            targets = torch.stack([log_p[:, i : i + steps] for i in range(1, n)], dim=-1).flatten(0, 1)
+            generated = texts.generated[part]
+            states = [texts.reading(s) for s in self.states(windows)]
+            log_p = log_prob_of(self.target, states[0], generated.flatten(), texts.temperature).view_as(generated)
+            tokens = ahead(generated, range(n), fill=-2).flatten(0, 1)
+            targets = ahead(log_p, range(1, n)).flatten(0, 1)
             size = self.chunk(settings.k, n - 1)
             for at in range(0, len(tokens), size):
                 here = slice(at, at + size)
@@ -148,17 +144,6 @@ class DynaMoMeasures:
                     accept[key][part][place] = chance.cpu()
                     limit[key][part][place] = (choice.order - 1).cpu()
         return {key: walk(accept[key], texts.lengths.cpu(), limit[key]) for key in settings_of}
-
-    def _of_text(self, states: torch.Tensor, texts: Texts, part: Any) -> torch.Tensor:
-        """The target's log-probability of each generated token, padded with zeros: [texts, steps + n]."""
-        tokens = texts.generated[part]
-        found = torch.cat(
-            [
-                self.log_probs(s, texts.temperature).gather(1, ids[:, None]).squeeze(1)
-                for s, ids in zip(states.split(1024), tokens.flatten().split(1024), strict=True)
-            ]
-        )
-        return functional.pad(found.view(tokens.shape), (0, self.heads.tokens))
 
 
 def _at(settings: JointSettings, eps_b: float) -> JointSettings:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.heads.training.target import Target
@@ -40,9 +39,7 @@ class ExitMatches:
     def drafted(self, form: int, layer: int, n: int) -> Drafted:
         """What an engine with n drafts at this exit would count on these texts."""
         accept = self.accept[form, self.layers.index(layer)]  # [texts, positions]
-        padded = functional.pad(accept, (0, n))
-        ahead = torch.stack([padded[:, i : i + accept.shape[1]] for i in range(1, n + 1)], dim=-1)
-        return walk(ahead, self.lengths)
+        return walk(ahead(accept, range(1, n + 1)), self.lengths)
 
 
 @torch.no_grad()
@@ -64,10 +61,9 @@ def match_exits(
             states = target.run(windows, layers)
         rows = len(windows.input_ids)
         tokens, real = texts.generated[part].flatten(), valid[part]
-        final = _generated(states.final, rows, texts.prompt)
-        log_p = _log_prob_at(target, final, tokens, texts.temperature)
+        log_p = log_prob_of(target, texts.reading(states.final), tokens, texts.temperature)
         for index, layer in enumerate(layers):
-            hidden = _generated(states.exits[layer], rows, texts.prompt)
+            hidden = texts.reading(states.exits[layer])
             for form in range(len(FORMS)):
                 with autocast():
                     read = hidden if form == 0 else heads(hidden, layer)
@@ -81,19 +77,6 @@ def match_exits(
     return ExitMatches(layers, ks, hits, valid.sum(0).cpu(), accept, texts.lengths.cpu())
 
 
-def _generated(states: torch.Tensor, rows: int, prompt: int) -> torch.Tensor:
-    """The states that read each generated token: [rows * generated, hidden]."""
-    return states.unflatten(0, (rows, -1))[:, prompt - 1 :].flatten(0, 1)
-
-
-def _logits(target: Target, hidden: torch.Tensor) -> torch.Tensor:
-    return functional.linear(hidden.to(target.unembedding.dtype), target.unembedding, target.bias).float()
-
-
-def _log_prob_at(target: Target, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    return _rank_and_log_prob(target, hidden, tokens, temperature, False)[1]
-
-
 def _rank_and_log_prob(
     target: Target, read: torch.Tensor, tokens: torch.Tensor, temperature: float, whole: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,11 +85,10 @@ def _rank_and_log_prob(
     step = rows_a_chunk(target.unembedding)
     for start in range(0, len(read), step):
         part = slice(start, start + step)
-        logits = read[part].float() if whole else _logits(target, read[part])
+        logits = read[part].float() / (temperature or 1.0) if whole else logits_at(target, read[part], temperature)
         chosen = logits.gather(1, tokens[part, None])
         ranks.append((logits > chosen).sum(1))
-        scaled = logits / (temperature or 1.0)
-        log_probs.append(chosen[:, 0] / (temperature or 1.0) - torch.logsumexp(scaled, dim=-1))
+        log_probs.append(chosen[:, 0] - torch.logsumexp(logits, dim=-1))
     return torch.cat(ranks), torch.cat(log_probs)
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 from tqdm import tqdm
 
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.corpus import documents, expand
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 
 @dataclass
@@ -45,6 +47,10 @@ class Texts:
             found.append((part, Batch(ids, positions)))
         return found
 
+    def reading(self, states: torch.Tensor) -> torch.Tensor:
+        """Of a batch's states [tokens, hidden], those that read each generated token: [texts * generated, hidden]."""
+        return states.unflatten(0, (-1, self.ids.shape[1] - 1))[:, self.prompt - 1 :].flatten(0, 1)
+
     def repeated_4_grams(self) -> float:
         """Share of generated 4-grams that occurred before in their text: loops flatter acceptance."""
         repeated = total = 0
@@ -52,6 +58,32 @@ class Texts:
             grams = [tuple(row[i : i + 4]) for i in range(length - 3)]
             repeated, total = repeated + len(grams) - len(set(grams)), total + len(grams)
         return repeated / total if total else 0.0
+
+
+def ahead(
+    values: torch.Tensor,  # [texts, steps]
+    offsets: range,
+    fill: float = 0,
+) -> torch.Tensor:
+    """What stands at each offset after every step, fill past the end: [texts, steps, offsets]."""
+    padded = functional.pad(values, (0, offsets[-1]), value=fill)
+    return torch.stack([padded[:, i : i + values.shape[1]] for i in offsets], dim=-1)
+
+
+def logits_at(target: Target, states: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The LM head's logits at a temperature (as for 1 where it is 0: the order is the same): [rows, vocabulary]."""
+    logits = functional.linear(states.to(target.unembedding.dtype), target.unembedding, target.bias).float()
+    return logits / temperature if temperature else logits
+
+
+def log_prob_of(target: Target, states: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log p of a token [rows] at each state [rows, hidden], at a temperature (as for 1 where it is 0): [rows]."""
+    size = rows_a_chunk(target.unembedding)
+    found = []
+    for part, ids in zip(states.split(size), tokens.split(size), strict=True):
+        logits = logits_at(target, part, temperature)
+        found.append(logits.gather(1, ids[:, None]).squeeze(1) - torch.logsumexp(logits, dim=-1))
+    return torch.cat(found)
 
 
 def take_prompts(data: Sequence[str], target: Target, count: int, length: int) -> torch.Tensor:
@@ -106,7 +138,7 @@ def generate(
             chunk, attention_mask=torch.ones_like(chunk), max_new_tokens=tokens, pad_token_id=end or 0,
             renormalize_logits=True, **how,
         )  # fmt: skip
-        parts.append(torch.nn.functional.pad(out, (0, prompts.shape[1] + tokens - out.shape[1]), value=end or 0))
+        parts.append(functional.pad(out, (0, prompts.shape[1] + tokens - out.shape[1]), value=end or 0))
     ids = torch.cat(parts)
     generated = ids[:, prompts.shape[1] :]
     ended = generated == end if end is not None else torch.zeros_like(generated, dtype=torch.bool)
