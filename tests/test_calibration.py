@@ -19,7 +19,6 @@ from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import Calibration, calibrate
 from vllm_ppd.heads.calibration.walk import walk
 from vllm_ppd.heads.checkpoint import load_config
-from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -100,7 +99,7 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
 def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Path, kind: str) -> None:
     calibration = Calibration(options(heads("early"), data))
     target, texts = calibration.target, getattr(calibration, kind)
-    early = EarlyHeads.from_tensors(calibration.tensors, calibration.config.exit_layers)  # type: ignore[attr-defined]
+    early = parts._early_heads(calibration)
     found = match_exits(target, early, texts, (1, 3), 4, calibration.autocast)
     hits, accept = torch.zeros_like(found.hits), torch.zeros_like(found.accept)
     temperature = texts.temperature or 1.0

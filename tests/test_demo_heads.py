@@ -15,11 +15,10 @@ from exactness import greedy
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.parts import _cp_head, _dynamo, _joint_settings, _matches
+from vllm_ppd.heads.calibration.parts import _cp_head, _dynamo, _early_heads, _joint_settings, _matches
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
-from vllm_ppd.heads.early import EarlyHeads
 
 HEADS = DEMO.parent / "heads"
 PROMPT, TOKENS, EXIT = 48, 64, 9
@@ -80,14 +79,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def predicted(kind: str, calibration: Calibration, texts: Texts) -> Drafted:
     """What calibration expects an engine to count that emits exactly these texts."""
-    target, tensors, config = calibration.target, calibration.tensors, calibration.config
     if kind == "early":
-        heads = EarlyHeads.from_tensors(tensors, config.exit_layers, config.head)  # type: ignore[attr-defined]
-        return _matches(calibration, heads.to(target.dtype), texts).drafted(1, EXIT, 3)
+        return _matches(calibration, _early_heads(calibration), texts).drafted(1, EXIT, 3)
     if kind == "cp":
         from vllm_ppd.heads.calibration import cp
 
-        return cp.drafted(target, _cp_head(calibration), texts, 8, calibration.autocast)[2]
+        return cp.drafted(calibration.target, _cp_head(calibration), texts, 8, calibration.autocast)[2]
     return _dynamo(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,))[0.4, 2]
 
 

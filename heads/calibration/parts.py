@@ -31,12 +31,7 @@ def timing(calibration: Calibration) -> dict[str, Any]:
 
 def early_matches(calibration: Calibration) -> dict[str, Any]:
     """p(layer, k), by position too, on greedy texts; expected acceptance on greedy and sampled texts."""
-    config = calibration.config
-    assert isinstance(config, EarlyConfig)
-    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head).to(
-        calibration.target.device, calibration.target.dtype
-    )
-    options = calibration.options
+    heads, options = _early_heads(calibration), calibration.options
     found: dict[str, Any] = {"layers": list(heads.exit_layers), "ks": list(options.ks), "acceptance": {}}
     for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
         matches = _matches(calibration, heads, texts)
@@ -58,17 +53,20 @@ def early_matches(calibration: Calibration) -> dict[str, Any]:
 
 def early_sampling(calibration: Calibration) -> dict[str, Any]:
     """PPD, Table 5: p_correct at k = 3 when the target decodes greedily, by top-k (3) and by top-p (0.95)."""
-    config = calibration.config
-    assert isinstance(config, EarlyConfig)
-    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head).to(
-        calibration.target.device, calibration.target.dtype
-    )
+    heads = _early_heads(calibration)
     ways = {
         "greedy": calibration.greedy,
         f"top-k ({TOP_K})": calibration.write(1.0, top_k=TOP_K),
         f"top-p ({TOP_P})": calibration.write(1.0, top_p=TOP_P),
     }
     return {name: _rates(_matches(calibration, heads, texts, (3,))) for name, texts in ways.items()}
+
+
+def _early_heads(calibration: Calibration) -> EarlyHeads:
+    config, target = calibration.config, calibration.target
+    assert isinstance(config, EarlyConfig)
+    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head)
+    return heads.to(target.device, target.dtype)
 
 
 def _matches(
