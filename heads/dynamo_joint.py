@@ -17,6 +17,7 @@ from vllm_ppd.kernels.joint_threshold import (
     joint,
     penalise_repetition,
 )
+from vllm_ppd.kernels.sampling import draw, drawn_from
 
 
 @dataclass
@@ -52,9 +53,8 @@ class JointChoice:
         result = []
         for position in range(1, len(self.token_ids)):
             found = self._conditional(places, position)
-            one_hot = torch.zeros_like(found).scatter_(1, places[:, position : position + 1], 1.0)
-            one_hot = one_hot * (self.order > position)[:, None]
-            result.append(torch.where(greedy[:, None], one_hot, found))
+            q = drawn_from(found, places[:, position], greedy)
+            result.append(q * (self.order > position)[:, None])
         return self._tokens(places), result
 
     def probabilities(
@@ -97,9 +97,7 @@ class JointChoice:
             flat = values.flatten(1)
             index = flat.argmax(dim=1)
             if greedy is not None:
-                # An exponential race is a multinomial draw.
-                race = (flat / torch.empty_like(flat).exponential_(generator=generator)).argmax(dim=1)
-                index = torch.where(greedy, index, race)
+                index = torch.where(greedy, index, draw(flat, generator))
             columns = []
             for ids in reversed(self.token_ids[:order]):
                 columns.append(index % ids.shape[1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-GREEDY_BELOW = 1e-5  # temperature
+from vllm_ppd.kernels.sampling import divisor, draw, is_greedy
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -125,12 +125,9 @@ def draft_chain(
         probs = torch.bmm(log_weights.exp().unsqueeze(1), factors).squeeze(1)
         token = probs.argmax(dim=-1)
         if temperature is not None:
-            greedy = temperature < GREEDY_BELOW
-            probs = probs.pow(1 / torch.where(greedy, 1.0, temperature).to(probs.dtype).unsqueeze(-1))
+            probs = probs.pow(1 / divisor(temperature).to(probs.dtype))
             probs = probs / probs.sum(dim=-1, keepdim=True)
-            # The winner of an exponential race is a sample, without multinomial's wait for the device.
-            race = probs / torch.empty_like(probs).exponential_(generator=generator)
-            token = torch.where(greedy, token, race.argmax(dim=-1))
+            token = torch.where(is_greedy(temperature), token, draw(probs, generator))
         tokens.append(token)
         distributions.append(probs)
         if position < positions - 1:

@@ -11,6 +11,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
+from vllm_ppd.kernels.sampling import divisor, draw, drawn_from, is_greedy
 from vllm_ppd.model_patches.base import Adapter, CutState
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 
@@ -68,19 +69,14 @@ class EarlyReader:
         exit_layer: int,
         state: CutState,
         temperature: torch.Tensor,  # [rows]; rows at 0 take the best token
-        deterministic: torch.Tensor,  # [rows] bool: rows that must not draw (seeded requests)
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
         logits = self._logits(exit_layer, state, gather=True).float()
         confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-        greedy = (temperature < 1e-5) | deterministic
-        best = logits.argmax(dim=-1)
-        probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
-        # Exponential race, as vLLM's sampler draws: every rank holds the same generator state.
-        noise = torch.empty_like(probs).exponential_()
-        token_ids = torch.where(greedy, best, (probs / noise).argmax(dim=-1))
-        one_hot = torch.zeros_like(probs).scatter_(1, best[:, None], 1.0)
-        return Reading(token_ids, confidence, torch.where(greedy[:, None], one_hot, probs))
+        greedy = is_greedy(temperature)
+        probs = torch.softmax(logits / divisor(temperature), dim=-1)
+        token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
+        return Reading(token_ids, confidence, drawn_from(probs, token_ids, greedy))
 
     def _logits(self, exit_layer: int, state: CutState, gather: bool) -> torch.Tensor:
         hidden = self.adapter.norm(*state)

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -39,13 +37,15 @@ class ShallowLoop:
         self.device = device
         self.confidence_stops = 0  # of the last run
 
-    def run(self, plan: Plan, sampling: Any, probs: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, plan: Plan, temperature: torch.Tensor | None, probs: torch.Tensor | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draft until every request has its drafts or has stopped.
 
         Args:
             plan: who drafts, from which base token, and at most how many tokens.
-            sampling: the batch's SamplingMetadata.
-            probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, or None to draft greedily.
+            temperature: [requests] at which drafts are sampled; None to draft greedily.
+            probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
             (tokens [requests, n+1]: base token and drafts; drafts made [requests]).
@@ -68,9 +68,9 @@ class ShallowLoop:
                 keep = self._index(np.flatnonzero(drafting))
                 state = state[0][keep], None if state[1] is None else state[1][keep]
                 active = active[drafting]
-            reading = self._read(0, plan.rows[active], state, sampling, probs)
+            reading = self._read(0, active, state, temperature)
             if self.gamma > 0:
-                reading, confident = self._deepen(reading, plan, active, offset, sampling, probs)
+                reading, confident = self._deepen(reading, plan, active, offset, temperature)
                 self.confidence_stops += int((~confident).sum())
                 if not confident.any():
                     break
@@ -85,13 +85,12 @@ class ShallowLoop:
         return tokens.cpu().numpy(), made
 
     def _read(
-        self, exit_index: int, rows: np.ndarray, state: CutState, sampling: Any, probs: torch.Tensor | None
+        self, exit_index: int, requests: np.ndarray, state: CutState, temperature: torch.Tensor | None
     ) -> Reading:
         exit_layer = self.cut.exit_layers[exit_index]
-        if probs is None or sampling.all_greedy:
+        if temperature is None:
             return self.reader.greedy(exit_layer, state, with_confidence=self.gamma > 0)
-        seeded = np.isin(rows, list(sampling.generators))  # a seed promises the same output on every run
-        return self.reader.sample(exit_layer, state, sampling.temperature[self._index(rows)], self._index(seeded))
+        return self.reader.sample(exit_layer, state, temperature[self._index(requests)])
 
     def _deepen(
         self,
@@ -99,8 +98,7 @@ class ShallowLoop:
         plan: Plan,
         active: np.ndarray,
         offset: int,
-        sampling: Any,
-        probs: torch.Tensor | None,
+        temperature: torch.Tensor | None,
     ) -> tuple[Reading, np.ndarray]:
         """Take the requests that are not confident to the next exits, one after the other, and read again.
 
@@ -116,7 +114,7 @@ class ShallowLoop:
             # Earlier tokens that left at this exit come along: attention at the next layers must see their KV.
             self._advance(level, plan, requests, np.full(len(requests), offset + 1))
             state = self.saved.load(plan.rows[requests] * self.saved.width + offset)
-            deeper = self._read(level, plan.rows[requests], state, sampling, probs)
+            deeper = self._read(level, requests, state, temperature)
             reading = reading.replaced(self._index(unsure), deeper)
             confident = self._confident(reading)
         return reading, confident

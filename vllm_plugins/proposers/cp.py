@@ -18,7 +18,8 @@ import torch
 from vllm_ppd.heads.checkpoint import load_tensors
 from vllm_ppd.heads.config import CPConfig
 from vllm_ppd.heads.cp import log_gate
-from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW, draft_chain
+from vllm_ppd.kernels.cp_mixture import draft_chain
+from vllm_ppd.kernels.sampling import drawn_from, is_greedy
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
@@ -73,8 +74,7 @@ class CPProposer(Proposer):
             first = vocabulary.place_of[first]
         tokens, q = self.chain(log_gate(hidden, self.gate), self._logits(hidden), first, temperature)
         if self.probs is not None and temperature is not None:
-            one_hot = torch.zeros_like(q).scatter_(2, tokens[..., None], 1.0)
-            q = torch.where((temperature < GREEDY_BELOW)[:, None, None], one_hot, q)
+            q = drawn_from(q, tokens, is_greedy(temperature))
             index = self.index(rows)
             self.probs[index] = q if vocabulary is None else vocabulary.spread(q, self.probs[index])
         return tokens if vocabulary is None else vocabulary.token_ids[tokens]

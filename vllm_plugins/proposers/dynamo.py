@@ -20,7 +20,7 @@ from vllm_ppd.heads.checkpoint import load_tensors
 from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo_joint import JointChoice, select
-from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW
+from vllm_ppd.kernels.sampling import divisor, is_greedy
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
@@ -109,7 +109,7 @@ class DynaMoProposer(Proposer):
         """Of each head from 2 on, [requests, draft vocabulary] at the requests' temperatures."""
         logits = self.logits(places, self.vocabulary)
         if temperature is not None:
-            logits = logits / torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
+            logits = logits / divisor(temperature)
         return list(torch.log_softmax(logits, dim=-1))
 
     def choose(self, rows: np.ndarray, log_probs: list[torch.Tensor], first_token: torch.Tensor | None) -> JointChoice:
@@ -131,7 +131,7 @@ class DynaMoProposer(Proposer):
     def _draw(self, choice: JointChoice, rows: np.ndarray, temperature: torch.Tensor) -> torch.Tensor:
         """A sampled n-gram of each request, its distributions kept for the rejection sampler: [requests, n]."""
         assert self.probs is not None
-        tokens, distributions = choice.draw(temperature < GREEDY_BELOW)
+        tokens, distributions = choice.draw(is_greedy(temperature))
         index = self.index(rows)
         for offset, (ids, q) in enumerate(zip(choice.token_ids[1:], distributions, strict=True)):
             whole = torch.zeros(len(rows), self.probs.shape[-1], device=q.device)

@@ -91,7 +91,7 @@ class EarlyProposer(Proposer):
         return super().draft(step)
 
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        tokens, made = self.loop.run(plan, step.sampling, self.probs)
+        tokens, made = self.loop.run(plan, self.temperature(plan.rows, step.sampling), self.probs)
         self.saved.keep(self.runner.input_batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
         self.counters.add("confidence_stops", self.loop.confidence_stops)
         return tokens[:, 1:], made

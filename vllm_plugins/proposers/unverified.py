@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW
+from vllm_ppd.kernels.sampling import divisor, is_greedy
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.proposers.dynamo import DynaMoProposer
@@ -70,9 +70,8 @@ class NGramEmission:
             temperature = sampling.temperature[index]
         places = proposer.token_places(None)[index]
         logits = [first_logits, *proposer.logits(places)]
-        greedy = temperature < GREEDY_BELOW
-        scale = torch.where(greedy, 1.0, temperature)[:, None]
+        scale = divisor(temperature)
         top_k = None if sampling.top_k is None else sampling.top_k[index]
         top_p = None if sampling.top_p is None else sampling.top_p[index]
         heads = [torch.log_softmax(apply_top_k_top_p(head / scale, top_k, top_p), dim=-1) for head in logits]
-        return proposer.choose(rows, heads, None).sample(greedy=greedy)
+        return proposer.choose(rows, heads, None).sample(greedy=is_greedy(temperature))
