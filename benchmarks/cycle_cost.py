@@ -11,17 +11,16 @@ steps. A cycle is one engine step: the deep pass that verifies, and the shallow 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from engines import TimedStack, Timers, drafter_of, model_arguments, parameters, provenance, start, steps, write_config
+from engines import TimedStack, Timers, drafter_of, model_arguments, parameters, report, start, steps, write_config
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder), args)
         stock = start(model, args, None)
@@ -47,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name, value in timers.seconds.items():
                 parts[name].append(value / args.steps)
         rows.append(row(args, batch, full, cycle, {name: statistics.median(values) for name, values in parts.items()}))
-    return {**provenance("cycle_cost", args), "rows": rows}
+    return rows
 
 
 def row(
@@ -104,11 +103,7 @@ def main() -> None:
     model_arguments(parser, layers=12, hidden=1280, vocab=16_384)
     parser.add_argument("--exit-layer", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=3)
-    args = parser.parse_args()
-    result = measure(args)
-    show(result)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    report(parser, measure, show)
 
 
 if __name__ == "__main__":

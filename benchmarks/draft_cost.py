@@ -11,7 +11,6 @@ turns; medians of single engine steps. Heads are random: what they cost does not
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 from collections import defaultdict
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import TimedStack, Timers, drafter_of, model_arguments, provenance, start, steps, write_config
+from engines import TimedStack, Timers, drafter_of, model_arguments, report, start, steps, write_config
 
 
 def write_heads(folder: Path, kind: str, args: argparse.Namespace) -> Path:
@@ -55,7 +54,7 @@ def write_heads(folder: Path, kind: str, args: argparse.Namespace) -> Path:
     return folder / kind
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder), args)
         engines = {"vllm": start(model, args, None)}
@@ -91,7 +90,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             }
             for kind in drafting
         ]  # fmt: skip
-    return {**provenance("draft_cost", args), "rows": rows}
+    return rows
 
 
 def _instrument(kind: str, drafter: Any, timers: Timers) -> None:
@@ -127,11 +126,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=3, help="of the CP head")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary; 0 leaves it out")
     parser.add_argument("--tokens", type=int, default=3, help="n of DynaMo-Tn")
-    args = parser.parse_args()
-    result = measure(args)
-    show(result)
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    report(parser, measure, show)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cost benchmarks share: a model of random weights, engines in this process, and timed steps."""
+"""What the cost benchmarks share: a model of random weights, engines in this process, timed steps, and the report."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from vllm_ppd.heads.training.provenance import provenance
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -138,21 +138,22 @@ def drafter_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
 
 
-def provenance(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What was run, when, on which machine and model."""
-    return {
-        "benchmark": name,
-        "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "git": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {_cpu()}",
-        "model": f"Llama, {parameters(args) / 1e6:.0f}M parameters, random weights, {args.layers} layers, {args.dtype}",
-        "settings": {k: v for k, v in vars(args).items() if k != "out"},
-    }
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+def report(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], list[dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None],
+) -> None:
+    """A benchmark's main: take the flags, measure rows, show them, and write them with where they came from."""
+    args = parser.parse_args()
+    rows = measure(args)
+    script = Path(sys.argv[0])
+    result = provenance(
+        benchmark=script.stem,
+        command=" ".join(["python", f"benchmarks/{script.name}", *sys.argv[1:]]),
+        model=f"Llama, {parameters(args) / 1e6:.0f}M parameters, random weights, {args.layers} layers, {args.dtype}",
+        settings={name: value for name, value in vars(args).items() if name != "out"},
+        rows=rows,
+    )
+    show(result)
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")

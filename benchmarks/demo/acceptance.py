@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from corpus import split
+
+from vllm_ppd.heads.training.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {"greedy": 0.0, "T 0.8": 0.8}
@@ -114,15 +114,12 @@ def main() -> None:
             print(f"| {name} | {row['setting']} | {' | '.join(str(row[column]) for column in COLUMNS)} |", flush=True)
             rows.append({"method": name, **row})
     if args.out is not None:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-        result = {
-            "benchmark": "demo_acceptance",
-            "command": " ".join(["python", "benchmarks/demo/acceptance.py", *sys.argv[1:]]),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "git": git.stdout.strip(),
-            "settings": {"drafts": args.drafts, "prompts": len(texts), "tokens": args.tokens, "dtype": "float32"},
-            "rows": rows,
-        }
+        result = provenance(
+            benchmark="demo_acceptance",
+            command=" ".join(["python", "benchmarks/demo/acceptance.py", *sys.argv[1:]]),
+            settings={"drafts": args.drafts, "prompts": len(texts), "tokens": args.tokens, "dtype": "float32"},
+            rows=rows,
+        )
         args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

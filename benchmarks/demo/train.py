@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +23,8 @@ from corpus import split
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from vllm_ppd.heads.training.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 END = "<|endoftext|>"
@@ -162,20 +163,16 @@ def main() -> None:
     tokenizer.save_pretrained(args.out)
     # The loss that is reported is that of the weights that are shipped.
     loss = validation_loss(model.float(), validation_ids)
-    provenance = {
-        "command": " ".join(["python", "benchmarks/demo/train.py", *sys.argv[1:]]),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "git": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip(),
-        "corpus": f"standard library of Python {platform.python_version()}",
-        "versions": {"torch": torch.__version__, "transformers": __import__("transformers").__version__},
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "training_tokens_in_corpus": len(train_ids),
-        "training_tokens_seen": args.steps * args.batch * CONTEXT,
-        "parameters": parameters,
-        "seconds": round(spent),
-        "validation_loss_nats_per_token": round(loss, 4),
-        "validation_perplexity": round(math.exp(loss), 3),
-        "settings": {
+    facts = provenance(
+        command=" ".join(["python", "benchmarks/demo/train.py", *sys.argv[1:]]),
+        corpus=f"standard library of Python {platform.python_version()}",
+        training_tokens_in_corpus=len(train_ids),
+        training_tokens_seen=args.steps * args.batch * CONTEXT,
+        parameters=parameters,
+        seconds=round(spent),
+        validation_loss_nats_per_token=round(loss, 4),
+        validation_perplexity=round(math.exp(loss), 3),
+        settings={
             "steps": args.steps,
             "batch": args.batch,
             "context": CONTEXT,
@@ -183,10 +180,10 @@ def main() -> None:
             "muon_lr": args.muon_lr,
             "seed": args.seed,
         },
-    }
-    (args.out / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    )
+    (args.out / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
     checkpoint.unlink(missing_ok=True)
-    print(json.dumps(provenance, indent=2))
+    print(json.dumps(facts, indent=2))
 
 
 if __name__ == "__main__":
