@@ -6,6 +6,7 @@ Each kind of heads is one class here; its own fields stand beside speculators' k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,7 +27,7 @@ class TargetLayers(BaseModel):
     num_hidden_layers: int = Field(ge=2)
 
 
-class HeadsConfig(BaseModel):
+class HeadsConfig(BaseModel, ABC):
     """What all kinds share. A kind adds its fields and says which tensors it expects."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -39,13 +40,13 @@ class HeadsConfig(BaseModel):
     target: TargetLayers
     fingerprint: TargetFingerprint = TargetFingerprint()
 
+    @abstractmethod
     def shapes(self) -> Shapes:
         """The tensors of `model.safetensors`: shape by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def describe(self) -> str:
         """What they are, in a few words."""
-        raise NotImplementedError
 
     @property
     def max_drafts(self) -> int | None:

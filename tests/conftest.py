@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ import tiny
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "benchmarks" / "demo" / "model"
 MIB = 1 << 20
+
+
+def write_texts(path: Path, texts: Iterable[str]) -> Path:
+    """A .jsonl file of texts."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def patterned_texts(count: int, repeats: int) -> list[str]:
+    """Texts with structure enough to be learnt in a few steps."""
+    return [f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats for i in range(count)]
 
 
 @pytest.fixture(scope="session")

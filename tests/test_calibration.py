@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads.calibration import parts, run
 from vllm_ppd.heads.calibration.early import match_exits
@@ -62,10 +63,7 @@ def test_walk_counts_whole_numbers_for_greedy_texts() -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    lines = [json.dumps({"text": f"the {i % 7} and the {i % 5} are {i % 3}; " * 30}) for i in range(30)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return write_texts(tmp_path_factory.mktemp("data") / "data.jsonl", patterned_texts(30, 30))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO, ROOT, start_engine
+from conftest import DEMO, ROOT, start_engine, write_texts
 from exactness import greedy
 from vllm import SamplingParams
 
@@ -54,8 +54,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: An
     from corpus import split
 
     monkeypatch_module.chdir(ROOT)
-    data = tmp_path_factory.mktemp("data") / "validation.jsonl"
-    data.write_text("\n".join(json.dumps({"text": text}) for text in split()[1]) + "\n")
+    data = write_texts(tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1])
 
     def get(kind: str) -> Calibration:
         heads = f"benchmarks/demo/heads/{kind}"

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads import checkpoint
@@ -39,11 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text with structure enough to be learnt in a few steps."""
-    path = tmp_path_factory.mktemp("data") / "data.jsonl"
-    lines = [json.dumps({"text": f"the {i % 7} and the {i % 5} are {i % 3}; " * 6}) for i in range(120)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return write_texts(tmp_path_factory.mktemp("data") / "data.jsonl", patterned_texts(120, 6))
 
 
 @pytest.fixture

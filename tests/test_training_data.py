@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from conftest import write_texts
 from torch.nn import functional
 
 from vllm_ppd.heads.training import TrainingError
@@ -78,8 +79,7 @@ def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
 
 def store(folder: Path, texts: list[str], tokenizer: Any, **changes: Any) -> TokenStore:
     folder.mkdir(exist_ok=True)
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data = write_texts(folder / "data.jsonl", texts)
     settings: dict[str, Any] = {"vocab_size": tiny.VOCAB, "held_out": 0.3, "length": 16}
     return TokenStore(folder / "work", [data], tokenizer, **{**settings, **changes})
 
@@ -125,7 +125,7 @@ def test_store_is_made_once(tmp_path: Path, tokenizer: Any) -> None:
     stamp = (tmp_path / "work" / "train.ids").stat().st_mtime_ns
     TokenStore(tmp_path / "work", [tmp_path / "data.jsonl"], tokenizer, tiny.VOCAB, 0.3, 16)
     assert (tmp_path / "work" / "train.ids").stat().st_mtime_ns == stamp
-    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "other text, longer than that" * 9}) + "\n")
+    write_texts(tmp_path / "data.jsonl", ["other text, longer than that" * 9])
     other = TokenStore(tmp_path / "work", [tmp_path / "data.jsonl"], tokenizer, tiny.VOCAB, 0.3, 16)
     assert len(other.tokens["train"]) != len(first.tokens["train"])
 

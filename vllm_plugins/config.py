@@ -123,16 +123,10 @@ class DraftingOptions(BaseModel):
 
 
 class DraftingConfig(DraftingOptions):
-    """The options as resolved for one target: exit layers are known and within the model (none: not drafted there)."""
+    """The options as resolved for one target: exit layers are known and within the model (None: of no use here)."""
 
-    exit_layer: tuple[int, ...] = ()
     num_layers: int
     heads_summary: str = ""
-
-    @field_validator("exit_layer")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        return value  # checked as an option; here empty is a value
 
     @property
     def how(self) -> Method:
@@ -228,8 +222,6 @@ def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None
             _check_draft_vocabulary(options, heads)
     if METHODS[options.method].heads == "early":
         values["exit_layer"] = _exits(options, num_layers, heads)
-    else:
-        values["exit_layer"] = ()
     if options.method == "dynamo" and options.eps_b is None and heads is not None:
         values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
     return DraftingConfig(**{**values, "num_layers": num_layers})

@@ -37,6 +37,7 @@ class EarlyProposer(Proposer):
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         device, dtype = self.runner.device, model_config.dtype
         hidden_size = model_config.hf_text_config.hidden_size
+        assert config.exit_layer is not None
         self.cut = ModelCut(model, vllm_config, config.exit_layer)
         heads = None
         if config.model is not None:
