@@ -4,8 +4,9 @@
     python benchmarks/draft_cost.py                                   # 398M parameters, 32K vocabulary, bf16, batch 1
     python benchmarks/draft_cost.py --batch 1 8 --out benchmarks/results/draft_cost.json
 
-Engines in one process, vLLM alone, with a CP head and with DynaMo token heads, each also with a draft vocabulary, take
-turns; medians of single engine steps. Heads are random: what they cost does not depend on what they say.
+Engines in one process, vLLM alone, with a CP head and with DynaMo token heads, each with the draft vocabulary that the
+heads recommend and with the whole vocabulary, take turns; medians of single engine steps. Heads are random: what they
+cost does not depend on what they say.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def write_heads(folder: Path, kind: str, args: argparse.Namespace) -> Path:
     target = TargetLayers(
         model_type="llama", hidden_size=args.hidden, vocab_size=args.vocab, num_hidden_layers=args.layers
     )
-    shared: dict[str, Any] = {"verifier": "random", "target": target, "dtype": args.dtype}
+    shared: dict[str, Any] = {
+        "verifier": "random", "target": target, "dtype": args.dtype, "draft_vocab_size": args.draft_vocab,
+    }  # fmt: skip
     config: Any
     if kind == "cp":
         config = CPConfig(
@@ -61,9 +64,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         for kind in args.kinds:
             heads = str(write_heads(Path(folder), kind, args))
             engines[kind] = start(model, args, {"model": heads})
-            if args.draft_vocab:
-                short = {"model": heads, "draft_vocab_size": args.draft_vocab}
-                engines[f"{kind}, draft vocabulary {args.draft_vocab}"] = start(model, args, short)
+            whole = {"model": heads, "draft_vocab_size": args.vocab}
+            engines[f"{kind}, whole vocabulary"] = start(model, args, whole)
     drafting = [name for name in engines if name != "vllm"]
     timers = {kind: Timers() for kind in drafting}
     for kind in drafting:
@@ -124,7 +126,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["cp", "dynamo"], choices=["cp", "dynamo"])
     parser.add_argument("--rank", type=int, default=3, help="of the CP head")
     parser.add_argument("--drafts", type=int, default=3, help="of the CP head")
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="size of the draft vocabulary; 0 leaves it out")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="draft vocabulary that the heads recommend")
     parser.add_argument("--tokens", type=int, default=3, help="n of DynaMo-Tn")
     report(parser, measure, show)
 

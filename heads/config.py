@@ -36,9 +36,21 @@ class HeadsConfig(BaseModel, ABC):
 
     verifier: str = Field(description="name or path of the target")
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step recommended for these heads")
+    draft_vocab_size: int | None = Field(
+        None, ge=16, description="how many tokens, the most frequent ones, are drafted by default (None: all)"
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers
     fingerprint: TargetFingerprint = TargetFingerprint()
+
+    @model_validator(mode="after")
+    def _known_frequencies(self) -> HeadsConfig:
+        if self.draft_vocab_size is not None:
+            if self.counts_tensor is None:
+                raise ValueError("draft_vocab_size needs token counts, which these heads lack")
+            if self.draft_vocab_size > self.target.vocab_size:
+                raise ValueError(f"draft_vocab_size is more than the vocabulary of {self.target.vocab_size}")
+        return self
 
     @abstractmethod
     def shapes(self) -> Shapes:
@@ -54,9 +66,9 @@ class HeadsConfig(BaseModel, ABC):
         return None
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether they know how frequent tokens are, which a draft vocabulary is made of."""
-        return False
+    def counts_tensor(self) -> str | None:
+        """The tensor of how often tokens occur, which a draft vocabulary is made of (None: they do not know)."""
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout."""
@@ -74,6 +86,7 @@ class HeadsConfig(BaseModel, ABC):
             },
             "transformer_layer_config": self.target.model_dump(),
             **own,
+            "draft_vocab_size": self.draft_vocab_size,
             "dtype": self.dtype,
             "fingerprint": self.fingerprint.model_dump(),
         }
@@ -89,6 +102,7 @@ class HeadsConfig(BaseModel, ABC):
             {
                 "verifier": (speculators.get("verifier") or {}).get("name_or_path"),
                 "num_speculative_tokens": methods[0].get("speculative_tokens", 3),
+                "draft_vocab_size": data.get("draft_vocab_size"),
                 "dtype": data.get("dtype", "float32"),
                 "target": data.get("transformer_layer_config"),
                 "fingerprint": data.get("fingerprint") or {},
@@ -166,8 +180,8 @@ class CPConfig(HeadsConfig):
         return found | ({"token_counts": [self.target.vocab_size]} if self.token_counts else {})
 
     @property
-    def counts_tokens(self) -> bool:
-        return self.token_counts
+    def counts_tensor(self) -> str | None:
+        return "token_counts" if self.token_counts else None
 
 
 class DynaMoConfig(HeadsConfig):
@@ -198,8 +212,8 @@ class DynaMoConfig(HeadsConfig):
         return self.tokens - 1
 
     @property
-    def counts_tokens(self) -> bool:
-        return bool(self.cooccurrence_entries)
+    def counts_tensor(self) -> str | None:
+        return "cooccurrence.unigram" if self.cooccurrence_entries else None
 
     def shapes(self) -> Shapes:
         found = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import patterned_texts, write_texts
 
+from vllm_ppd.heads import draft_vocabulary
 from vllm_ppd.heads.calibration import parts, run
 from vllm_ppd.heads.calibration.early import match_exits
 from vllm_ppd.heads.calibration.options import CalibrationOptions
@@ -132,7 +133,10 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", EXTRA)
-def test_report_and_recommendation(heads: Callable[..., Path], data: Path, kind: str, capsys: Any) -> None:
+def test_report_and_recommendation(
+    heads: Callable[..., Path], data: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_vocabulary, "LEAST", 128)
     folder = heads(kind, **EXTRA[kind])
     result = calibrate(options(folder, data))
     chosen = result["recommendation"]
@@ -140,9 +144,15 @@ def test_report_and_recommendation(heads: Callable[..., Path], data: Path, kind:
     assert config.num_speculative_tokens == chosen["num_speculative_tokens"]
     if kind == "early":
         assert config.default_exit_layers == chosen["default_exit_layers"]  # type: ignore[attr-defined]
+    else:
+        sizes = result["parts"]["vocabulary"]
+        assert list(sizes) == ["192", "128"]
+        assert 0 < sizes["128"]["covers"] <= sizes["192"]["covers"] <= 1
+        assert config.draft_vocab_size == chosen["draft_vocab_size"]
     text = report(json.loads((folder / "calibration.json").read_text()))
     assert "Recommended" in text
     assert "| layer" in text
+    assert ("Draft vocabularies" in text) == (kind != "early")
 
 
 def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

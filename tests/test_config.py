@@ -184,6 +184,17 @@ def test_heads_that_cannot_do_what_is_asked(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["cp", "dynamo"])
+def test_heads_recommend_a_draft_vocabulary(tiny_model: Model, tmp_path: Path, kind: str) -> None:
+    folder = blank_heads(tmp_path, tiny_model(), kind, draft_vocab_size=128)
+    for given, expected in (({}, 128), ({"draft_vocab_size": 64}, 64), ({"draft_vocab_size": 320}, None)):
+        assert options(from_dict(tiny_model(), {"model": folder, **given}))["draft_vocab_size"] == expected
+    if kind == "dynamo":  # unverified drafts are the output: all of the vocabulary
+        assert options(from_dict(tiny_model(), {"model": folder, "verify": False}))["draft_vocab_size"] is None
+    with pytest.raises(ValueError, match="draft_vocab_size is more than the vocabulary of 320"):
+        blank_heads(tmp_path / "more", tiny_model(), kind, draft_vocab_size=321)
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
@@ -206,10 +217,13 @@ def test_cooccurrence_table_of_another_vocabulary(tiny_model: Model, tmp_path: P
         from_dict(tiny_model(), {"model": folder})
 
 
-def blank_heads(folder: Path, model: Path, kind: str, table: int = 320, **changes: int) -> str:
+def blank_heads(
+    folder: Path, model: Path, kind: str, table: int = 320, draft_vocab_size: int | None = None, **changes: int
+) -> str:
     """A heads folder whose weights are zeros."""
     sizes = {"hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 6, **changes}
     shared: dict[str, Any] = {"verifier": str(model), "target": TargetLayers(model_type="llama", **sizes)}
+    shared["draft_vocab_size"] = draft_vocab_size
     config: Any
     if kind == "cp":
         config = CPConfig(**shared, positions=4, rank=2, token_counts=True)

@@ -15,7 +15,7 @@ from exactness import greedy
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.parts import _cp_head, _dynamo, _early_heads, _joint_settings, _matches
+from vllm_ppd.heads.calibration.parts import _cp_head, _dynamo, _early_heads, _joint_settings, _matches, _vocabularies
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
@@ -73,29 +73,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
     "cp": {"method": "cp", "num_speculative_tokens": 3},
     "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4},
+    "cp, 1024 tokens": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
+    "dynamo, 1024 tokens": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4, "draft_vocab_size": 1024},
 }
 
 
-def predicted(kind: str, calibration: Calibration, texts: Texts) -> Drafted:
+def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     """What calibration expects an engine to count that emits exactly these texts."""
+    kind, size = calibration.config.kind, OPTIONS[variant].get("draft_vocab_size")
+    short = None
+    if size is not None:
+        (short,) = (ids for ids, _ in _vocabularies(calibration) if len(ids) == size)
     if kind == "early":
         return _matches(calibration, _early_heads(calibration), texts).drafted(1, EXIT, 3)
     if kind == "cp":
         from vllm_ppd.heads.calibration import cp
 
-        return cp.drafted(calibration.target, _cp_head(calibration), texts, 8, calibration.autocast)[2]
-    return _dynamo(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,))[0.4, 2]
+        return cp.drafted(calibration.target, _cp_head(calibration), texts, 8, calibration.autocast, short)[2]
+    return _dynamo(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("kind", list(OPTIONS))
-def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Calibration], kind: str) -> None:
+@pytest.mark.parametrize("variant", list(OPTIONS))
+def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Calibration], variant: str) -> None:
     """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
+    kind = variant.split(",")[0]
     made = calibration(kind)
     requests = [{"prompt_token_ids": ids} for ids in made.prompts.tolist()]
     model: Path = DEMO
     llm = start_engine(
-        model, {**OPTIONS[kind], "model": str(HEADS / kind)}, max_model_len=256, max_num_batched_tokens=512,
+        model, {**OPTIONS[variant], "model": str(HEADS / kind)}, max_model_len=256, max_num_batched_tokens=512,
         max_num_seqs=32, kv_cache_memory_bytes=1 << 28,
     )  # fmt: skip
     for temperature, rounds in ((0.0, 1), (0.8, 3)):
@@ -107,7 +114,7 @@ def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Cal
         seen = llm.counts - before
         ids = torch.tensor([o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs])
         texts = Texts(ids, PROMPT, torch.full((len(ids),), TOKENS), temperature)
-        expected = predicted(kind, made, texts)
+        expected = predicted(variant, made, texts)
         if temperature:
             assert seen["drafted"] == pytest.approx(expected.drafted, rel=0.03)
             assert seen["accepted"] == pytest.approx(expected.accepted, rel=0.08)

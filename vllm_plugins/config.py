@@ -83,7 +83,7 @@ class DraftingOptions(BaseModel):
         None,
         ge=16,
         description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
-        "that part of the LM head alone (default: the whole vocabulary)",
+        "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
         json_schema_extra={"flag": True, "methods": ["cp", "dynamo"]},
     )
     max_drafting_requests: int | None = Field(
@@ -218,8 +218,7 @@ def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None
                 f"speculative_config: num_speculative_tokens={options.num_speculative_tokens} is more than the "
                 f"{heads.max_drafts} drafts that the heads in {options.model!r} make"
             )
-        if options.draft_vocab_size is not None:
-            _check_draft_vocabulary(options, heads)
+        values["draft_vocab_size"] = _draft_vocabulary(options, heads)
     if METHODS[options.method].heads == "early":
         values["exit_layer"] = _exits(options, num_layers, heads)
     if options.method == "dynamo" and options.eps_b is None and heads is not None:
@@ -227,14 +226,21 @@ def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None
     return DraftingConfig(**{**values, "num_layers": num_layers})
 
 
-def _check_draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> None:
-    given = f"speculative_config: draft_vocab_size={options.draft_vocab_size}"
-    if options.draft_vocab_size is not None and options.draft_vocab_size > heads.target.vocab_size:
-        raise OptionError(f"{given} is more than the model's vocabulary of {heads.target.vocab_size}")
-    if not heads.counts_tokens:
+def _draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> int | None:
+    """How many tokens are drafted; None is the whole vocabulary."""
+    asked, whole = options.draft_vocab_size, heads.target.vocab_size
+    if asked is None:
+        return heads.draft_vocab_size if options.verify else None
+    given = f"speculative_config: draft_vocab_size={asked}"
+    if asked > whole:
+        raise OptionError(f"{given} is more than the model's vocabulary of {whole}")
+    if asked == whole:
+        return None
+    if heads.counts_tensor is None:
         raise OptionError(f"{given} needs token counts, which the heads in {options.model!r} lack; leave it out")
     if not options.verify:
         raise OptionError(f"{given} limits what is drafted, and unverified drafts are the output; leave it out")
+    return asked
 
 
 def _exits(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_ppd.heads.draft_vocabulary import columns, most_frequent
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
 
@@ -25,9 +26,8 @@ class DraftVocabulary:
     def __init__(
         self, counts: torch.Tensor, size: int, lm_head: TargetLMHead, vllm_config: object, device: torch.device
     ) -> None:
-        self.token_ids = counts.float().topk(size).indices.sort().values.to(device)
-        self.place_of = torch.full((len(counts),), -1, dtype=torch.int64, device=device)
-        self.place_of[self.token_ids] = torch.arange(size, device=device)
+        self.token_ids = most_frequent(counts, size).to(device)
+        self.place_of = columns(self.token_ids, len(counts))
         rows, self.bias = lm_head.rows(self.token_ids, vllm_config, device)
         self.unembedding = PackedLinear(rows, vllm_config, device)
 

@@ -11,6 +11,7 @@ import torch
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.draft_vocabulary import columns
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, joint_log_likelihood, mixture, posterior
@@ -57,7 +58,14 @@ def perplexities(target: Target, head: CPHead, batches: list[Batch], autocast: A
 
 
 @torch.no_grad()
-def drafted(target: Target, head: CPHead, texts: Texts, batch: int, autocast: Any) -> list[Drafted]:
+def drafted(
+    target: Target,
+    head: CPHead,
+    texts: Texts,
+    batch: int,
+    autocast: Any,
+    token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
+) -> list[Drafted]:
     """What an engine would count on these texts with 1, 2, ... n-1 drafts."""
     n = head.positions - 1
     steps = texts.generated.shape[1]
@@ -68,40 +76,42 @@ def drafted(target: Target, head: CPHead, texts: Texts, batch: int, autocast: An
         generated = texts.generated[part]
         hidden = texts.reading(final)
         log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
+        if token_ids is not None:
+            generated = columns(token_ids, target.vocab_size)[generated]
         tokens = ahead(generated, range(n + 1)).flatten(0, 1)
         targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
         for start in range(0, len(hidden), _chunk(target, head)):
             rows = slice(start, start + _chunk(target, head))
-            chance = _chances(target, head, hidden[rows], tokens[rows], targets[rows], texts.temperature, autocast)
+            with autocast():
+                logits = head.logits(hidden[rows], target.unembedding, target.bias)
+                weights = head.log_weights(hidden[rows])
+            if token_ids is not None:
+                logits = logits[..., token_ids]
+            chance = _chances(logits, weights, tokens[rows], targets[rows], texts.temperature)
             index = torch.arange(start, start + len(chance))
             accept[part][index // steps, index % steps] = chance.cpu()
     return [walk(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, n + 1)]
 
 
 def _chances(
-    target: Target,
-    head: CPHead,
-    hidden: torch.Tensor,  # [rows, hidden]
-    tokens: torch.Tensor,  # [rows, positions] the token sampled from the state, and those after it
+    logits: torch.Tensor,  # [rows, positions, r, vocabulary]
+    weights: torch.Tensor,  # [rows, r] log weights before the first position
+    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and those after it; -1 outside
     log_p: torch.Tensor,  # [rows, positions - 1] the target's log-probability of the latter
     temperature: float,
-    autocast: Any,
 ) -> torch.Tensor:
     """Probability that each draft is accepted if those before it were: [rows, positions - 1]."""
-    with autocast():
-        logits = head.logits(hidden, target.unembedding, target.bias)
-        weights = head.log_weights(hidden)
     chances = []
     for position, raw in enumerate(logits.unbind(dim=1)):
         factors = raw.float().log_softmax(-1)
-        token = tokens[:, position]
+        inside, token = tokens[:, position] >= 0, tokens[:, position].clamp(min=0)
         if position:
             log_q = mixture(weights, factors)
             if temperature:
                 log_q = torch.log_softmax(log_q / temperature, dim=-1).gather(1, token[:, None]).squeeze(1)
-                chances.append((log_q - log_p[:, position - 1]).exp().clamp(max=1))
+                chances.append((log_q - log_p[:, position - 1]).exp().clamp(max=1) * inside)
             else:
-                chances.append((log_q.argmax(-1) == token).float())
-        seen = factors.gather(-1, token[:, None, None].expand(-1, head.rank, 1)).squeeze(-1)
-        weights = posterior(weights, seen)
+                chances.append((log_q.argmax(-1) == tokens[:, position]).float())
+        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+        weights = posterior(weights, seen.masked_fill(~inside[:, None], 0.0))
     return torch.stack(chances, dim=1)

@@ -42,9 +42,12 @@ class DynaMoMeasures:
             ]
         return [found.final, *others]
 
-    def log_probs(self, states: torch.Tensor, temperature: float = 0.0) -> torch.Tensor:
-        """[rows, vocabulary] at a temperature (as for 1 where it is 0: the order is the same)."""
-        return torch.log_softmax(logits_at(self.target, states, temperature), dim=-1)
+    def log_probs(
+        self, states: torch.Tensor, temperature: float = 0.0, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[rows, vocabulary] or of some tokens; at a temperature (as for 1 where it is 0: the order is the same)."""
+        logits = logits_at(self.target, states, temperature)
+        return torch.log_softmax(logits if token_ids is None else logits[:, token_ids], dim=-1)
 
     def chunk(self, k: int, order: int) -> int:
         return max(1, JOINT_ELEMENTS // k**order)
@@ -110,7 +113,12 @@ class DynaMoMeasures:
 
     @torch.no_grad()
     def drafted(
-        self, texts: Texts, settings: JointSettings, batch: int, eps_b: Sequence[float]
+        self,
+        texts: Texts,
+        settings: JointSettings,
+        batch: int,
+        eps_b: Sequence[float],
+        token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
     ) -> dict[tuple[float, int], Drafted]:
         """What an engine would count on these texts in verified mode, by back-off threshold and most drafts.
 
@@ -130,8 +138,8 @@ class DynaMoMeasures:
             size = self.chunk(settings.k, n - 1)
             for at in range(0, len(tokens), size):
                 here = slice(at, at + size)
-                heads = [self.log_probs(s[here], texts.temperature) for s in states[1:]]
-                found = candidates(heads, settings, self.counts, first_token=tokens[here, 0])
+                heads = [self.log_probs(s[here], texts.temperature, token_ids) for s in states[1:]]
+                found = candidates(heads, settings, self.counts, tokens[here, 0], token_ids)
                 index = torch.arange(at, at + len(heads[0]))
                 place = index // steps, index % steps
                 for key, asked in settings_of.items():

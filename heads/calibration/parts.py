@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured of each kind of heads, and which setting is recommended from it."""
+"""What is measured of each kind of heads."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
 
 from vllm_ppd.heads.calibration import cp as cp_measures
 from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
@@ -11,9 +13,10 @@ from vllm_ppd.heads.calibration.early import FORMS, ExitMatches, match_exits, po
 from vllm_ppd.heads.calibration.run import Calibration, Part
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
-from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.config import DynaMoConfig, EarlyConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.draft_vocabulary import candidate_sizes, covered, most_frequent
 from vllm_ppd.heads.dynamo import DynaMoHeads
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.heads.joint_settings import JointSettings
@@ -105,6 +108,35 @@ def cp_acceptance(calibration: Calibration) -> dict[str, Any]:
     return found
 
 
+def cp_vocabulary(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance on sampled texts with shorter draft vocabularies."""
+    options, head, target = calibration.options, _cp_head(calibration), calibration.target
+    return {
+        str(len(ids)): {
+            "covers": share,
+            "by_drafts": [
+                _counts(c)
+                for c in cp_measures.drafted(
+                    target, head, calibration.sampled, options.batch, calibration.autocast, ids
+                )
+            ],
+        }
+        for ids, share in _vocabularies(calibration)
+    }
+
+
+def _vocabularies(calibration: Calibration) -> list[tuple[torch.Tensor, float]]:
+    """Draft vocabularies shorter than the whole, each with the share of the training text that it covers."""
+    if calibration.config.counts_tensor is None:
+        return []
+    counts = calibration.tensors[calibration.config.counts_tensor]
+    share, device = covered(counts), calibration.target.device
+    return [
+        (most_frequent(counts, size).to(device), round(float(share[size - 1]), 4))
+        for size in candidate_sizes(len(counts))
+    ]
+
+
 def _cp_head(calibration: Calibration) -> CPHead:
     return CPHead.from_tensors(calibration.tensors).to(calibration.target.device, calibration.target.dtype)
 
@@ -128,10 +160,25 @@ def dynamo_acceptance(calibration: Calibration) -> dict[str, Any]:
     options, measures, settings = calibration.options, _dynamo(calibration), _joint_settings(calibration)
     found: dict[str, Any] = {}
     for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
-        counts = measures.drafted(texts, settings, options.batch, options.eps)
-        rows = [{"eps_b": eps, "drafts_allowed": drafts, **_counts(c)} for (eps, drafts), c in counts.items()]
+        rows = _rows(measures.drafted(texts, settings, options.batch, options.eps))
         found[name] = {"rows": rows, "repeated_4_grams": round(texts.repeated_4_grams(), 4)}
     return found
+
+
+def dynamo_vocabulary(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance in verified mode on sampled texts with shorter draft vocabularies."""
+    options, measures, settings = calibration.options, _dynamo(calibration), _joint_settings(calibration)
+    return {
+        str(len(ids)): {
+            "covers": share,
+            "rows": _rows(measures.drafted(calibration.sampled, settings, options.batch, options.eps, ids)),
+        }
+        for ids, share in _vocabularies(calibration)
+    }
+
+
+def _rows(counts: dict[tuple[float, int], Drafted]) -> list[dict[str, Any]]:
+    return [{"eps_b": eps, "drafts_allowed": drafts, **_counts(c)} for (eps, drafts), c in counts.items()]
 
 
 def _dynamo(calibration: Calibration) -> DynaMoMeasures:
@@ -157,52 +204,12 @@ def _counts(drafted: Drafted) -> dict[str, float]:
 
 PARTS: dict[str, dict[str, Part]] = {
     "early": {"timing": timing, "matches": early_matches, "sampling": early_sampling},
-    "cp": {"timing": timing, "likelihood": cp_likelihood, "acceptance": cp_acceptance},
+    "cp": {"timing": timing, "likelihood": cp_likelihood, "acceptance": cp_acceptance, "vocabulary": cp_vocabulary},
     "dynamo": {
         "timing": timing,
         "likelihood": dynamo_likelihood,
         "dynamic": dynamo_dynamic,
         "acceptance": dynamo_acceptance,
+        "vocabulary": dynamo_vocabulary,
     },
 }
-
-
-def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
-    """The setting of the highest predicted speed-up on sampled texts, whose acceptance no loops flatter.
-
-    Cost of a cycle in full passes at batch 1 (DESIGN's formula with the reads of the LM head, share h of a pass):
-    early n ((1 - h) l/L + h) + 1; CP h + 1 (its states share one read);
-    DynaMo (n - 1) ((1 - h) / L + h) + 1, n its token heads.
-    """
-    share = parts["timing"]["lm_head_share"]
-    best: dict[str, Any] = {"predicted_speedup": 0.0}
-    if isinstance(config, EarlyConfig):
-        (sampled,) = (by for name, by in parts["matches"]["acceptance"].items() if name != "greedy")
-        depth = config.target.num_hidden_layers
-        settings = [
-            ({"default_exit_layers": [int(layer)], "num_speculative_tokens": n}, counts["length"],
-             n * ((1 - share) * int(layer) / depth + share) + 1)
-            for layer, by_n in sampled["Y"].items() for n, counts in enumerate(by_n, start=1)
-        ]  # fmt: skip
-    elif isinstance(config, CPConfig):
-        (sampled,) = (by for name, by in parts["acceptance"].items() if name != "greedy")
-        settings = [
-            ({"num_speculative_tokens": n}, counts["length"], 1 + share)
-            for n, counts in enumerate(sampled["by_drafts"], start=1)
-        ]
-    else:
-        assert isinstance(config, DynaMoConfig)
-        (sampled,) = (by for name, by in parts["acceptance"].items() if name != "greedy")
-        # The heads' layers run over every token, whether or not a token is drafted from them.
-        cost = 1 + (config.tokens - 1) * ((1 - share) / config.target.num_hidden_layers + share)
-        settings = [
-            ({"num_speculative_tokens": row["drafts_allowed"],
-              "sampling": config.sampling.model_dump() | {"eps_b": row["eps_b"]}},
-             1 + row["accepted"] / max(row["cycles"], 1), cost)
-            for row in sampled["rows"]
-        ]  # fmt: skip
-    for setting, length, cost in settings:
-        if length / cost > best["predicted_speedup"]:
-            best = {**setting, "acceptance_length": length, "cycle_in_passes": round(cost, 4)}
-            best["predicted_speedup"] = round(length / cost, 4)
-    return best

@@ -71,6 +71,18 @@ def _cp(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
     )
     yield "Expected drafts accepted a step (vLLM's terms: chain drafts, length = 1 + accepted / drafts)"
     yield _acceptance(parts["acceptance"])
+    yield from _vocabulary(parts["vocabulary"])
+
+
+def _vocabulary(found: dict[str, Any]) -> Iterator[str]:
+    """Accepted drafts by draft vocabulary, at the setting that accepts most."""
+    if found:
+        yield "Draft vocabularies, sampled texts (size, share of the training text, drafts accepted a step at best)"
+        rows = []
+        for size, by in found.items():
+            best = max(c["accepted"] / c["cycles"] for c in by.get("by_drafts") or by["rows"])
+            rows.append([size, percent(by["covers"]), f"{best:.3f}"])
+        yield table(["tokens", "covers", "accepted a step"], rows)
 
 
 def _acceptance(found: dict[str, Any]) -> str:
@@ -101,6 +113,7 @@ def _dynamo(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
         for name, by in parts["acceptance"].items() for row in by["rows"]
     ]  # fmt: skip
     yield table(["texts", "eps_b", "most drafts", "rate", "drafted", "accepted", "repeated 4-grams"], rows)
+    yield from _vocabulary(parts["vocabulary"])
 
 
 def _timing(found: dict[str, Any]) -> str:

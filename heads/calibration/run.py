@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
@@ -107,7 +108,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     Raises:
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
-    from vllm_ppd.heads.calibration.parts import PARTS, recommend
+    from vllm_ppd.heads.calibration.parts import PARTS
 
     calibration = Calibration(options)
     path = Path(options.heads) / NAME

@@ -41,7 +41,7 @@ class CPProposer(Proposer):
         self.lm_head = TargetLMHead(model)
         self.vocabulary: DraftVocabulary | None = None
         if self.config.draft_vocab_size is not None:
-            counts = tensors["token_counts"]
+            counts = tensors[str(config.counts_tensor)]
             self.vocabulary = DraftVocabulary(counts, self.config.draft_vocab_size, self.lm_head, vllm_config, device)
         used = self.config.num_speculative_tokens + 1
         if config.factorised:

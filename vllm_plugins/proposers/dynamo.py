@@ -59,10 +59,9 @@ class DynaMoProposer(Proposer):
         self.counts = None if counts is None else counts.to(device)
         self.settings = heads.sampling
         self.vocabulary: DraftVocabulary | None = None
-        if config.draft_vocab_size is not None and counts is not None:
-            self.vocabulary = DraftVocabulary(
-                counts.unigram, config.draft_vocab_size, self.lm_head, vllm_config, device
-            )
+        if config.draft_vocab_size is not None:
+            frequent = tensors[str(heads.counts_tensor)]
+            self.vocabulary = DraftVocabulary(frequent, config.draft_vocab_size, self.lm_head, vllm_config, device)
         if config.verify:
             self.allocate_probs()
         else:

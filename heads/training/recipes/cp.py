@@ -10,6 +10,7 @@ import torch
 
 from vllm_ppd.heads.config import CPConfig
 from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import CPOptions
 from vllm_ppd.heads.training.recipes import Counts, Recipe
@@ -90,6 +91,7 @@ class CPRecipe(Recipe):
             num_speculative_tokens=self.options.num_speculative_tokens,
             dtype=self.options.stored_dtype,
             token_counts=self.token_counts is not None,
+            draft_vocab_size=None if self.token_counts is None else first_guess(self.token_counts),
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo import DynaMoHeads
 from vllm_ppd.heads.training.options import DynaMoOptions
 from vllm_ppd.heads.training.recipes import Counts, Recipe
@@ -125,6 +126,7 @@ class DynaMoRecipe(Recipe):
             tokens=self.options.tokens,
             layer_tensors=self.heads.layer_shapes(),
             cooccurrence_entries=entries,
+            draft_vocab_size=None if self.cooccurrence is None else first_guess(self.cooccurrence.unigram),
             num_speculative_tokens=min(self.options.num_speculative_tokens, self.options.tokens - 1),
             dtype=self.options.stored_dtype,
         )
