@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -83,21 +84,30 @@ class CoOccurrence:
         order = len(token_ids)
         if order not in self.keys:
             raise ValueError(f"n-grams of order {order} were not counted; orders: {sorted(self.keys)}")
-        rows = len(token_ids[0])
-        wanted = torch.zeros(rows, dtype=torch.int64, device=token_ids[0].device)
-        singles = torch.ones(rows, dtype=torch.float64, device=wanted.device)
+        wanted, singles = token_ids[0], self._share[token_ids[0]]
+        for axis, ids in enumerate(token_ids[1:], start=1):
+            ids = ids.view(len(ids), *[1] * axis, -1)
+            wanted = torch.add(ids, wanted.unsqueeze(-1), alpha=self.vocab_size)
+            singles = singles.unsqueeze(-1) * self._share[ids]
+        keys, share = self._lookup[order]
+        place = torch.searchsorted(keys, wanted)
+        return (share[place] * (keys[place] == wanted) / singles).float()
+
+    @cached_property
+    def _share(self) -> torch.Tensor:
+        """p^(x) of each token: [vocabulary] float64; 1 where it never occurs, as no n-gram of it does."""
         share = self.unigram.double() / self.totals[0].clamp(min=1)
-        for ids in token_ids:
-            axis = ids.view(rows, *[1] * (wanted.dim() - 1), -1)
-            wanted = wanted.unsqueeze(-1) * self.vocab_size + axis
-            singles = singles.unsqueeze(-1) * share[axis]
-        keys = self.keys[order]
-        if not len(keys):
-            return torch.zeros(wanted.shape, device=wanted.device)
-        place = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-        found = torch.where(keys[place] == wanted, self.counts[order][place], 0)
-        together = found.double() / self.totals[order - 1].clamp(min=1)
-        return (together / singles.clamp(min=torch.finfo(torch.float64).tiny)).float()
+        return share.masked_fill(self.unigram == 0, 1.0)
+
+    @cached_property
+    def _lookup(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """order -> (keys, p^ of each n-gram float64), an entry that no n-gram has at their end."""
+        found = {}
+        for order, keys in self.keys.items():
+            share = self.counts[order].double() / self.totals[order - 1].clamp(min=1)
+            last = torch.full_like(keys[:1] if len(keys) else self.unigram[:1].long(), torch.iinfo(torch.int64).max)
+            found[order] = torch.cat([keys, last]), torch.cat([share, share.new_zeros(1)])
+        return found
 
     def to(self, device: torch.device | str) -> CoOccurrence:
         """The same counts on a device."""

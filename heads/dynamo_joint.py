@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,8 +14,7 @@ from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.kernels.joint_threshold import (
     adaptive_threshold,
     apply_mask,
-    exceeds,
-    joint,
+    joints,
     penalise_repetition,
 )
 from vllm_ppd.kernels.sampling import draw, drawn_from
@@ -26,11 +26,17 @@ class JointChoice:
 
     order: torch.Tensor  # [rows] int64: tokens to take, 1..n
     token_ids: list[torch.Tensor]  # [rows, k_i] of each head, in descending order of probability
-    joints: dict[int, torch.Tensor]  # order -> [rows, k_1, ..., k_order], thresholded and penalised, not normalised
+    peaks: dict[int, torch.Tensor]  # order -> [rows] place of the likeliest n-gram in the flattened joint
+    threshold: Callable[[], dict[int, torch.Tensor]]  # what makes the joints
+
+    @cached_property
+    def joints(self) -> dict[int, torch.Tensor]:
+        """order -> [rows, k_1, ..., k_order], thresholded and penalised, not normalised."""
+        return self.threshold()
 
     def best(self) -> torch.Tensor:
         """The likeliest n-gram of each row's order: [rows, n] int64, -1 past the order."""
-        return self._tokens(self._pick(None, None))
+        return self._tokens(self._places(self.peaks))
 
     def sample(
         self,
@@ -38,7 +44,7 @@ class JointChoice:
         greedy: torch.Tensor | None = None,  # [rows] bool: rows that take the likeliest
     ) -> torch.Tensor:
         """An n-gram of each row's order, in proportion to its entry: [rows, n] int64, -1 past the order."""
-        return self._tokens(self._pick(generator, torch.zeros_like(self.order).bool() if greedy is None else greedy))
+        return self._tokens(self._pick(torch.zeros_like(self.order).bool() if greedy is None else greedy, generator))
 
     def draw(
         self, greedy: torch.Tensor, generator: torch.Generator | None = None
@@ -49,7 +55,7 @@ class JointChoice:
             (tokens [rows, n], of each position from 2 the probabilities of its head's top-k given the tokens before
             it [rows, k_i]: one-hot where greedy, all zero past the order).
         """
-        places = self._pick(generator, greedy)
+        places = self._pick(greedy, generator)
         result = []
         for position in range(1, len(self.token_ids)):
             found = self._conditional(places, position)
@@ -89,20 +95,23 @@ class JointChoice:
             found = torch.where((self.order == order)[:, None], given, found)
         return found
 
-    def _pick(self, generator: torch.Generator | None, greedy: torch.Tensor | None) -> torch.Tensor:
-        """Places of the chosen n-gram in each head's top-k: [rows, n], 0 past the order. Without greedy, the best."""
-        rows, n = len(self.order), len(self.token_ids)
-        result = torch.zeros(rows, n, dtype=torch.int64, device=self.order.device)
-        for order, values in self.joints.items():
-            flat = values.flatten(1)
-            index = flat.argmax(dim=1)
-            if greedy is not None:
-                index = torch.where(greedy, index, draw(flat, generator))
+    def _pick(self, greedy: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """Places of an n-gram of each row's order, drawn or the likeliest: [rows, n], 0 past the order."""
+        index = {
+            order: torch.where(greedy, self.peaks[order], draw(values.flatten(1), generator))
+            for order, values in self.joints.items()
+        }
+        return self._places(index)
+
+    def _places(self, index: dict[int, torch.Tensor]) -> torch.Tensor:
+        """From places in the flattened joints to those in each head's top-k: [rows, n], 0 past the order."""
+        result = torch.zeros(len(self.order), len(self.token_ids), dtype=torch.int64, device=self.order.device)
+        for order, at in index.items():
             columns = []
-            for ids in reversed(self.token_ids[:order]):
-                columns.append(index % ids.shape[1])
-                index = index // ids.shape[1]
-            chosen = torch.stack(columns[::-1], dim=1)
+            for ids in reversed(self.token_ids[1:order]):
+                columns.append(at % ids.shape[1])
+                at = at // ids.shape[1]
+            chosen = torch.stack([at, *reversed(columns)], dim=1)
             result[:, :order] = torch.where((self.order == order)[:, None], chosen, result[:, :order])
         return result
 
@@ -120,6 +129,11 @@ class Candidates:
     joints: dict[int, torch.Tensor]  # order -> [rows, k_1, ..., k_order], masked
     given_first: bool  # head 1 stands for a token that is emitted already
 
+    @cached_property
+    def peaks(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """order -> (value of the likeliest n-gram, its place in the flattened joint), [rows] each."""
+        return {order: _peak(values) for order, values in self.joints.items()}
+
     def back_off(
         self,
         settings: JointSettings,
@@ -131,58 +145,73 @@ class Candidates:
         ids = self.token_ids[:most]
         rows, device = len(ids[0]), ids[0].device
         eps = torch.full((rows,), settings.eps_b, device=device) if eps_b is None else eps_b.float()
-        seen = None if context is None else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
-        if seen is not None and self.given_first:
-            seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it
+        floors = {m: eps ** (m - 1) for m in range(2, len(ids) + 1)}
+
+        def threshold() -> dict[int, torch.Tensor]:
+            seen = None if context is None else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
+            if seen is not None and self.given_first:
+                seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it
+            joints = {1: self.joints[1]}
+            for m, floor in floors.items():
+                values = adaptive_threshold(self.joints[m], floor, settings.blur, settings.adaptive)
+                joints[m] = penalise_repetition(values, ids[:m], settings.repetition_penalty, seen and seen[:m])
+            return joints
+
+        if settings.repetition_penalty == 1:
+            # A peak over its floor outlives every threshold: n and the likeliest n-gram are known without them.
+            peaks, make = {m: self.peaks[m] for m in range(1, len(ids) + 1)}, threshold
+        else:
+            joints = threshold()
+            peaks, make = {m: _peak(values) for m, values in joints.items()}, lambda: joints
         order = torch.ones(rows, dtype=torch.int64, device=device)
-        joints = {1: self.joints[1]}
-        for m in range(2, len(ids) + 1):
-            threshold = eps ** (m - 1)
-            values = adaptive_threshold(self.joints[m], threshold, settings.blur, settings.adaptive)
-            values = penalise_repetition(values, ids[:m], settings.repetition_penalty, seen and seen[:m])
-            joints[m] = values
-            # The loop runs upwards where Algorithm 1 runs downwards: the largest order that passes wins in both.
-            order = torch.where(exceeds(values, threshold), m, order)
-        return JointChoice(order, ids, joints)
+        for m, floor in floors.items():
+            # Upwards where Algorithm 1 goes downwards: the largest order that passes wins in both. Strictly over the
+            # floor, so that eps_b = 1 always backs off and eps_b = 0 never does where an entry is left.
+            order = torch.where(peaks[m][0] > floor, m, order)
+        return JointChoice(order, ids, {m: place for m, (_, place) in peaks.items()}, make)
+
+
+def _peak(joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, places = joint.flatten(1).max(dim=1)
+    return values, places
 
 
 def candidates(
-    log_probs: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
+    scores: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
     settings: JointSettings,
     cooccurrence: CoOccurrence | None = None,
     first_token: torch.Tensor | None = None,  # [rows] int64
-    token_ids: torch.Tensor | None = None,  # [columns] what the columns of log_probs stand for (None: every token)
+    token_ids: torch.Tensor | None = None,  # [columns] what the columns of the scores stand for (None: every token)
 ) -> Candidates:
     """Algorithm 1 down to the masked joints of every order.
+
+    Scores are log-probabilities up to a constant a row: logits, divided by the temperature.
 
     With first_token, that token alone with probability 1 stands for head 1, whose logits are not needed: the joint is
     then conditioned on what the target has sampled, and thresholds apply to the conditional.
     Without a mask of an order (none counted, or alpha_c = 0) the joint of that order is the plain product.
     """
-    probs, ids = [], []
+    top = torch.stack([*scores]).float().topk(min(settings.k, scores[0].shape[-1]), dim=-1)
+    kept = list(top.values)
+    ids = list(top.indices if token_ids is None else token_ids[top.indices])
     if first_token is not None:
-        probs.append(torch.ones(len(first_token), 1, device=first_token.device))
-        ids.append(first_token[:, None])
-    for head in log_probs:
-        top = head.float().topk(min(settings.k, head.shape[-1]), dim=-1)
-        probs.append(top.values.exp())
-        ids.append(top.indices if token_ids is None else token_ids[top.indices])
-    joints = {1: joint(probs[:1])}
-    for m in range(2, len(ids) + 1):
-        joints[m] = joint(probs[:m])
-        if cooccurrence is not None and m in cooccurrence.keys:
-            joints[m] = apply_mask(joints[m], cooccurrence.mask(ids[:m]), settings.alpha_c)
-    return Candidates(ids, joints, first_token is not None)
+        kept.insert(0, torch.zeros_like(kept[0][:, :1]))
+        ids.insert(0, first_token[:, None])
+    found = dict(enumerate(joints(kept), start=1))
+    if cooccurrence is not None and settings.alpha_c:
+        for m in found.keys() & cooccurrence.keys.keys():
+            found[m] = apply_mask(found[m], cooccurrence.mask(ids[:m]), settings.alpha_c)
+    return Candidates(ids, found, first_token is not None)
 
 
 def select(
-    log_probs: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
+    scores: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
     settings: JointSettings,
     cooccurrence: CoOccurrence | None = None,
     first_token: torch.Tensor | None = None,  # [rows] int64
     eps_b: torch.Tensor | None = None,  # [rows], in place of the settings'
     context: torch.Tensor | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
-    token_ids: torch.Tensor | None = None,  # [columns] what the columns of log_probs stand for (None: every token)
+    token_ids: torch.Tensor | None = None,  # [columns] what the columns of the scores stand for (None: every token)
 ) -> JointChoice:
     """Algorithm 1 down to the choice of n: candidates, then Candidates.back_off."""
-    return candidates(log_probs, settings, cooccurrence, first_token, token_ids).back_off(settings, eps_b, context)
+    return candidates(scores, settings, cooccurrence, first_token, token_ids).back_off(settings, eps_b, context)

@@ -16,19 +16,21 @@ from torch.nn import functional
 BINS = 256
 
 
-def joint(probs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The product of the heads' probabilities (eq. 2), each renormalised over its top-k as in top-k sampling.
+def joints(scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The products of the heads' probabilities (eq. 2), each renormalised over its top-k as in top-k sampling.
 
     Args:
-        probs: [rows, k_i] of each head; the sizes may differ.
+        scores: [rows, k_i] of each head, log-probabilities up to a constant a row; the sizes may differ.
 
     Returns:
-        [rows, k_1, ..., k_n], of sum 1 a row.
+        Of the first head alone, the first two, and so on to all n: [rows, k_1, ..., k_m], of sum 1 a row.
     """
-    result = torch.ones(len(probs[0]), device=probs[0].device)
-    for head in probs:
-        share = head.float() / head.float().sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        result = result.unsqueeze(-1) * share.view(len(head), *[1] * (result.dim() - 1), -1)
+    result: list[torch.Tensor] = []
+    for head in scores:
+        share = torch.softmax(head.float(), dim=-1)
+        if result:
+            share = result[-1].unsqueeze(-1) * _on_axis(share, len(result), len(result) + 1)
+        result.append(share)
     return result
 
 
@@ -57,13 +59,20 @@ def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
         return joint
     half = kernel_size // 2
     sigma = 0.3 * (half - 1) + 0.8  # what image libraries take for a kernel of this size
-    weights = [math.exp(-(offset**2) / (2 * sigma**2)) for offset in range(-half, half + 1)]
+    weights = [math.exp(-(offset**2) / (2 * sigma**2)) for offset in range(half + 1)]
+    total = 2 * sum(weights) - weights[0]
     for axis in range(1, joint.dim()):
+        size = joint.shape[axis]
+        if size == 1:  # replicated edges are all it would be averaged with
+            continue
         moved = joint.movedim(axis, -1)
-        lines = functional.pad(moved.reshape(len(joint), -1, moved.shape[-1]), (half, half), mode="replicate")
-        size = moved.shape[-1]
-        blurred = sum(w / sum(weights) * lines[..., i : i + size] for i, w in enumerate(weights))
-        joint = torch.as_tensor(blurred).reshape(moved.shape).movedim(-1, axis)
+        lines = functional.pad(moved.reshape(len(joint), -1, size), (half, half), mode="replicate")
+        blurred = weights[0] / total * lines[..., half : half + size]
+        for offset, weight in enumerate(weights[1:], start=1):
+            left, right = half - offset, half + offset
+            both = lines[..., left : left + size] + lines[..., right : right + size]
+            blurred = blurred.add(both, alpha=weight / total)
+        joint = blurred.reshape(moved.shape).movedim(-1, axis)
     return joint
 
 
@@ -77,7 +86,7 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
     Returns:
         [rows]: values from there on are the upper class. A constant row keeps every entry.
     """
-    least, greatest = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
+    least, greatest = torch.aminmax(values, dim=1, keepdim=True)
     width = (greatest - least).clamp(min=torch.finfo(torch.float32).tiny)
     index = ((values - least) / width * bins).long().clamp(0, bins - 1)
     counts = torch.zeros(len(values), bins, dtype=torch.float64, device=values.device)
@@ -85,10 +94,10 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
     centres = torch.arange(bins, device=values.device, dtype=torch.float64) + 0.5
     below = counts.cumsum(1)[:, :-1]  # entries under cut i, which lies before bin i + 1
     mass = (counts * centres).cumsum(1)
-    total, whole = counts.sum(1, keepdim=True), mass[:, -1:]
-    above = total - below
-    gap = mass[:, :-1] / below.clamp(min=1) - (whole - mass[:, :-1]) / above.clamp(min=1)
-    variance = below * above * gap**2
+    total = values.shape[1]
+    # The classes' means differ by pull / (below * above), and the variance is below * above * difference^2.
+    pull = mass[:, :-1] * total - mass[:, -1:] * below
+    variance = pull.square() / (below * (total - below)).clamp(min=1)
     cut = variance.argmax(dim=1, keepdim=True) + 1
     threshold = least + width * cut / bins
     return torch.where(greatest > least, threshold, least).squeeze(1).float()
@@ -137,11 +146,3 @@ def penalise_repetition(
 def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
     """[rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
     return values.view(len(values), *(values.shape[1] if i == axis else 1 for i in range(axes)))
-
-
-def exceeds(joint: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Whether a row has an entry strictly over its threshold [rows]: [rows] bool.
-
-    Strictly, so that eps_b = 1 always backs off and eps_b = 0 never does where an entry is left.
-    """
-    return joint.flatten(1).amax(dim=1) > threshold

@@ -34,7 +34,7 @@ def corpus(seed: int = 0, documents: int = 12, vocab: int = VOCAB) -> list[np.nd
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_joint_is_the_product_of_renormalised_heads(n: int) -> None:
     probs = [torch.rand(3, 4) for _ in range(n)]
-    found = kernels.joint(probs)
+    *_, found = kernels.joints([p.log() for p in probs])
     for row in range(3):
         for index in itertools.product(range(4), repeat=n):
             expected = math.prod(float(probs[i][row, index[i]] / probs[i][row].sum()) for i in range(n))
@@ -42,7 +42,7 @@ def test_joint_is_the_product_of_renormalised_heads(n: int) -> None:
 
 
 def test_mask_is_a_power_and_keeps_a_distribution() -> None:
-    joint, mask = kernels.joint([torch.rand(2, 3), torch.rand(2, 3)]), torch.rand(2, 3, 3) * 5
+    joint, mask = kernels.joints([torch.randn(2, 3), torch.randn(2, 3)])[1], torch.rand(2, 3, 3) * 5
     for alpha in (0.5, 1.0):
         expected = joint * mask**alpha
         torch.testing.assert_close(kernels.apply_mask(joint, mask, alpha), expected / expected.sum((1, 2), True))
@@ -111,7 +111,7 @@ def test_constant_joint_keeps_every_entry() -> None:
 
 def test_threshold_keeps_the_peak_and_raw_values() -> None:
     torch.manual_seed(0)
-    joint = kernels.joint([torch.rand(4, 6) ** 4, torch.rand(4, 6) ** 4])
+    joint = kernels.joints([4 * torch.rand(4, 6).log(), 4 * torch.rand(4, 6).log()])[1]
     found = kernels.adaptive_threshold(joint, torch.tensor([0.0, 0.01, 0.05, 2.0]))
     assert not found[3].any()
     for row in range(3):
@@ -273,6 +273,19 @@ def test_one_candidate_a_head() -> None:
     choice = select(log_probs(5, 3), JointSettings(k=1, eps_b=0.5))
     assert (choice.order == 3).all()
     assert torch.equal(choice.best(), torch.cat(choice.token_ids, dim=1))
+
+
+@pytest.mark.parametrize("eps_b", [0.0, 0.5, 0.6])
+def test_peaks_outlive_the_thresholds(eps_b: float) -> None:
+    """The choice of n and the likeliest n-gram are taken before the thresholds: after them they are the same."""
+    choice = select(log_probs(40, 3), JointSettings(k=5, eps_b=eps_b), CoOccurrence.from_tokens(corpus(), VOCAB, 3))
+    assert len(choice.order.unique()) == (3 if eps_b else 1)
+    for m, joint in choice.joints.items():
+        flat, rows = joint.flatten(1), choice.order == m
+        assert torch.equal(flat.argmax(1)[rows], choice.peaks[m][rows])
+        if m > 1:
+            assert (flat.amax(1)[rows] > eps_b ** (m - 1)).all()
+            assert (flat.amax(1)[choice.order < m] <= eps_b ** (m - 1)).all()
 
 
 def test_eps_b_of_each_row() -> None:

@@ -81,7 +81,7 @@ class DynaMoProposer(Proposer):
             rows = plan.rows[chosen]
             places = self.token_places(step)[self.index(step.last_rows(rows))]
             temperature = self.temperature(rows, step.sampling)
-            choice = self.choose(rows, self.log_probs(places, temperature), self.index(plan.base_tokens[chosen]))
+            choice = self.choose(rows, self.scores(places, temperature), self.index(plan.base_tokens[chosen]))
             found = choice.best() if temperature is None else self._draw(choice, rows, temperature)
             tokens[chosen] = found[:, 1:].cpu().numpy()
             made[chosen] = np.minimum(choice.order.cpu().numpy() - 1, plan.max_drafts[chosen])
@@ -104,21 +104,19 @@ class DynaMoProposer(Proposer):
         read = self.lm_head.logits if vocabulary is None else vocabulary.logits
         return read(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])
 
-    def log_probs(self, places: torch.Tensor, temperature: torch.Tensor | None) -> list[torch.Tensor]:
-        """Of each head from 2 on, [requests, draft vocabulary] at the requests' temperatures."""
+    def scores(self, places: torch.Tensor, temperature: torch.Tensor | None) -> list[torch.Tensor]:
+        """Logits at the requests' temperatures of each head from 2 on: [requests, draft vocabulary]."""
         logits = self.logits(places, self.vocabulary)
-        if temperature is not None:
-            logits = logits / divisor(temperature)
-        return list(torch.log_softmax(logits, dim=-1))
+        return list(logits if temperature is None else logits / divisor(temperature))
 
-    def choose(self, rows: np.ndarray, log_probs: list[torch.Tensor], first_token: torch.Tensor | None) -> JointChoice:
+    def choose(self, rows: np.ndarray, scores: list[torch.Tensor], first_token: torch.Tensor | None) -> JointChoice:
         """Algorithm 1 for some batch rows, with each one's own threshold."""
         server = self.settings.eps_b if self.config.eps_b is None else self.config.eps_b
         own = self.planner.eps_b[rows]
         eps_b = torch.from_numpy(np.where(np.isnan(own), server, own)).to(self.runner.device)
         context = self._context(rows) if self.settings.repetition_penalty > 1 else None
         tokens = None if self.vocabulary is None else self.vocabulary.token_ids
-        return select(log_probs, self.settings, self.counts, first_token, eps_b, context, tokens)
+        return select(scores, self.settings, self.counts, first_token, eps_b, context, tokens)
 
     def _context(self, rows: np.ndarray) -> torch.Tensor:
         """The latest tokens of each row, -1 where there are none: [requests, CONTEXT]."""

@@ -73,5 +73,5 @@ class NGramEmission:
         scale = divisor(temperature)
         top_k = None if sampling.top_k is None else sampling.top_k[index]
         top_p = None if sampling.top_p is None else sampling.top_p[index]
-        heads = [torch.log_softmax(apply_top_k_top_p(head / scale, top_k, top_p), dim=-1) for head in logits]
+        heads = [apply_top_k_top_p(head / scale, top_k, top_p) for head in logits]
         return proposer.choose(rows, heads, None).sample(greedy=is_greedy(temperature))
