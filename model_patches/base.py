@@ -6,6 +6,9 @@
 The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
 draft, and the deep pass that completes deferred KV.
 
+Under pipeline parallelism a process holds the stacks of its stage alone: the first stage ends in a state, the last one
+starts from it.
+
 Branches are further layers that read the state before the last stack (DynaMo's stem) and run beside it:
 
     ... -> (hidden, residual) -> [last stack: layer L, norm] -> hidden
@@ -135,22 +138,29 @@ class ModelCut:
     """A loaded model, cut at exit layers.
 
     Args:
-        model: the causal LM as vLLM loaded it (one pipeline stage).
+        model: the causal LM as vLLM loaded it.
         vllm_config: vLLM's configuration; its compilation mode is the stacks' too.
-        exit_layers: ascending layer counts after which a draft may be read, each in 1..L-1.
+        exit_layers: ascending layer counts after which the model is cut, each within the layers.
+        layers: (first, behind the last) of this pipeline stage; None: all.
 
     Raises:
         ValueError: if the family cannot be cut or an exit layer is out of range.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, exit_layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        exit_layers: Sequence[int],
+        layers: tuple[int, int] | None = None,
+    ) -> None:
         module, _, name = adapter_path(vllm_config.model_config.architectures).rpartition(".")
         self.adapter: Adapter = getattr(import_module(module), name)(model)
-        num_layers = len(self.adapter.layers)
-        if list(exit_layers) != sorted(set(exit_layers)) or not all(1 <= e < num_layers for e in exit_layers):
-            raise ValueError(f"exit layers {list(exit_layers)} are not ascending within 1..{num_layers - 1}")
+        first, last = layers or (0, len(self.adapter.layers))
+        if list(exit_layers) != sorted(set(exit_layers)) or not all(first < e < last for e in exit_layers):
+            raise ValueError(f"exit layers {list(exit_layers)} are not ascending within {first + 1}..{last - 1}")
         self.exit_layers = tuple(exit_layers)
-        bounds = [0, *exit_layers, num_layers]
+        bounds = [first, *exit_layers, last]
         self.stacks: list[Stack] = [
             _compiled_stack(
                 FirstStack if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop
@@ -193,18 +203,33 @@ class ModelCut:
         )
         return views[0], views[1]  # type: ignore[return-value]
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The whole model: [tokens] ids to normed hidden states [tokens, hidden]."""
-        state = self.stacks[0](input_ids, positions)
-        for stack in self.stacks[1:-1]:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None
+    ) -> torch.Tensor | CutState:
+        """All stacks in a row.
+
+        Args:
+            input_ids: [tokens].
+            positions: [tokens].
+            state: what the pipeline stage before gave; None on the first.
+
+        Returns:
+            Normed hidden states [tokens, hidden]; the state where the target's last layer is in a later stage.
+        """
+        stacks = self.stacks
+        if state is None:
+            state, stacks = stacks[0](input_ids, positions), stacks[1:]
+        if not stacks:
+            return state
+        for stack in stacks[:-1]:
             state = stack(positions, *self.at_junction(state))
         # vLLM's norms overwrite what they are given, so each branch reads a copy.
         stem = _copied(state) if self.branches else state
-        hidden = self.stacks[-1](positions, *self.at_junction(state))
-        for branch, output in zip(self.branches, () if self.branch_hidden is None else self.branch_hidden, strict=True):
+        output = stacks[-1](positions, *self.at_junction(state))
+        for branch, hidden in zip(self.branches, () if self.branch_hidden is None else self.branch_hidden, strict=True):
             state = _copied(stem) if self.junction is None else self.at_junction(stem)
-            output[: hidden.shape[0]].copy_(branch(positions, *state))
-        return hidden
+            hidden[: output.shape[0]].copy_(branch(positions, *state))
+        return output
 
     def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
         """Those of vLLM's attention layer names that belong to a stack."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.model_patches.base import Adapter, CutState
 
@@ -35,8 +36,20 @@ class LlamaLikeAdapter(Adapter):
         return self.decoder.norm(hidden, residual)[0]
 
     def replace_forward(self, cut: ModelCut) -> None:
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return cut.forward(input_ids, positions)
+        def forward(
+            input_ids: torch.Tensor,
+            positions: torch.Tensor,
+            intermediate_tensors: IntermediateTensors | None = None,
+            *_: Any,
+            **__: Any,
+        ) -> torch.Tensor | IntermediateTensors:
+            state = None
+            if intermediate_tensors is not None:
+                state = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
+            output = cut.forward(input_ids, positions, state)
+            if isinstance(output, torch.Tensor):
+                return output
+            return IntermediateTensors({"hidden_states": output[0], "residual": output[1]})
 
         # The stacks are compiled, so the decoder around them must not be.
         self.decoder.do_not_compile = True

@@ -37,7 +37,9 @@ class NeoXAdapter(Adapter):
 
     def replace_forward(self, cut: ModelCut) -> None:
         def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:
-            return (cut.forward(input_ids[0], position_ids[0])[None],)
+            hidden = cut.forward(input_ids[0], position_ids[0])
+            assert isinstance(hidden, torch.Tensor)  # one pipeline stage
+            return (hidden[None],)
 
         self.decoder.do_not_compile = True
         self.decoder.forward = forward

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from types import TracebackType
 from typing import Any
@@ -70,10 +71,12 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         "method": "custom_class",
-        "model": config.how.proposer,
+        "model": config.proposer,
         "num_speculative_tokens": config.num_speculative_tokens,
         "draft_sample_method": config.draft_sample_method,
     }
+    if config.stages > 1:
+        _arrange_stages(engine_args, config)
     from vllm_ppd.vllm_plugins.metrics import publish
 
     publish(parallel_config)
@@ -83,6 +86,30 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     }
     parallel_config.worker_cls = checks.WORKER
     return config
+
+
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+
+
+def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
+    """Have the stages split where the configuration says, and scheduled by our scheduler.
+
+    Raises:
+        OptionError: if the user's own split is another.
+    """
+    split = f"{config.exit_layer[0]},{config.num_layers - config.exit_layer[0]}"
+    given = os.environ.get(PARTITION)
+    if given not in (None, split, _ours.get(PARTITION)):
+        raise OptionError(
+            f"{PARTITION}={given} is not the split of the worker group, {split}; give one of the two: unset it, or "
+            f"set exit_layer"
+        )
+    if given != split:
+        os.environ[PARTITION] = _ours[PARTITION] = split
+    engine_args.scheduler_cls = checks.GROUP_SCHEDULER
+
+
+_ours: dict[str, str] = {}  # environment variables that we set
 
 
 def _asked(engine_args: Any) -> dict[str, Any]:

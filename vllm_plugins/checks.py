@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
 WORKER = "vllm_ppd.vllm_plugins.worker.DraftingWorker"
+GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.group.scheduler.GroupScheduler"
 
 
 def is_ours(speculative_config: dict[str, Any]) -> bool:
@@ -67,8 +68,41 @@ def resolve_options(
             f"a folder that `ppd train {method.heads}` wrote"
         )
     check_supported(method, model_config, parallel_config)
+    stages = parallel_config.pipeline_parallel_size
+    if stages > 1:
+        check_group(options, method, model_config, parallel_config)
     heads = None if options.model is None else _check_heads(options, method, model_config)
-    return resolve(options, model_config.hf_text_config.num_hidden_layers, heads)
+    return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages)
+
+
+def check_group(
+    options: DraftingOptions, method: Method, model_config: ModelConfig, parallel_config: ParallelConfig
+) -> None:
+    """Refuse what a worker group over pipeline stages would get wrong.
+
+    Raises:
+        OptionError: naming the setting and what to do instead.
+    """
+    _refuse({
+        f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
+        "--tensor-parallel-size": not method.group,
+        f"a worker group has 2 pipeline stages, not {parallel_config.pipeline_parallel_size}; use "
+        "--pipeline-parallel-size 2 with --tensor-parallel-size N": parallel_config.pipeline_parallel_size != 2,
+        f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by starting "
+        "an unsure token; leave it out": options.gamma > 0,
+        "max_drafting_requests is not supported with pipeline parallelism; use disable_by_batch_size": (
+            options.max_drafting_requests is not None
+        ),
+        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, whose first pipeline stage cannot "
+        "hold an LM head; use --tensor-parallel-size": adapter_path(model_config.architectures) == NEOX,
+        "data parallelism is not supported with a worker group": parallel_config.data_parallel_size > 1,
+        "the external_launcher executor is not supported with a worker group; use mp or ray": (
+            parallel_config.distributed_executor_backend == "external_launcher"
+        ),
+        "custom logits processors are not supported with a worker group: they may keep a state from token to token": (
+            bool(model_config.logits_processors)
+        ),
+    })  # fmt: skip
 
 
 def _check_heads(options: DraftingOptions, method: Method, model_config: ModelConfig) -> HeadsConfig:
@@ -112,9 +146,6 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
         f"data parallelism of mixture-of-experts models is not supported with {method.name}": (
             parallel_config.data_parallel_size > 1 and model_config.is_moe
         ),
-        f"pipeline parallelism is not supported with {method.name}; use --tensor-parallel-size": (
-            parallel_config.pipeline_parallel_size > 1
-        ),
         f"decode context parallelism is not supported with {method.name}": (
             getattr(parallel_config, "decode_context_parallel_size", 1) > 1
         ),
@@ -157,6 +188,9 @@ def check_engine_args(engine_args: Any) -> None:
         "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
         "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
         "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
+        f"--scheduler-cls {engine_args.scheduler_cls} cannot be combined with a worker group, which brings its own": (
+            engine_args.pipeline_parallel_size > 1 and engine_args.scheduler_cls not in (None, GROUP_SCHEDULER)
+        ),
     }
     _refuse(refusals)
 

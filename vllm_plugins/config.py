@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_ppd.vllm_plugins.methods import METHODS, Method
+from vllm_ppd.vllm_plugins.methods import GROUP, METHODS, Method
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.config import HeadsConfig
 
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
+
+# Requests up to which a worker group runs unless told otherwise: from there on the pipeline has batches of its own.
+GROUP_CUT_OFF = 8
 
 
 class OptionError(ValueError):
@@ -45,12 +48,14 @@ class DraftingOptions(BaseModel):
         3,
         ge=1,
         le=16,
-        description="drafts per request and step (default 3, or what the heads recommend)",
+        description="drafts per request and step (default 3, or what the heads recommend); with pipeline parallelism "
+        "the worker group emits up to one token more than this a step",
     )
     exit_layer: tuple[int, ...] | None = Field(
         None,
         description="layer after which drafts are read, or several such layers: the earliest whose confidence "
-        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model)",
+        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model); with pipeline "
+        "parallelism the layer at which the stages are split, from the middle on",
         json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
     )
     gamma: float = Field(
@@ -86,6 +91,14 @@ class DraftingOptions(BaseModel):
         "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
         json_schema_extra={"flag": True, "methods": ["cp", "dynamo"]},
     )
+    lanes: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="candidates for the next token that idle pipeline stages start at once (PPD's k); a batch of r "
+        "requests computes r * lanes rows",
+        json_schema_extra={"flag": True, "methods": ["ppd"]},
+    )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
@@ -95,7 +108,8 @@ class DraftingOptions(BaseModel):
     disable_by_batch_size: int | None = Field(
         None,
         ge=1,
-        description="hard batch cut-off: in batches of more requests than this none drafts",
+        description="hard batch cut-off: in batches of more requests than this none drafts (default: none; 8 with "
+        "pipeline parallelism)",
         json_schema_extra={"flag": True},
     )
 
@@ -126,6 +140,7 @@ class DraftingConfig(DraftingOptions):
     """The options as resolved for one target: exit layers are known and within the model (None: of no use here)."""
 
     num_layers: int
+    stages: int = 1  # pipeline stages; with 2 the method is a worker group
     heads_summary: str = ""
 
     @property
@@ -133,19 +148,31 @@ class DraftingConfig(DraftingOptions):
         """The method's entry in the table of methods."""
         return METHODS[self.method]
 
+    @property
+    def proposer(self) -> str:
+        """Dotted path of the class that vLLM starts."""
+        return self.how.proposer if self.stages == 1 else GROUP
+
     def summary(self) -> str:
         """The start-up line: what drafts, from which layer, with which heads."""
         parts = []
-        if self.exit_layer:
+        if self.stages > 1:
+            first = self.exit_layer[0]
+            parts.append(f"worker group over 2 pipeline stages of {first} and {self.num_layers - first} layers")
+            parts.append(f"{self.lanes} lane{'s' * (self.lanes > 1)}")
+        elif self.exit_layer:
             parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")
         if self.model is None:
             parts.append("no heads (final norm and LM head of the target)")
         else:
             parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
-        parts.append(f"{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+        if self.stages > 1:
+            parts.append(f"{self.num_speculative_tokens + 1} ticks a step")
+        else:
+            parts.append(f"{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
         if self.draft_vocab_size is not None:
             parts.append(f"draft vocabulary {self.draft_vocab_size}")
-        if self.exit_layer:
+        if self.exit_layer and self.stages == 1:
             parts.append(f"gamma {self.gamma:g}")
         if self.eps_b is not None:
             parts.append(f"eps_b {self.eps_b:g}")
@@ -202,8 +229,10 @@ def methods_of(field: str) -> list[str]:
     return list(extra.get("methods", METHODS)) if isinstance(extra, dict) else list(METHODS)  # type: ignore[arg-type]
 
 
-def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None = None) -> DraftingConfig:
-    """Fill what depends on the target (L layers) and on the heads: exit layers, number of drafts, thresholds.
+def resolve(
+    options: DraftingOptions, num_layers: int, heads: HeadsConfig | None = None, stages: int = 1
+) -> DraftingConfig:
+    """Fill what depends on the target (L layers), on the heads and on the pipeline stages.
 
     Raises:
         OptionError: if an exit layer is outside 1..L-1 or has no head, or more drafts are asked than the heads make.
@@ -219,11 +248,44 @@ def resolve(options: DraftingOptions, num_layers: int, heads: HeadsConfig | None
                 f"{heads.max_drafts} drafts that the heads in {options.model!r} make"
             )
         values["draft_vocab_size"] = _draft_vocabulary(options, heads)
-    if METHODS[options.method].heads == "early":
+    if METHODS[options.method].heads == "early" and stages == 1:
         values["exit_layer"] = _exits(options, num_layers, heads)
     if options.method == "dynamo" and options.eps_b is None and heads is not None:
         values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
-    return DraftingConfig(**{**values, "num_layers": num_layers})
+    values |= {"num_layers": num_layers, "stages": stages}
+    if stages > 1:
+        values["exit_layer"] = split_at(options, num_layers, heads)
+        values["disable_by_batch_size"] = options.disable_by_batch_size or GROUP_CUT_OFF
+    elif options.lanes > 1:
+        raise OptionError(
+            f"speculative_config: lanes={options.lanes} needs pipeline stages that wait; give "
+            "--pipeline-parallel-size 2, or leave lanes out"
+        )
+    return DraftingConfig(**values)
+
+
+def split_at(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:
+    """The one layer at which a worker group's stages are split, d_bar: from d/2 up (PPD, Theorem 4.1).
+
+    Raises:
+        OptionError: if it is not one layer, or too early, or the first stage has no head for it.
+    """
+    half = (num_layers + 1) // 2
+    if options.exit_layer is None:
+        with_head = [layer for layer in getattr(heads, "exit_layers", ()) if half <= layer < num_layers]
+        if heads is not None and not with_head:
+            raise OptionError(
+                f"speculative_config: the heads in {options.model!r} have no exit in {half}..{num_layers - 1}, where a "
+                "worker group's stages can be split; train one there or leave the heads out"
+            )
+        return (min(with_head, default=half),)
+    exits = _exits(options, num_layers, heads)
+    if len(exits) > 1 or exits[0] < half:
+        raise OptionError(
+            f"speculative_config: exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one "
+            f"layer in {half}..{num_layers - 1}"
+        )
+    return exits
 
 
 def _draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> int | None:

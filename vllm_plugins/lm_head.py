@@ -1,17 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's LM head as drafters read it, across tensor-parallel ranks."""
+"""The target's LM head as drafters read it, across tensor-parallel ranks: its own, or a copy on another stage."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather
 
+from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
 
-class TargetLMHead:
-    """Logits as vLLM's own step computes them, of any states; each rank holds a shard of the vocabulary."""
+
+class LMHead(ABC):
+    """Logits of any states; each rank holds a shard of the vocabulary, padded to shard_size."""
+
+    tp_size: int
+    vocab_size: int
+    vocab_start: int
+    num_valid: int
+    shard_size: int
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        """E* h: [rows, vocabulary], or this rank's shard of it."""
+
+    def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
+        rows = classifiers[..., self.vocab_start : self.vocab_start + self.num_valid, :]
+        return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The whole vocabulary of sharded logits [..., shard]."""
+        if self.tp_size > 1:
+            logits = tensor_model_parallel_all_gather(logits, dim=-1)
+        return logits[..., : self.vocab_size]
+
+
+class TargetLMHead(LMHead):
+    """Logits as vLLM's own step computes them."""
 
     def __init__(self, model: Any) -> None:
         self.lm_head: Any = model.lm_head
@@ -21,36 +50,60 @@ class TargetLMHead:
         self.vocab_size = int(self.logits_processor.org_vocab_size)
         self.vocab_start = int(shard.org_vocab_start_index)
         self.num_valid = int(shard.org_vocab_end_index - shard.org_vocab_start_index)
+        self.shard_size = int(self.lm_head.num_embeddings_per_partition)
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
-        """E* h: [rows, vocabulary], or this rank's shard of it."""
         return self.logits_processor(self.lm_head, hidden, getattr(self.lm_head, "bias", None), skip_gather=not gather)
 
     def rows(
-        self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device, chunk: int = 256
+        self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
-
-        They are read as logits of unit vectors: the LM head itself may be packed, sharded or quantised.
 
         Raises:
             ValueError: if the model caps its logits, which are then no product of a matrix.
         """
+        return self._read(lambda hidden: self.logits(hidden)[:, token_ids], vllm_config, device)
+
+    def own_shard(self, vllm_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """E* of this rank's shard [shard_size, hidden] and its bias [shard_size].
+
+        Raises:
+            ValueError: as rows.
+        """
+        return self._read(lambda hidden: self.logits(hidden, gather=False), vllm_config, device)
+
+    def _read(
+        self, logits: Callable[[torch.Tensor], torch.Tensor], vllm_config: Any, device: torch.device, chunk: int = 256
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows read as logits of unit vectors: the LM head itself may be packed, sharded or quantised."""
         if self.logits_processor.soft_cap:
             raise ValueError("this model caps its logits, so a part of its LM head cannot be read alone")
         hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
-        bias = self.logits(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0, token_ids]
+        bias = logits(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0]
         units = torch.eye(hidden_size, dtype=dtype, device=device)
-        columns = [(self.logits(part)[:, token_ids] - bias).to(dtype) for part in units.split(chunk)]
+        columns = [(logits(part) - bias).to(dtype) for part in units.split(chunk)]
         return torch.cat(columns).t().contiguous(), bias.to(dtype)
 
-    def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
-        rows = classifiers[..., self.vocab_start : self.vocab_start + self.num_valid, :]
-        return functional.pad(rows, (0, 0, 0, int(self.lm_head.num_embeddings_per_partition) - self.num_valid))
 
-    def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """The whole vocabulary of sharded logits [..., shard]."""
-        if self.tp_size > 1:
-            logits = tensor_model_parallel_all_gather(logits, dim=-1)
-        return logits[..., : self.vocab_size]
+class CopiedLMHead(LMHead):
+    """The target's LM head on a pipeline stage that vLLM gives none.
+
+    Args:
+        shard: [shard_size, hidden] of this rank.
+        bias: [shard_size].
+        place: vocab_size, vocab_start, num_valid of the rank that the shard is from.
+        vllm_config, device: of the engine.
+    """
+
+    def __init__(
+        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int], vllm_config: Any, device: torch.device
+    ) -> None:
+        self.vocab_size, self.vocab_start, self.num_valid = place
+        self.shard_size = len(shard)
+        self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+        self.unembedding, self.bias = PackedLinear(shard, vllm_config, device), bias
+
+    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        logits = self.unembedding(hidden) + self.bias
+        return self.gather(logits) if gather else logits

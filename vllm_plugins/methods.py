@@ -17,16 +17,20 @@ class Method(NamedTuple):
     needs_heads: bool
     cuts: bool  # runs parts of the target by themselves, so its family must have an adapter
     writes_ahead: bool  # writes KV of drafted positions before they are scheduled
+    group: bool = False  # runs as a worker group over two pipeline stages
 
 
 _EARLY = Method("early drafting", f"{_PROPOSERS}.early.EarlyProposer", "early", False, True, True)
 
 METHODS: dict[str, Method] = {
-    "ppd": _EARLY,
+    "ppd": _EARLY._replace(group=True),
     "paradecode": _EARLY,
     "cp": Method("CP drafting", f"{_PROPOSERS}.cp.CPProposer", "cp", True, False, False),
     "dynamo": Method("DynaMo drafting", f"{_PROPOSERS}.dynamo.DynaMoProposer", "dynamo", True, True, False),
 }
+
+# What vLLM starts in a proposer's place on the last stage of a worker group.
+GROUP = "vllm_ppd.vllm_plugins.group.last_stage.LastStage"
 
 # speculators' algorithm name of a heads folder -> the method that reads it.
 METHOD_OF_HEADS = {"early": "ppd", "cp": "cp", "dynamo": "dynamo"}
@@ -34,4 +38,4 @@ METHOD_OF_HEADS = {"early": "ppd", "cp": "cp", "dynamo": "dynamo"}
 
 def is_proposer(path: object) -> bool:
     """Whether a dotted path is that of one of our proposers."""
-    return any(path == method.proposer for method in METHODS.values())
+    return path == GROUP or any(path == method.proposer for method in METHODS.values())

@@ -24,7 +24,22 @@ COUNTERS = {
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
+    "group_ticks": "Ticks of a worker group: passes of the last stage within group steps.",
+    "group_hits": "Tokens that a worker group had started before the target chose them, by tick of the step.",
+    "group_misses": "Tokens that no lane of a worker group had started, by tick of the step.",
+    "group_lanes": "Lanes that a worker group computed: candidates run through the first stage.",
+    "group_lanes_discarded": "Lanes whose token the target did not choose.",
+    "group_first_stage_seconds": "Seconds that the first stage spent in ticks, waiting included.",
+    "group_first_stage_idle_seconds": "Seconds of these that it waited for the last stage's tokens.",
+    "group_last_stage_seconds": "Seconds that the last stage spent in ticks but a step's first, waiting included.",
+    "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
+BY_TICK = ("group_hits", "group_misses")
+MOST_TICKS = 17  # of a step, as num_speculative_tokens allows
+# Where each counter's columns start; one that is told by tick has a column a tick.
+_WIDTHS = [MOST_TICKS if name in BY_TICK else 1 for name in COUNTERS]
+_FIRST = dict(zip(COUNTERS, np.cumsum([0, *_WIDTHS[:-1]]).tolist(), strict=True))
+_COLUMNS = sum(_WIDTHS)
 PATH_VARIABLE = "PPD_COUNTERS_FILE"
 _published: list[np.ndarray] = []
 
@@ -40,10 +55,10 @@ def publish(parallel_config: Any) -> None:
         logger.info("vllm-ppd: no shared memory of the needed kind on this system, ppd: counters are off")
         return
     engines = max(1, parallel_config.data_parallel_size)
-    size = 8 * engines * len(COUNTERS)
+    size = 8 * engines * _COLUMNS
     descriptor = os.memfd_create("vllm-ppd-counters")
     os.ftruncate(descriptor, size)
-    table = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.float64).reshape(engines, len(COUNTERS))
+    table = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.float64).reshape(engines, _COLUMNS)
     if not _published:
         from prometheus_client import REGISTRY
 
@@ -53,23 +68,23 @@ def publish(parallel_config: Any) -> None:
 
 
 class Counters:
-    """The worker's side; only the first rank of an engine writes."""
+    """The worker's side; only the first rank of an engine (of a pipeline stage, in a worker group) writes."""
 
     def __init__(self, parallel_config: Any) -> None:
-        self._column = {name: column for column, name in enumerate(COUNTERS)}
-        self.values = np.zeros(len(COUNTERS))
+        self.values = np.zeros(_COLUMNS)
         path = os.environ.get(PATH_VARIABLE)
-        if path is None or parallel_config.rank % parallel_config.world_size != 0:
+        rank = parallel_config.rank % parallel_config.world_size
+        if path is None or rank % parallel_config.tensor_parallel_size != 0:
             return
         try:
-            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, len(COUNTERS))
+            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, _COLUMNS)
             self.values = rows[parallel_config.data_parallel_index]
         except (OSError, ValueError, IndexError) as error:
             # A worker on another machine: drafting works, its counters are not seen.
             logger.warning("vllm-ppd: counters are not published (%s)", error)
 
-    def add(self, name: str, amount: float = 1) -> None:
-        self.values[self._column[name]] += amount
+    def add(self, name: str, amount: float = 1, tick: int = 0) -> None:
+        self.values[_FIRST[name] + tick] += amount
 
 
 class _Collector:
@@ -78,9 +93,13 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
-        for column, (name, text) in enumerate(COUNTERS.items()):
-            family = CounterMetricFamily(f"ppd:{name}", text, labels=["engine"])
-            for engine in range(max(map(len, _published), default=0)):
-                total = sum(float(table[engine, column]) for table in _published if engine < len(table))
-                family.add_metric([str(engine)], total)
+        engines = range(max(map(len, _published), default=0))
+        for (name, text), width in zip(COUNTERS.items(), _WIDTHS, strict=True):
+            labels = ["engine", "tick"] if name in BY_TICK else ["engine"]
+            family = CounterMetricFamily(f"ppd:{name}", text, labels=labels)
+            for engine in engines:
+                for tick in range(width):
+                    column = _FIRST[name] + tick
+                    total = sum(float(table[engine, column]) for table in _published if engine < len(table))
+                    family.add_metric([str(engine), str(tick)][: len(labels)], total)
             yield family

@@ -19,9 +19,10 @@ from vllm_ppd.vllm_plugins.states import flat_ranges
 class Span(NamedTuple):
     """Consecutive tokens of some requests of the batch."""
 
-    rows: np.ndarray  # [requests] batch rows, ascending
+    rows: np.ndarray  # [requests] batch rows
     starts: np.ndarray  # [requests] position of the first token
     lengths: np.ndarray  # [requests] tokens, at least 1
+    tails: np.ndarray | None = None  # [requests, KV cache groups] block in place of the one of the token; -1: its own
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +46,11 @@ class StackPasses:
         """A middle stack over a span, from the state at the exit before it."""
         return self._run(level, span, None, state)
 
-    def _run(self, level: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> CutState:
+    def final(self, span: Span, state: CutState) -> torch.Tensor:
+        """The target's last stack over a span: normed hidden states [tokens, hidden]."""
+        return self._run(len(self.cut.stacks) - 1, span, None, state)
+
+    def _run(self, level: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
         runner = self.runner
         positions = torch.from_numpy(flat_ranges(span.starts, span.lengths)).to(runner.device, non_blocking=True)
         num_tokens = positions.shape[0]
@@ -70,9 +75,12 @@ class StackPasses:
         ):
             if state is None:
                 assert token_ids is not None
-                hidden, residual = self.cut.stacks[0](token_ids, positions)
+                output = self.cut.stacks[0](token_ids, positions)
             else:
-                hidden, residual = self.cut.stacks[level](positions, *self._padded(state, padded))
+                output = self.cut.stacks[level](positions, *self._padded(state, padded))
+        if isinstance(output, torch.Tensor):
+            return output[:num_tokens]
+        hidden, residual = output
         return hidden[:num_tokens], None if residual is None else residual[:num_tokens]
 
     def _padded(self, state: CutState, padded: int) -> CutState:
@@ -104,7 +112,7 @@ class StackPasses:
         seq_lens_cpu, query_start_cpu = torch.from_numpy(seq_lens_np), torch.from_numpy(query_start_np)
         seq_lens = seq_lens_cpu.to(device, non_blocking=True)
         query_start = query_start_cpu.to(device, non_blocking=True)
-        all_rows = num_reqs == runner.input_batch.num_reqs
+        all_rows = span.tails is None and np.array_equal(span.rows, np.arange(runner.input_batch.num_reqs))
         rows = None if all_rows else torch.from_numpy(span.rows).to(device, non_blocking=True)
         owner = None
         if num_tokens != num_reqs:
@@ -116,6 +124,8 @@ class StackPasses:
             block_table = runner.input_batch.block_table[gid]
             table = block_table.get_device_tensor(runner.input_batch.num_reqs)
             table = table if rows is None else table.index_select(0, rows)
+            if span.tails is not None:
+                self._put_tails(table, span, gid, block_table.block_size)
             blocks = (positions // block_table.block_size)[:, None]
             block_ids = (table if owner is None else table.index_select(0, owner)).gather(1, blocks).squeeze(1)
             slots = torch.full((padded,), PAD_SLOT_ID, dtype=torch.int64, device=device)
@@ -140,6 +150,15 @@ class StackPasses:
                 metadata[name] = built
                 slots_of_layer[name] = slots
         return metadata, slots_of_layer
+
+    def _put_tails(self, table: torch.Tensor, span: Span, gid: int, block_size: int) -> None:
+        """Write the given tail blocks into a copy of the block tables [requests, blocks]."""
+        assert span.tails is not None
+        given = np.flatnonzero(span.tails[:, gid] >= 0)
+        columns = span.starts[given] // block_size
+        where = tuple(torch.from_numpy(part).to(table.device, non_blocking=True) for part in (given, columns))
+        blocks = torch.from_numpy(span.tails[given, gid]).to(table.device, table.dtype, non_blocking=True)
+        table.index_put_(where, blocks)
 
     def _groups_of(self, level: int) -> list[tuple[int, Any, list[str]]]:
         """(KV cache group id, attention group, this stack's layer names) of each group the stack has layers in."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import divisor, draw, drawn_from, is_greedy
 from vllm_ppd.model_patches.base import Adapter, CutState
-from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.lm_head import LMHead
 
 
 class Reading(NamedTuple):
@@ -40,29 +40,38 @@ class EarlyReader:
     Without heads T is the identity: the target's own final norm and LM head, as PPD reads untrained exits.
     """
 
-    def __init__(self, model: Any, adapter: Adapter, heads: EarlyHeads | None) -> None:
+    def __init__(self, adapter: Adapter, lm_head: LMHead, heads: EarlyHeads | None) -> None:
         self.adapter = adapter
         self.heads = heads
-        self.lm_head = TargetLMHead(model)
+        self.lm_head = lm_head
         if heads is not None and heads.form == "classifier":
             for layer, weight in heads.weights.items():
                 heads.weights[layer] = nn.Parameter(self.lm_head.shard(weight.data), requires_grad=False)
 
     def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
-        """The exit's best token of each row; overwrites the state.
+        """The exit's best token of each row; overwrites the state."""
+        ids, probability = self._best(exit_layer, state, 1, with_confidence)
+        return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)
+
+    def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
+        """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites the state."""
+        return self._best(exit_layer, state, k, with_probability=False)[0]
+
+    def _best(
+        self, exit_layer: int, state: CutState, k: int, with_probability: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and their probabilities [rows, k].
 
         Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
         """
         logits = self._logits(exit_layer, state, gather=False)
-        best = shard_topk(logits, 1, self.lm_head.vocab_start, self.lm_head.num_valid, with_confidence)
+        best = shard_topk(logits, k, self.lm_head.vocab_start, self.lm_head.num_valid, with_probability)
         if self.lm_head.tp_size == 1:
-            probability = (best.values[:, 0] - best.logsumexp).exp() if with_confidence else None
-            return Reading(best.token_ids[:, 0], probability, None)
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
         # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
-        packed = torch.stack([best.values[:, 0], best.token_ids[:, 0].float(), best.logsumexp], dim=-1)
-        shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 3)
-        ids, probability = merge_topk(shards[:, :, :1], shards[:, :, 1:2].long(), shards[:, :, 2], k=1)
-        return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)
+        packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
+        shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 2 * k + 1)
+        return merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
 
     def sample(
         self,

@@ -50,20 +50,27 @@ def back_off_threshold(extra_args: dict[str, Any] | None) -> float | None:
     return number
 
 
+def sees_each_token(params: Any) -> bool:
+    """Whether what a request may say next depends on each token said before, as the engine keeps it."""
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.min_tokens
+        or params.bad_words
+        or params.structured_outputs
+    )
+
+
 def one_token_at_a_time(params: Any) -> bool:
     """Whether a request asks for what n-grams emitted at once cannot give: its own draws, or a say in each token."""
     return params is None or bool(
         params.seed is not None
         or params.logprobs is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
         or params.min_p
-        or params.min_tokens
         or params.logit_bias
         or params.allowed_token_ids
-        or params.bad_words
-        or params.structured_outputs
+        or sees_each_token(params)
     )
 
 

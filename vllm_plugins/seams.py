@@ -7,6 +7,7 @@
     EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
+    EngineCore.post_step                   no wait for drafts that a worker group does not propose
     register_speculator                    `vllm serve HEADS` finds the target by itself
 
 Each wrapper calls what it replaced and adds to it only where our own configuration is present. The worker and the
@@ -131,6 +132,8 @@ def _num_lookahead_tokens(original: property) -> property:
         config = active_config(self)
         if config is None or not config.how.writes_ahead:
             return stock(self)
+        if config.stages > 1:
+            return 1  # the last tick's lanes start one token behind the scheduled ones
         # The base token and every draft write shallow KV past the verified tokens.
         return config.num_speculative_tokens + 1
 
@@ -150,6 +153,19 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, params, *args, **kwargs)
 
     return _validate_params
+
+
+def _post_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def post_step(self: Any, model_executed: bool) -> None:
+        from vllm_ppd.vllm_plugins.activation import active_config
+
+        config = active_config(self.vllm_config)
+        if config is None or config.stages == 1:
+            original(self, model_executed)
+        # A worker group proposes nothing here, and asking for it would wait for the step in flight.
+
+    return post_step
 
 
 def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,4 +206,5 @@ SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
+    ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
 ]

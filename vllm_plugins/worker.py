@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
+from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
 logger = init_logger("vllm.vllm_ppd")
@@ -22,6 +23,9 @@ if current_platform.is_cpu():
     class CPUDraftingModelRunner(DraftingRunnerMixin, CPUModelRunner):
         """vLLM's CPU model runner that drafts."""
 
+    class CPUGroupModelRunner(GroupRunnerMixin, CPUModelRunner):
+        """vLLM's CPU model runner as a stage of a worker group."""
+
     class DraftingWorker(cpu_worker.CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
 
@@ -31,7 +35,8 @@ if current_platform.is_cpu():
 
         def init_device(self) -> None:
             stock = cpu_worker.CPUModelRunner
-            cpu_worker.CPUModelRunner = CPUDraftingModelRunner
+            stages = self.parallel_config.pipeline_parallel_size
+            cpu_worker.CPUModelRunner = CPUDraftingModelRunner if stages == 1 else CPUGroupModelRunner
             try:
                 super().init_device()
             finally:
@@ -43,6 +48,9 @@ else:
 
     class GPUDraftingModelRunner(DraftingRunnerMixin, GPUModelRunner):
         """vLLM's GPU model runner that drafts."""
+
+    class GPUGroupModelRunner(GroupRunnerMixin, GPUModelRunner):
+        """vLLM's GPU model runner as a stage of a worker group."""
 
     class DraftingWorker(Worker):  # type: ignore[no-redef]
         """vLLM's GPU worker."""
@@ -59,4 +67,5 @@ else:
             super().__init__(vllm_config, *args, **kwargs)
 
         def _make_model_runner(self) -> GPUModelRunner:
-            return GPUDraftingModelRunner(self.vllm_config, self.device)
+            stages = self.vllm_config.parallel_config.pipeline_parallel_size
+            return (GPUDraftingModelRunner if stages == 1 else GPUGroupModelRunner)(self.vllm_config, self.device)

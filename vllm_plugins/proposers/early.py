@@ -19,6 +19,7 @@ import torch
 
 from vllm_ppd.heads.checkpoint import load_early_heads
 from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
@@ -50,7 +51,7 @@ class EarlyProposer(Proposer):
         )
         self.allocate_probs()
         self.passes = StackPasses(self.runner, self.cut)
-        self.reader = EarlyReader(model, self.cut.adapter, heads)
+        self.reader = EarlyReader(self.cut.adapter, TargetLMHead(model), heads)
         self.loop = ShallowLoop(
             config, self.cut, self.passes, self.reader, self.saved, scheduler.max_num_batched_tokens, device
         )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: k candidates for a request's next token, side by side at one position.
+
+They share the request's KV blocks up to that position. At it they differ, so every lane but the first writes into a
+tail block of its own, which holds the same tokens as the request's; the first lane writes into the request's. When the
+target has chosen, the chosen token's block is copied into the others: whole blocks, since a backend may keep the tokens
+of a block in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.model_patches.base import ModelCut
+
+NONE = -1
+
+
+class Lanes:
+    """Tail blocks of the lanes, and which of them hold what their request's block holds.
+
+    Args:
+        runner: the first stage's model runner.
+        cut: the first stage; lanes run through its first stack.
+        lanes: k.
+        requests: most requests that a group serves at once.
+    """
+
+    def __init__(self, runner: Any, cut: ModelCut, lanes: int, requests: int) -> None:
+        self.runner, self.cut = runner, cut
+        self.count = lanes
+        self.requests = requests
+        self.tails = np.zeros((0, 0, 0), dtype=np.int64)  # [requests, k - 1, KV cache groups] block ids
+        # [requests] the block of the request that its tail blocks are copies of, by name and place in the table
+        self.copied: list[tuple[str, int] | None] = [None] * requests
+
+    def reserve(self, kv_cache_config: Any) -> None:
+        """Make room for the tail blocks behind the blocks that vLLM's scheduler knows of."""
+        groups = len(kv_cache_config.kv_cache_groups)
+        before, extra = kv_cache_config.num_blocks, self.requests * (self.count - 1) * groups
+        self.tails = np.arange(before, before + extra).reshape(self.requests, self.count - 1, groups)
+        for tensor in kv_cache_config.kv_cache_tensors:
+            tensor.size += tensor.size // before * extra
+            if tensor.layer_stride == tensor.block_stride * before:  # a layer's blocks lie together
+                tensor.layer_stride += tensor.block_stride * extra
+                tensor.offset += tensor.offset // before * extra
+        kv_cache_config.num_blocks += extra
+
+    def tails_of(self, rows: np.ndarray) -> np.ndarray:
+        """The tail block of every lane of batch rows: [rows, k, groups]; NONE for the request's own."""
+        own = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)
+        return np.concatenate([own, self.tails[rows]], axis=1)
+
+    def prepare(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """Have the tail blocks hold what stands before a position in its block: called before lanes run there.
+
+        Args:
+            rows: [requests] batch rows.
+            positions: [requests] where the lanes will write.
+        """
+        if self.count == 1:
+            return
+        names = self.runner.input_batch.req_ids
+        size = self._block_size()
+        stale = [
+            place
+            for place, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True))
+            if self.copied[row] != (names[row], position // size)
+        ]
+        if stale:
+            # At the start of a block there is nothing to copy.
+            partly = [place for place in stale if positions[place] % size]
+            self._copy(rows[partly], positions[partly], np.zeros(len(partly), dtype=np.int64))
+            for place in stale:
+                self.copied[rows[place]] = (names[rows[place]], int(positions[place]) // size)
+
+    def choose(self, rows: np.ndarray, positions: np.ndarray, winners: np.ndarray) -> None:
+        """Copy the winner's block into the request's and into those of its other lanes.
+
+        Args:
+            rows: [requests] batch rows.
+            positions: [requests] where their lanes wrote.
+            winners: [requests] the lane whose token was right; 0 also where the request's own block was written anew.
+        """
+        if self.count > 1:
+            self._copy(rows, positions, winners)
+
+    def forget(self) -> None:
+        """Rows, names or block tables have changed."""
+        self.copied = [None] * self.requests
+
+    def _copy(self, rows: np.ndarray, positions: np.ndarray, sources: np.ndarray) -> None:
+        if not len(rows):
+            return
+        blocks = self.tails_of(rows)  # [rows, k, groups]
+        for gid, table in enumerate(self.runner.input_batch.block_table.block_tables):
+            blocks[:, 0, gid] = table.block_table.np[rows, positions // table.block_size]
+        source = np.take_along_axis(blocks, sources[:, None, None], axis=1)
+        others = np.arange(self.count) != sources[:, None]
+        targets = blocks[others]  # [rows * (k - 1), groups]
+        origins = np.broadcast_to(source, blocks.shape)[others]
+        device = self.runner.device
+        for gid, names in enumerate(self._names()):
+            target, origin = (torch.from_numpy(part[:, gid].copy()).to(device) for part in (targets, origins))
+            for name in names:
+                cache = self._blocks(name)
+                cache.index_copy_(0, target, cache.index_select(0, origin))
+
+    def _names(self) -> list[list[str]]:
+        """The layers that lanes run through, by KV cache group."""
+        groups = self.runner.kv_cache_config.kv_cache_groups
+        return [self.cut.attention_layers(0, group.layer_names) for group in groups]
+
+    def _blocks(self, name: str) -> torch.Tensor:
+        """A layer's cache, the first dimension counting the scheduler's blocks, which a backend may have divided."""
+        cache = self.runner.compilation_config.static_forward_context[name].kv_cache
+        return cache.unflatten(0, (self.runner.kv_cache_config.num_blocks, -1))
+
+    def _block_size(self) -> int:
+        return int(self.runner.input_batch.block_table.block_tables[0].block_size)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both stages of a worker group do: recognise a group step, and make it a step of one token that goes on.
+
+The scheduler gives a group step by placeholder drafts. The runner then sees a plain decode step of one token a request,
+which vLLM prepares, runs and samples as ever; the stages go on from there, tick after tick:
+
+    last stage    layers d_bar..d of the token at hand     -> x, the target's own token
+    first stage   layers 0..d-d_bar of k candidates for x, at the same time
+    match         the lane of x goes on with layers d-d_bar..d_bar, its state is sent, the next tick begins
+    miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.group.wire import Wire
+from vllm_ppd.vllm_plugins.metrics import Counters
+
+
+class Stage(ABC):
+    """One stage's side of the group; vLLM builds it, the runner drives it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = active_config(vllm_config)
+        if config is None:
+            raise RuntimeError(f"{type(self).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
+        self.vllm_config = vllm_config
+        self.config = config
+        self.split = config.exit_layer[0]  # d_bar
+        self.ticks = config.num_speculative_tokens + 1
+        self.allowance: np.ndarray | None = None  # [batch rows] tokens each may emit in this group step
+        self._allowed: dict[str, int] | None = None
+
+    def bind(self, runner: Any) -> None:
+        """Take the model runner that will drive this stage."""
+        self.runner = runner
+        self.counters = Counters(self.vllm_config.parallel_config)
+
+    def connect(self) -> None:
+        """Open the line to the other stage; the process groups must exist."""
+        self.wire = Wire(self.runner.device)
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own interface for drafts, of which a group makes none."""
+        raise RuntimeError("a worker group needs vllm-ppd's worker; remove --worker-cls")
+
+    @abstractmethod
+    def load_model(self, model: Any) -> None:
+        """Take the loaded stage and allocate everything, before vLLM measures the memory left for its KV cache."""
+
+    def begin_step(self, scheduler_output: Any) -> Any:
+        """Take a step in; returns what the runner is to make of it: one token a request if it has placeholders."""
+        placeholders = scheduler_output.scheduled_spec_decode_tokens
+        self._allowed = None
+        self.allowance = None
+        if not placeholders:
+            return scheduler_output
+        scheduled = {
+            req_id: count - len(placeholders.get(req_id, ()))
+            for req_id, count in scheduler_output.num_scheduled_tokens.items()
+        }
+        # With a prompt in the batch the step stays one of vLLM's own.
+        if all(count == 1 for count in scheduled.values()):
+            self._allowed = {req_id: 1 + len(placeholders.get(req_id, ())) for req_id in scheduled}
+        return dataclasses.replace(
+            scheduler_output,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+        )
+
+    def is_group_step(self) -> bool:
+        """Whether this step goes on for several ticks; the batch's rows must be in place."""
+        if self._allowed is not None and self.allowance is None:
+            names = self.runner.input_batch.req_ids
+            self.allowance = np.array([self._allowed[name] for name in names], dtype=np.int64)
+        return self.allowance is not None
+
+    def base_positions(self) -> np.ndarray:
+        """[batch rows] position of the token that the step was scheduled with."""
+        batch = self.runner.input_batch
+        return batch.num_computed_tokens_cpu[: batch.num_reqs].astype(np.int64)
+
+    def index(self, values: np.ndarray) -> torch.Tensor:
+        """An array of indices on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
