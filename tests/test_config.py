@@ -65,7 +65,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
-        "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None,
+        "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "lanes": 1, "stages": 1,
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
@@ -138,7 +138,10 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--speculative-model", "ppd", "--pipeline-parallel-size", "2"], "pipeline parallelism is not supported"),
+        (
+            ["--speculative-model", "paradecode", "--pipeline-parallel-size", "2"],
+            "pipeline parallelism is not supported",
+        ),
         (["--speculative-model", "ppd", "--enable-lora"], "LoRA .* is not supported"),
         (["--speculative-model", "ppd", "--enable-prompt-embeds"], "prompt embeddings"),
         (["--speculative-model", "ppd", "--async-scheduling"], "--async-scheduling is not supported"),

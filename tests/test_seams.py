@@ -18,7 +18,11 @@ from conftest import ROOT, runner_of
 from exactness import generate, greedy, prompts
 from vllm import EngineArgs
 from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -78,6 +82,25 @@ def test_seam_lookahead() -> None:
     assert isinstance(original(VllmConfig, "num_lookahead_tokens"), property)
     source = inspect.getsource(importlib.import_module("vllm.v1.core.sched.scheduler"))
     assert "vllm_config.num_lookahead_tokens" in source, "the scheduler reserves drafted positions some other way"
+
+
+def test_seam_post_step() -> None:
+    assert parameters(original(EngineCore, "post_step")) == ["self", "model_executed"]
+    assert "take_draft_token_ids" in inspect.getsource(original(EngineCore, "post_step"))
+
+
+def test_seam_scheduler() -> None:
+    """What a worker group's scheduler and stages build on."""
+    assert {"has_requests", "schedule", "get_request_counts"} <= set(dir(Scheduler))
+    source = inspect.getsource(Scheduler)
+    assert "request.spec_token_ids = []" in source, "placeholder drafts are no longer taken at scheduling"
+    assert "request.num_in_flight_tokens" in source
+    assert {"num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens"} <= set(
+        SchedulerOutput.__dataclass_fields__
+    )
+    assert {"size", "layer_stride", "block_stride", "offset"} == set(KVCacheTensor.__dataclass_fields__) - {
+        "layers", "host_resident",
+    }, "the KV cache is laid out some other way: see Lanes.reserve"  # fmt: skip
 
 
 def test_seam_request_validation() -> None:

@@ -19,7 +19,9 @@ from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.request_options import drafting_allowed
 from vllm_ppd.vllm_plugins.states import SavedStates, flat_ranges
 
-ONE_ENGINE = SimpleNamespace(data_parallel_size=1, data_parallel_index=0, rank=0, world_size=1)
+ONE_ENGINE = SimpleNamespace(
+    data_parallel_size=1, data_parallel_index=0, rank=0, world_size=1, pipeline_parallel_size=1
+)
 
 
 def test_flat_ranges() -> None:

@@ -88,28 +88,18 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     return config
 
 
-PARTITION = "VLLM_PP_LAYER_PARTITION"
-
-
 def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
-    """Have the stages split where the configuration says, and scheduled by our scheduler.
+    """Have our scheduler schedule the group; the workers split the layers (worker.py).
 
     Raises:
         OptionError: if the user's own split is another.
     """
-    split = f"{config.exit_layer[0]},{config.num_layers - config.exit_layer[0]}"
-    given = os.environ.get(PARTITION)
-    if given not in (None, split, _ours.get(PARTITION)):
+    given, ours = os.environ.get(checks.PARTITION), config.partition
+    if given not in (None, ours):
         raise OptionError(
-            f"{PARTITION}={given} is not the split of the worker group, {split}; give one of the two: unset it, or "
-            f"set exit_layer"
+            f"{checks.PARTITION}={given} is not the split of the worker group, {ours}: unset it, or set exit_layer"
         )
-    if given != split:
-        os.environ[PARTITION] = _ours[PARTITION] = split
     engine_args.scheduler_cls = checks.GROUP_SCHEDULER
-
-
-_ours: dict[str, str] = {}  # environment variables that we set
 
 
 def _asked(engine_args: Any) -> dict[str, Any]:

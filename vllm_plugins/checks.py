@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
 WORKER = "vllm_ppd.vllm_plugins.worker.DraftingWorker"
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
 GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.group.scheduler.GroupScheduler"
 
 

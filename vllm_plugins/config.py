@@ -153,12 +153,16 @@ class DraftingConfig(DraftingOptions):
         """Dotted path of the class that vLLM starts."""
         return self.how.proposer if self.stages == 1 else GROUP
 
+    @property
+    def partition(self) -> str:
+        """Layers of each pipeline stage, as VLLM_PP_LAYER_PARTITION has it."""
+        return f"{self.exit_layer[0]},{self.num_layers - self.exit_layer[0]}"
+
     def summary(self) -> str:
         """The start-up line: what drafts, from which layer, with which heads."""
         parts = []
         if self.stages > 1:
-            first = self.exit_layer[0]
-            parts.append(f"worker group over 2 pipeline stages of {first} and {self.num_layers - first} layers")
+            parts.append(f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers")
             parts.append(f"{self.lanes} lane{'s' * (self.lanes > 1)}")
         elif self.exit_layer:
             parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")

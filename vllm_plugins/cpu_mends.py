@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One mend of vLLM 0.32's CPU backend, without which sampling with drafts has the wrong distribution.
+"""Mends of vLLM 0.32's CPU backend.
 
-Its `expand_kernel` spreads per-request sampling parameters over draft tokens. For float32 and int32 outputs it fills a
-converted copy and drops it, so temperature, top-k and top-p of verified drafts are whatever the memory held. Every
-speculative method on the CPU is affected; greedy requests are not.
+Without the first, sampling with drafts has the wrong distribution: `expand_kernel` spreads per-request sampling
+parameters over draft tokens. For float32 and int32 outputs it fills a converted copy and drops it, so temperature,
+top-k and top-p of verified drafts are whatever the memory held. Every speculative method on the CPU is affected;
+greedy requests are not.
+
+Without the second, ranks that die leave their shared memory behind.
 """
 
 from __future__ import annotations
 
+import glob
 import logging
+import os
 from typing import Any
 
 import torch
@@ -45,3 +50,17 @@ def mend_expand_kernel() -> None:
     # vLLM registers its kernels anew for every worker of a process.
     cpu_triton_utils._expand_kernel_impl = expand
     logger.info("vllm-ppd: replaced the CPU backend's expand_kernel, which drops sampling parameters of drafts")
+
+
+def unlink_shared_memory(*groups: Any) -> None:
+    """Take the names off the shared memory of process groups whose ranks have all mapped it.
+
+    It then goes with the last process that has it mapped, however that ends. Groups without any are left alone.
+    """
+    for group in groups:
+        name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", None)
+        for path in glob.glob(f"/dev/shm/{glob.escape(name)}_*") if name else ():
+            try:
+                os.unlink(path)
+            except FileNotFoundError:  # another rank was first
+                continue

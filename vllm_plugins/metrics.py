@@ -73,8 +73,9 @@ class Counters:
     def __init__(self, parallel_config: Any) -> None:
         self.values = np.zeros(_COLUMNS)
         path = os.environ.get(PATH_VARIABLE)
-        rank = parallel_config.rank % parallel_config.world_size
-        if path is None or rank % parallel_config.tensor_parallel_size != 0:
+        # Ranks of a stage come one after the other.
+        ranks_of_a_stage = parallel_config.world_size // parallel_config.pipeline_parallel_size
+        if path is None or parallel_config.rank % ranks_of_a_stage != 0:
             return
         try:
             rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, _COLUMNS)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -10,11 +11,20 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.checks import PARTITION
 from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
 from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
 logger = init_logger("vllm.vllm_ppd")
+
+
+def _split_stages(vllm_config: Any) -> None:
+    """Tell vLLM where a worker group splits the layers; in this process, which is a stage's own, and nowhere else."""
+    config = active_config(vllm_config)
+    if config is not None and config.stages > 1:
+        os.environ[PARTITION] = config.partition
+
 
 if current_platform.is_cpu():
     from vllm.v1.worker import cpu_worker
@@ -29,9 +39,10 @@ if current_platform.is_cpu():
     class DraftingWorker(cpu_worker.CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             mend_expand_kernel()
-            super().__init__(*args, **kwargs)
+            _split_stages(vllm_config)
+            super().__init__(vllm_config, *args, **kwargs)
 
         def init_device(self) -> None:
             stock = cpu_worker.CPUModelRunner
@@ -64,6 +75,7 @@ else:
                 piecewise = mode.requires_piecewise_compilation()
                 logger.info("vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode)
                 compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+            _split_stages(vllm_config)
             super().__init__(vllm_config, *args, **kwargs)
 
         def _make_model_runner(self) -> GPUModelRunner:

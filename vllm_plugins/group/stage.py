@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_pp_group, get_tp_group
 
 from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.cpu_mends import unlink_shared_memory
 from vllm_ppd.vllm_plugins.group.wire import Wire
 from vllm_ppd.vllm_plugins.metrics import Counters
 
@@ -46,6 +48,7 @@ class Stage(ABC):
     def connect(self) -> None:
         """Open the line to the other stage; the process groups must exist."""
         self.wire = Wire(self.runner.device)
+        unlink_shared_memory(get_pp_group(), get_tp_group())
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface for drafts, of which a group makes none."""

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker group over two pipeline stages says what one rank says without speculation, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import our_counter, start_engine
+from exactness import CASES, generate, greedy, prompts
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one lane": {"method": "ppd"},
+    # The first stage in two stacks: lanes run through two layers, the rest waits for the target's choice.
+    "lanes": {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5},
+    "late": {"method": "ppd", "lanes": 8, "exit_layer": 5, "num_speculative_tokens": 1, "disable_by_batch_size": 16},
+}
+
+# Prompts that are read in one chunk: all of them start to decode at once.
+SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
+
+
+@pytest.fixture(scope="module")
+def group(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+    """group(speculative_config, **settings): an engine of two stages; the same arguments give the same engine."""
+    started: dict[str, Any] = {}
+
+    def get(options: dict[str, Any] | None, family: str = "llama", **settings: Any) -> Any:
+        key = repr((options, family, sorted(settings.items())))
+        if key not in started:
+            started[key] = start_engine(tiny_model(family), options, pipeline_parallel_size=2, **settings)
+        return started[key]
+
+    yield get
+    for llm in started.values():
+        llm.llm_engine.engine_core.shutdown()  # its workers are processes of their own
+
+
+def counted(run: Callable[[], Any], *names: str) -> tuple[Any, list[float]]:
+    """What a run gives, and by how much our counters grew in it."""
+    before = [our_counter(name) for name in names]
+    result = run()
+    return result, [our_counter(name) - value for name, value in zip(names, before, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        pytest.param(name, case, marks=[] if name == "lanes" else [pytest.mark.full])
+        for name in VARIANTS
+        for case in CASES
+    ],
+)
+def test_same_tokens(engine: Callable[..., Any], group: Callable[..., Any], name: str, case: str) -> None:
+    assert CASES[case](group(VARIANTS[name])) == CASES[case](engine())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["batch_1", "batch_16"])
+def test_same_tokens_as_stages_without_speculation(
+    engine: Callable[..., Any], group: Callable[..., Any], case: str
+) -> None:
+    """vLLM's own pipeline of the same split, which an eager CPU engine of 0.32 cannot start."""
+    compiled = {"enforce_eager": False}
+    assert CASES[case](group(VARIANTS["one lane"], **compiled)) == CASES[case](group(None, **compiled))
+
+
+def test_group_works_in_small_batches_alone(group: Callable[..., Any]) -> None:
+    """The suite above would pass without a tick: hits and misses of every kind must have been seen."""
+    llm = group(VARIANTS["lanes"])
+    names = ("group_ticks", "group_hits", "group_misses", "group_lanes", "group_lanes_discarded")
+    before = llm.counts.copy()
+    _, (ticks, hits, misses, lanes, discarded) = counted(lambda: generate(llm, prompts(1), greedy()), *names)
+    seen = llm.counts - before
+    # Every token but the prompt's own comes from a tick, and the last one needs no lanes.
+    assert ticks == 39
+    assert hits + misses == 38
+    assert hits > 3 and misses > 3
+    assert (lanes, discarded) == (3 * 38, 3 * 38 - hits)
+    assert seen["accepted"] + seen["drafts"] == 39
+    # Nine requests are more than the cut-off of eight; they start and end together, so it is never undercut.
+    _, (ticks, *_) = counted(lambda: generate(llm, SHORT, greedy(12)), *names)
+    assert ticks == 0
+    _, (ticks, hits, misses, *_) = counted(lambda: generate(llm, SHORT[:8], greedy(12)), *names)
+    assert ticks > 0 and hits > 0 and misses > 0
+
+
+def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """A token is sampled once, from the target's own logits: with a seed nothing differs at all."""
+    params = [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, seed=i, ignore_eos=True) for i in range(6)]
+    expected = generate(engine(), SHORT[:6], params)
+    got, (hits, misses) = counted(
+        lambda: generate(group(VARIANTS["lanes"]), SHORT[:6], params), "group_hits", "group_misses"
+    )
+    assert got == expected
+    assert hits > 0 and misses > 0
+
+
+BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
+
+
+def test_prefix_cache_hits(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """What the group wrote is good for later requests, emitted tokens included."""
+    results = []
+    for llm in _with_small_cache(engine, group):
+        shared = prompts(1)[0]["prompt_token_ids"][:96]
+        requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(5)]
+        first = llm.generate(requests[:1], greedy(), use_tqdm=False)
+        requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
+        outputs = llm.generate(requests, greedy(), use_tqdm=False)
+        results.append([(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs])
+    assert results[1] == results[0]
+    assert results[0][-1][1] >= 128
+
+
+def test_preemption(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """A KV cache too small for the batch: requests are evicted in mid-decode and resumed, lanes and all."""
+    outputs = []
+    for llm in _with_small_cache(engine, group):
+        outputs.append(generate(llm, prompts(8, 90), greedy(100)))
+        assert llm.counts["preempted"] > 0
+    assert outputs[1] == outputs[0]
+
+
+def _with_small_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> tuple[Any, Any]:
+    """One rank alone and a group, with 22 blocks each; the first stage has four of the six layers."""
+    return (
+        engine(kv_cache_memory_bytes=22 * 6 * BLOCK, enable_prefix_caching=True),
+        group(VARIANTS["lanes"], kv_cache_memory_bytes=22 * 4 * BLOCK, enable_prefix_caching=True),
+    )
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.full) for f in ("qwen2", "qwen3", "mistral", "phi3"))]
+)
+def test_families(engine: Callable[..., Any], group: Callable[..., Any], family: str) -> None:
+    """Gemma 3 keeps its KV in two groups, so every lane has two tail blocks; its norms are of another kind."""
+    expected = CASES["batch_1"](engine(family=family)), generate(engine(family=family), prompts(6), greedy())
+    llm = group({"method": "ppd", "lanes": 3, "exit_layer": 4}, family=family)
+    got, (hits,) = counted(lambda: (CASES["batch_1"](llm), generate(llm, prompts(6), greedy())), "group_hits")
+    assert got == expected
+    assert hits > 0
+
+
+def test_heads_on_the_first_stage(
+    engine: Callable[..., Any], group: Callable[..., Any], fitted_heads: Callable[..., str]
+) -> None:
+    """Trained heads are right more often than the bare exit."""
+    rates = []
+    for options in (
+        {"method": "ppd", "exit_layer": 4},
+        {"model": fitted_heads("early", head="classifier"), "exit_layer": 4, "num_speculative_tokens": 3},
+    ):
+        got, (hits, misses) = counted(
+            lambda options=options: CASES["batch_1"](group(options)), "group_hits", "group_misses"
+        )
+        assert got == CASES["batch_1"](engine())
+        rates.append(hits / (hits + misses))
+        print("RATES", rates)
+    assert rates[1] > rates[0] + 0.05
+
+
+@pytest.mark.full
+def test_two_by_two_ranks(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to the rank of its own number."""
+    llm = group(VARIANTS["lanes"], tensor_parallel_size=2)
+    got, (hits,) = counted(lambda: (CASES["batch_1"](llm), CASES["arrivals_and_aborts"](llm)), "group_hits")
+    assert got == (CASES["batch_1"](engine()), CASES["arrivals_and_aborts"](engine()))
+    assert hits > 0

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker group's options and parts: where it splits, what it refuses, where its requests stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_config import from_dict, from_flags
+from vllm import SamplingParams
+
+from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION
+from vllm_ppd.vllm_plugins.config import OptionError, parse_options, resolve
+from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
+
+Model = Callable[..., Path]
+STAGES = ["--speculative-model", "ppd", "--pipeline-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(("num_layers", "split"), [(6, 3), (7, 4), (2, 1)])
+def test_stages_are_split_in_the_middle(num_layers: int, split: int) -> None:
+    config = resolve(parse_options({}), num_layers, stages=2)
+    assert config.exit_layer == (split,)
+    assert config.partition == f"{split},{num_layers - split}"
+    assert config.disable_by_batch_size == 8
+
+
+def test_configuration(tiny_model: Model, heads_folder: Model) -> None:
+    vllm_config = from_flags(tiny_model(), *STAGES, "--ppd-lanes", "4", "--spec-tokens", "7")
+    config = active_config(vllm_config)
+    assert config is not None
+    assert (config.stages, config.lanes, config.num_speculative_tokens) == (2, 4, 7)
+    assert vllm_config.scheduler_config.scheduler_cls == GROUP_SCHEDULER
+    assert vllm_config.num_lookahead_tokens == 1
+    for part in ("worker group over 2 pipeline stages of 3 and 3 layers", "4 lanes", "8 ticks a step", "above 8"):
+        assert part in config.summary()
+    # Heads decide where the stages are split: the earliest exit from the middle on.
+    given = {"model": str(heads_folder(exit_layers=(2, 4, 5)))}
+    with_heads = active_config(from_dict(tiny_model(), given, pipeline_parallel_size=2))
+    assert with_heads is not None and with_heads.exit_layer == (4,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*STAGES[:3], "3"], "a worker group has 2 pipeline stages, not 3"),
+        (
+            ["--speculative-model", "paradecode", *STAGES[2:]],
+            "not supported with method 'paradecode'; use method 'ppd'",
+        ),
+        ([*STAGES, "--ppd-gamma", "0.5"], "gamma=0.5 is not supported with pipeline parallelism"),
+        (
+            [*STAGES, "--ppd-exit-layer", "2"],
+            r"exit_layer=2 cannot split two pipeline stages; give one layer in 3\.\.5",
+        ),
+        ([*STAGES, "--ppd-exit-layer", "3,4"], "exit_layer=3,4 cannot split"),
+        ([*STAGES, "--ppd-exit-layer", "6"], r"exit_layer=6 is outside 1\.\.5"),
+        ([*STAGES, "--ppd-lanes", "9"], "lanes=.9.: Input should be less than or equal to 8"),
+        ([*STAGES, "--ppd-max-drafting-requests", "2"], "use disable_by_batch_size"),
+        ([*STAGES, "--scheduler-cls", "a.B"], "--scheduler-cls a.B cannot be combined"),
+        ([*STAGES, "--async-scheduling"], "--async-scheduling is not supported"),
+        ([*STAGES, "--data-parallel-size", "2"], "data parallelism is not supported with a worker group"),
+        (["--speculative-model", "ppd", "--ppd-lanes", "3"], "lanes=3 needs pipeline stages that wait"),
+        (["-sc", '{"method": "cp", "model": "/h", "lanes": 2}'], "lanes belongs to method ppd"),
+    ],
+)
+def test_refusals(tiny_model: Model, flags: list[str], message: str) -> None:
+    with pytest.raises((OptionError, HeadsError), match=message) as caught:
+        from_flags(tiny_model(), *flags)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="whose first pipeline stage cannot hold an LM head"):
+        from_dict(tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2)
+    with pytest.raises(OptionError, match=r"have no exit in 3\.\.5, where a worker group's stages can be split"):
+        from_dict(tiny_model(), {"model": str(heads_folder(exit_layers=(2,)))}, pipeline_parallel_size=2)
+    monkeypatch.setenv(PARTITION, "4,2")
+    with pytest.raises(OptionError, match="VLLM_PP_LAYER_PARTITION=4,2 is not the split of the worker group, 3,3"):
+        from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)
+    config = active_config(from_dict(tiny_model(), {"method": "ppd", "exit_layer": 4}, pipeline_parallel_size=2))
+    assert config is not None and config.partition == "4,2"
+
+
+def progress_of(params: list[SamplingParams], prompts: list[int], allowance: list[int]) -> Progress:
+    """Requests whose prompt was just read, each with one token emitted; the model's length is 20."""
+    names = [str(i) for i in range(len(params))]
+    runner: Any = SimpleNamespace(
+        input_batch=SimpleNamespace(req_ids=names, num_reqs=len(names), num_prompt_tokens=np.array(prompts)),
+        requests={name: SimpleNamespace(sampling_params=p) for name, p in zip(names, params, strict=True)},
+        max_model_len=20,
+    )
+    return Progress(np.array(prompts), np.array(allowance), 4, Limits(runner))
+
+
+def test_progress() -> None:
+    """Stop tokens, a request's length and the model's end a request; its allowance only pauses it."""
+    free = SamplingParams(max_tokens=50)
+    params = [SamplingParams(max_tokens=2), SamplingParams(stop_token_ids=[9, 8], max_tokens=50), free, free]
+    progress = progress_of(params, [5, 5, 18, 5], [4, 4, 4, 1])
+    everyone = np.arange(4)
+    assert progress.limits.ends.tolist() == [7, 20, 20, 20]
+    # A token at position 6 is the first request's last; the third's at 19 is the model's.
+    assert progress.with_lanes(everyone).tolist() == [1, 3]
+    assert progress.emit(everyone, np.array([8, 7, 7, 7])).tolist() == [False, True, False, True]
+    progress.ready[[1, 3]] = True
+    assert progress.sendable().tolist() == [1]
+    assert progress.emit(np.array([1]), np.array([8])).tolist() == [False]
+    assert progress.emitted.tolist() == [1, 2, 1, 1]
+    assert progress.tokens[1].tolist() == [7, 8, 0, 0]
+    assert progress.position.tolist() == [6, 7, 19, 6]
+    progress.missed[3] = True
+    assert not progress.waits_for_missed()  # it has emitted what it may

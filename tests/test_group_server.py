@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker group in a real server: its line, its metrics, and its end when a stage dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server import Server
+
+pytestmark = pytest.mark.engine
+
+
+def family_of(root: int) -> dict[int, str]:
+    """Processes that descend from one, with their command lines."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):  # it ended meanwhile
+            continue
+    found, waiting = {root}, [root]
+    while waiting:
+        parent = waiting.pop()
+        children = [pid for pid, its in parents.items() if its == parent]
+        found.update(children)
+        waiting += children
+    return {pid: _command(pid) for pid in found}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return ""
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize(
+    "stage", ["Worker_PP0", pytest.param("Worker_PP1", marks=pytest.mark.full)], ids=["first", "last"]
+)
+def test_a_stage_that_dies_ends_the_server(tiny_model: Callable[..., Path], tmp_path: Path, stage: str) -> None:
+    """Killed in mid-decode: an error to the client, the end of every process, nothing left in shared memory."""
+    before = shared_memory()
+    server = Server(
+        tiny_model(), tmp_path / "log", "--speculative-model", "ppd", "--pipeline-parallel-size", "2",
+        "--ppd-lanes", "2", "--max-num-seqs", "8",
+    )  # fmt: skip
+    try:
+        log = server.log.read_text()
+        assert "worker group over 2 pipeline stages of 3 and 3 layers, 2 lanes" in log
+        assert server.complete().json()["usage"]["completion_tokens"] == 24
+        metrics = server.metrics()
+        assert metrics["ppd:group_ticks_total"] == 23
+        assert metrics["ppd:group_hits_total"] + metrics["ppd:group_misses_total"] == 22
+        assert metrics["ppd:group_lanes_total"] == 44
+        assert metrics["ppd:group_lanes_discarded_total"] == 44 - metrics["ppd:group_hits_total"]
+        for part in ("first", "last"):
+            spent, idle = (metrics[f"ppd:group_{part}_stage_{name}seconds_total"] for name in ("", "idle_"))
+            assert 0 < idle < spent
+        members = family_of(server.process.pid)
+        (worker,) = [pid for pid in members if stage in _name(pid)]
+        answers: list[Any] = []
+        client = threading.Thread(target=_ask, args=(server, answers))
+        client.start()
+        while server.metrics()["ppd:group_ticks_total"] < 60:
+            time.sleep(0.02)
+        os.kill(worker, signal.SIGKILL)
+        client.join(60)
+        assert answers and answers[0] != 200, answers
+        server.process.wait(60)
+        deadline = time.monotonic() + 30
+        while alive := [pid for pid, command in members.items() if command and _command(pid) == command]:
+            assert time.monotonic() < deadline, {pid: members[pid] for pid in alive}
+            time.sleep(0.2)
+        assert "EngineDeadError" in server.log.read_text() or "died unexpectedly" in server.log.read_text()
+        assert shared_memory() <= before
+    finally:
+        server.stop()
+
+
+def _name(pid: int) -> str:
+    """What vLLM calls a process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/comm").read_text()
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def _ask(server: Server, answers: list[Any]) -> None:
+    try:
+        answers.append(server.complete(prompt=[9, 4, 7], max_tokens=250).status_code)
+    except httpx.TransportError as error:
+        answers.append(error)
