@@ -154,9 +154,15 @@ class DraftingConfig(DraftingOptions):
         return self.how.proposer if self.stages == 1 else GROUP
 
     @property
+    def split(self) -> int:
+        """The layer behind which a worker group's first stage ends, d_bar."""
+        assert self.stages > 1 and self.exit_layer is not None
+        return self.exit_layer[0]
+
+    @property
     def partition(self) -> str:
         """Layers of each pipeline stage, as VLLM_PP_LAYER_PARTITION has it."""
-        return f"{self.exit_layer[0]},{self.num_layers - self.exit_layer[0]}"
+        return f"{self.split},{self.num_layers - self.split}"
 
     def summary(self) -> str:
         """The start-up line: what drafts, from which layer, with which heads."""

@@ -35,7 +35,7 @@ class Stage(ABC):
             raise RuntimeError(f"{type(self).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
         self.vllm_config = vllm_config
         self.config = config
-        self.split = config.exit_layer[0]  # d_bar
+        self.split = config.split  # d_bar
         self.ticks = config.num_speculative_tokens + 1
         self.allowance: np.ndarray | None = None  # [batch rows] tokens each may emit in this group step
         self._allowed: dict[str, int] | None = None
