@@ -13,25 +13,23 @@ writing and reading it would cost as much as the mixture. Samples differ from th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from vllm_ppd.kernels import cp_mixture
-from vllm_ppd.kernels.cp_mixture import GREEDY_BELOW
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 
 BLOCK_V = 2048  # of the vocabulary a program
+COLDEST = tl.constexpr(1e-5)  # the reference takes the arg-max below
 
 
 @triton.jit
 def _softmax(
-    logits: Any,
-    maxima: Any,  # [rows * n * r, parts] float32
-    sums: Any,  # [rows * n * r, parts] float32
-    vocab: Any,
+    logits: tl.tensor,
+    maxima: tl.tensor,  # [rows * n * r, parts] float32
+    sums: tl.tensor,  # [rows * n * r, parts] float32
+    vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
@@ -46,7 +44,7 @@ def _softmax(
 
 
 @triton.jit
-def _exponential(seed: Any, offset: Any) -> Any:
+def _exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
     """Standard exponential variates, exact in their lower tail: the least of many decides a race."""
     uniform = tl.maximum(tl.rand(seed, offset), 2.3283064e-10)
     return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
@@ -54,18 +52,18 @@ def _exponential(seed: Any, offset: Any) -> Any:
 
 @triton.jit
 def _mix(
-    logits: Any,  # [rows, n, r, vocab]
-    logsumexp: Any,  # [rows, n, r] float32
-    log_weights: Any,  # [rows, r] float32
-    temperature: Any,  # [rows] float32
-    seeds: Any,  # [n] int64
-    probs: Any,  # [rows, n - 1, vocab] float32
-    best: Any,  # [rows, parts] int64 keys of the mixture
-    race: Any,  # [rows, parts] int64 keys of the race
-    position: Any,
-    positions: Any,
-    rank: Any,
-    vocab: Any,
+    logits: tl.tensor,  # [rows, n, r, vocab]
+    logsumexp: tl.tensor,  # [rows, n, r] float32
+    log_weights: tl.tensor,  # [rows, r] float32
+    temperature: tl.tensor,  # [rows] float32
+    seeds: tl.tensor,  # [n] int64
+    probs: tl.tensor,  # [rows, n - 1, vocab] float32
+    best: tl.tensor,  # [rows, parts] int64 keys of the mixture
+    race: tl.tensor,  # [rows, parts] int64 keys of the race
+    position: tl.tensor,
+    positions: tl.tensor,
+    rank: tl.tensor,
+    vocab: tl.tensor,
     SAMPLE: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -85,7 +83,7 @@ def _mix(
     tl.store(best + at, tl.max(keys, axis=0))
     if SAMPLE:
         heat = tl.load(temperature + row)
-        if heat >= 1e-5:
+        if heat >= COLDEST:
             # The race in log space: mixture^(1/T) itself leaves float32 at low temperatures.
             noise = _exponential(tl.load(seeds + position), row.to(tl.int32) * vocab + column)
             score = tl.log(mixture) / heat - tl.log(noise)
@@ -95,19 +93,19 @@ def _mix(
 
 @triton.jit
 def _advance(
-    logits: Any,
-    logsumexp: Any,
-    log_weights: Any,
-    best: Any,
-    race: Any,
-    first_token: Any,
-    tokens: Any,  # [rows, n - 1] int64
-    peaks: Any,  # [rows, n - 1] float32
-    position: Any,
-    positions: Any,
-    rank: Any,
-    vocab: Any,
-    parts: Any,
+    logits: tl.tensor,
+    logsumexp: tl.tensor,
+    log_weights: tl.tensor,
+    best: tl.tensor,
+    race: tl.tensor,
+    first_token: tl.tensor,
+    tokens: tl.tensor,  # [rows, n - 1] int64
+    peaks: tl.tensor,  # [rows, n - 1] float32
+    position: tl.tensor,
+    positions: tl.tensor,
+    rank: tl.tensor,
+    vocab: tl.tensor,
+    parts: tl.tensor,
     FIRST: tl.constexpr,
     R: tl.constexpr,
     PARTS: tl.constexpr,
@@ -140,19 +138,19 @@ def _advance(
 
 @triton.jit
 def _temper(
-    probs: Any,
-    peaks: Any,
-    sums: Any,  # [rows * (n - 1), parts] float32
-    temperature: Any,
-    drafts: Any,
-    vocab: Any,
+    probs: tl.tensor,
+    peaks: tl.tensor,
+    sums: tl.tensor,  # [rows * (n - 1), parts] float32
+    temperature: tl.tensor,
+    drafts: tl.tensor,
+    vocab: tl.tensor,
     NORMALISE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + line // drafts)
-    if heat >= 1e-5:
+    if heat >= COLDEST:
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < vocab
         values = tl.load(probs + line * vocab + column, mask=inside, other=0.0)
@@ -237,6 +235,3 @@ def draft_chain(
                 probs, peaks, totals, heat, drafts, vocab, NORMALISE=normalise, PARTS=padded, BLOCK=BLOCK_V
             )
     return tokens, probs
-
-
-assert GREEDY_BELOW == 1e-5, "the kernels hold this number as a literal"

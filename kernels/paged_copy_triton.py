@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -24,16 +23,16 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _copy(
-    caches: Any,  # [layers] int64 addresses
-    like: Any,  # a tensor of the numbers' type
-    source_slots: Any,
-    target_slots: Any,
-    block_size: Any,
-    content: Any,
-    numbers: Any,  # heads * content
-    step_block: Any,
-    step_head: Any,
-    step_offset: Any,
+    caches: tl.tensor,  # [layers] int64 addresses
+    like: tl.tensor,  # a tensor of the numbers' type
+    source_slots: tl.tensor,
+    target_slots: tl.tensor,
+    block_size: tl.tensor,
+    content: tl.tensor,
+    numbers: tl.tensor,  # heads * content
+    step_block: tl.tensor,
+    step_head: tl.tensor,
+    step_offset: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     source = tl.load(source_slots + tl.program_id(0))

@@ -8,7 +8,6 @@ so NaN and every other bit pattern arrives as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -21,16 +20,16 @@ BLOCK = 1024  # numbers a program
 
 @triton.jit
 def _copy(
-    store_a: Any,
-    store_b: Any,
-    values_a: Any,
-    values_b: Any,
-    index: Any,
-    width: Any,
-    step_store_a: Any,
-    step_store_b: Any,
-    step_values_a: Any,
-    step_values_b: Any,
+    store_a: tl.tensor,
+    store_b: tl.tensor,
+    values_a: tl.tensor,
+    values_b: tl.tensor,
+    index: tl.tensor,
+    width: tl.tensor,
+    step_store_a: tl.tensor,
+    step_store_b: tl.tensor,
+    step_values_a: tl.tensor,
+    step_values_b: tl.tensor,
     STORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:

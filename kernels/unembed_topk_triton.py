@@ -12,7 +12,6 @@ large products are the library's. Ties go to the lowest id for every k (the refe
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -29,17 +28,17 @@ PROGRAMS_A_PROCESSOR = 2
 
 @triton.jit
 def _scan(
-    hidden: Any,
-    unembedding: Any,
-    bias: Any,
-    keys: Any,  # [P, rows, K] int64
-    maxima: Any,  # [P, rows] float32
-    sums: Any,  # [P, rows] float32
-    rows: Any,
-    width: Any,
-    num_valid: Any,
-    step_hidden: Any,
-    step_unembedding: Any,
+    hidden: tl.tensor,
+    unembedding: tl.tensor,
+    bias: tl.tensor,
+    keys: tl.tensor,  # [P, rows, K] int64
+    maxima: tl.tensor,  # [P, rows] float32
+    sums: tl.tensor,  # [P, rows] float32
+    rows: tl.tensor,
+    width: tl.tensor,
+    num_valid: tl.tensor,
+    step_hidden: tl.tensor,
+    step_unembedding: tl.tensor,
     HAS_BIAS: tl.constexpr,
     WITH_SUM: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -95,15 +94,15 @@ def _scan(
 
 @triton.jit
 def _merge(
-    keys: Any,
-    maxima: Any,
-    sums: Any,
-    values: Any,
-    token_ids: Any,
-    logsumexp: Any,
-    rows: Any,
-    programs: Any,
-    vocab_start: Any,
+    keys: tl.tensor,
+    maxima: tl.tensor,
+    sums: tl.tensor,
+    values: tl.tensor,
+    token_ids: tl.tensor,
+    logsumexp: tl.tensor,
+    rows: tl.tensor,
+    programs: tl.tensor,
+    vocab_start: tl.tensor,
     WITH_SUM: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,

@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CASES = sorted((ROOT / "tests" / "triton_cases").glob("*.py"))
 MODULES = [path.stem for path in CASES]
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 
-def run(path: Path, marks: str) -> str:
+def run(path: Path) -> str:
     environment = dict(os.environ, PYTEST_ADDOPTS="")
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-m", marks, str(path)]
+    command = [sys.executable, "-m", "pytest", "--noconftest", "-q", str(path)]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     return result.stdout
@@ -37,14 +37,21 @@ def run(path: Path, marks: str) -> str:
 
 @pytest.mark.parametrize("path", CASES, ids=MODULES)
 def test_kernels(path: Path) -> None:
-    assert " passed" in run(path, "not full")
+    assert " passed" in run(path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", CASES, ids=MODULES)
-def test_kernels_on_large_shapes(path: Path) -> None:
-    if "pytest.mark.full" in path.read_text():
-        assert " passed" in run(path, "full")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cases above compile and run the kernels here")
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    command = [sys.executable, str(ROOT / "tests" / "compile_kernels.py"), "90"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert result.returncode == 0, result.stderr[-4000:]
+    compiled = set(result.stdout.split())
+    for module in MODULES:
+        names = vars(importlib.import_module(f"vllm_ppd.kernels.{module}_triton"))
+        launched = {name for name, value in names.items() if isinstance(value, triton.JITFunction) and name[0] == "_"}
+        helpers = {"_exponential", "_kept"}
+        assert {f"{module}_triton.{name}" for name in launched - helpers} <= compiled
 
 
 def test_every_kernel_has_cases() -> None:

@@ -67,7 +67,7 @@ def test_ties_masks_and_nan() -> None:
 
 def test_greedy_rows_beside_sampling_ones() -> None:
     weights, logits, first = case(4, 3, 3, 70, torch.float32)
-    temperature = torch.tensor([0.0, 1.0, 0.5, 0.0], device=DEVICE)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.9e-5], device=DEVICE)
     tokens, probs = draft_chain(weights, logits, first, temperature)
     greedy, plain = reference(weights, logits, first)
     for row in (0, 3):
@@ -94,7 +94,7 @@ def test_seeds_repeat_and_differ() -> None:
 
 def test_samples_follow_their_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 16)
-    rows, vocab, temperature = 250, 12, 0.7
+    rows, vocab, temperature = 150, 12, 0.7
     weights, logits, first = case(1, 2, 3, vocab, torch.float32)
     heat = torch.full((rows,), temperature, device=DEVICE)
     generator = torch.Generator(DEVICE).manual_seed(7)
