@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.rows import load_rows, store_rows
+
 
 def flat_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """starts[0], starts[0]+1, ... (lengths[0] of them), starts[1], ... in one array, int64."""
@@ -62,9 +65,10 @@ class SavedStates:
     ) -> None:
         """Copy states in (vLLM's norms overwrite what they are given) and note the stack that is to run next."""
         index = torch.from_numpy(rows).to(self.hidden.device, non_blocking=True)
-        self.hidden.index_copy_(0, index, hidden)
+        stores, values = [self.hidden], [hidden]
         if self.residual is not None and residual is not None:
-            self.residual.index_copy_(0, index, residual)
+            stores, values = [self.hidden, self.residual], [hidden, residual]
+        chosen(store_rows, index)(stores, index, values)
         self.level.reshape(-1)[rows] = level
 
     def keep(
@@ -84,8 +88,9 @@ class SavedStates:
     def load(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of the states at flat row numbers: [tokens, hidden] each."""
         index = torch.from_numpy(rows).to(self.hidden.device, non_blocking=True)
-        hidden = self.hidden.index_select(0, index)
-        return hidden, None if self.residual is None else self.residual.index_select(0, index)
+        stores = [self.hidden] if self.residual is None else [self.hidden, self.residual]
+        hidden, *residual = chosen(load_rows, index)(stores, index)
+        return hidden, residual[0] if residual else None
 
     def match(
         self,

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything to be known on a machine with a GPU: exactness, kernels, their times, and the speed of decoding.
+
+    python benchmarks/gpu/run.py --out build/gpu             # on a GPU, with vLLM and this package installed
+    python benchmarks/gpu/run.py --out build/gpu-cpu --cpu   # tiny, on the CPU: does it run to its end?
+
+Parts run one after the other, each in a process of its own, and land in OUT/results.json as they end. A stopped run
+keeps them; the same command goes on with what is missing or failed. OUT holds each part's log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from results import Results
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
+# The order in which a failure says most: the seams first, long matrices last.
+TESTS = [
+    "units",
+    "seams",
+    "kernels",
+    "triton",
+    "exactness",
+    "families",
+    "sampling",
+    "unverified",
+    "memory",
+    "tensor_parallel",
+]
+CPU_TESTS = ["units", "kernels"]
+SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
+
+
+class Part(NamedTuple):
+    """A command whose end is recorded; result is a JSON file that it leaves."""
+
+    name: str
+    command: list[str]
+    result: Path | None = None
+    needs: tuple[str, ...] = ()  # a command that fails where the part is not available
+
+
+def model_shape(cpu: bool) -> dict[str, Any]:
+    """A Llama-3 with as many layers as fill the GPU; a tiny one for the CPU."""
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    if cpu:
+        tiny = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
+        return {**shape, **tiny, "head_dim": 32, "vocab_size": 512, "num_hidden_layers": 4, "torch_dtype": "float32"}
+    memory = torch.cuda.get_device_properties(0).total_memory
+    layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
+    layers = int((SHARE * memory - 2 * 2 * 128_256 * 4096) / layer)
+    if layers < 4:
+        raise SystemExit(f"this GPU has {memory >> 30} GiB; two engines of four layers of this width do not fit")
+    return {**shape, "num_hidden_layers": min(layers, 126)}
+
+
+def write_model(folder: Path, cpu: bool) -> None:
+    """A model folder of a config alone (weights are drawn at random), and prompts for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shape = model_shape(cpu)
+    (folder / "config.json").write_text(json.dumps(shape, indent=1))
+    prompts = [[(37 * i + j * j) % (shape["vocab_size"] - 2) + 2 for j in range(64)] for i in range(64)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts))
+
+
+def parts(args: argparse.Namespace) -> list[Part]:
+    """What is run, in order."""
+    out, model = args.out.resolve(), args.out.resolve() / "model"
+    made = []
+    for name in (CPU_TESTS if args.cpu else TESTS) if args.tests is None else args.tests:
+        path = ROOT / "tests" / f"test_{name}.py"
+        made.append(Part(f"tests: {name}", [sys.executable, "-m", "pytest", "-q", "-m", "not full", str(path)]))
+    command = [sys.executable, str(HERE / "kernels.py"), "--out", str(out / "kernels.json")]
+    command += ["--cpu"] if args.cpu else []
+    command += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
+    command += ["--peak", str(args.peak)] if args.peak else []
+    made.append(Part("kernel times", command, out / "kernels.json"))
+    engine = {"load_format": "dummy"}
+    sizes = ["--batch-sizes", "1", "--rounds", "1", "--new-tokens", "8", "--eager"] if args.cpu else []
+    sizes = sizes or ["--batch-sizes", "1,2,4,8,16,32,64", "--rounds", "5", "--kv-cache-gib", "4"]
+    decode = [*PPD, "bench", "decode", "--model", str(model), "--data", str(model / "prompts.jsonl")]
+    decode += ["--plain", "ppd,ngram", "--alive", "2", "--engine", json.dumps(engine), *sizes]
+    result = out / "decode.json"
+    made.append(Part("decode", [*decode, "--out", str(result)], result, needs=(*PPD, "bench", "decode", "--help")))
+    return made
+
+
+def run_part(part: Part, log: Path) -> dict[str, Any]:
+    """Run a part to its end; its record."""
+    if part.needs and subprocess.run(part.needs, capture_output=True, cwd=ROOT).returncode != 0:
+        return {"status": "not available", "command": part.command}
+    started = time.perf_counter()
+    with log.open("w") as stream:
+        code = subprocess.run(part.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT).returncode
+    lines = log.read_text(errors="replace").splitlines()
+    record: dict[str, Any] = {
+        "status": "passed" if code == 0 else f"failed with {code}",
+        "command": part.command,
+        "seconds": round(time.perf_counter() - started, 1),
+        "end": lines[-1:] if code == 0 else lines[-30:],
+    }
+    if part.result is not None and part.result.exists():
+        record["result"] = json.loads(part.result.read_text())
+    return record
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU: proves that everything runs")
+    parser.add_argument(
+        "--tests", nargs="*", metavar="NAME", help=f"of tests/test_NAME.py (default: {' '.join(TESTS)})"
+    )
+    parser.add_argument("--bandwidth", type=float, help="GB/s of the GPU's memory, in place of a measurement")
+    parser.add_argument("--peak", type=float, help="its bfloat16 TFLOP/s, in place of a measurement")
+    parser.add_argument("--again", nargs="*", default=[], metavar="PART", help="run although they passed")
+    parser.add_argument("--skip", nargs="*", default=[], metavar="PART", help="leave out, this time")
+    args = parser.parse_args()
+    if not args.cpu and not torch.cuda.is_available():
+        parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
+    kept = {key: value for key, value in vars(args).items() if key in ("cpu", "bandwidth", "peak")}
+    results = Results(args.out / "results.json", kept)
+    write_model(args.out / "model", args.cpu)
+    planned = parts(args)
+    if unknown := {*args.again, *args.skip} - {part.name for part in planned}:
+        parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in planned)}")
+    failed = False
+    for part in planned:
+        if part.name in args.skip:
+            continue
+        entry = results.content["entries"].get(part.name, {})
+        if entry.get("status") != "passed" or part.name in args.again:
+            print(f"{part.name} ...", flush=True)
+            entry = run_part(part, args.out / f"{part.name.replace(': ', '-').replace(' ', '-')}.log")
+            results.add(part.name, entry)
+        failed |= entry["status"].startswith("failed")
+        print(f"{part.name}: {entry['status']}, {' '.join(entry.get('end', [])[-1:])}", flush=True)
+    print(f"wrote {results.path}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)

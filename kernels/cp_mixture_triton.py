@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of CP drafts: two passes over the logits, and one launch for what torch needs a dozen of.
+
+    softmax  once: log-sum-exp of every row, position and expert
+    mix      a position: mixture over experts, arg-max or exponential race, and the mixture as it is drawn from
+    advance  a position, a program a row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
+    temper   once, where rows sample: mixture^(1/temperature), normalised, in place
+
+The product that gives the logits stays the library's (every expert and position is a row of one read of E*), and so
+does the sum of the softmax's parts, a few numbers a row. Noise is made in the kernel from a seed drawn on the device:
+writing and reading it would cost as much as the mixture. Samples differ from the reference's, their distribution not.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_ppd.kernels import cp_mixture
+from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
+
+BLOCK_V = 2048  # of the vocabulary a program
+COLDEST = tl.constexpr(1e-5)  # the reference takes the arg-max below
+
+
+@triton.jit
+def _softmax(
+    logits: tl.tensor,
+    maxima: tl.tensor,  # [rows * n * r, parts] float32
+    sums: tl.tensor,  # [rows * n * r, parts] float32
+    vocab: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    line = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    values = tl.load(logits + line * vocab + column, mask=inside, other=float("-inf")).to(tl.float32)
+    peak = tl.max(values, axis=0)
+    shift = tl.where((peak == float("-inf")) | (peak == float("inf")), 0.0, peak)
+    at = line * tl.num_programs(1) + tl.program_id(1)
+    tl.store(maxima + at, shift)
+    tl.store(sums + at, tl.sum(tl.exp(values - shift), axis=0))
+
+
+@triton.jit
+def _exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
+    """Standard exponential variates, exact in their lower tail: the least of many decides a race."""
+    uniform = tl.maximum(tl.rand(seed, offset), 2.3283064e-10)
+    return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
+
+
+@triton.jit
+def _mix(
+    logits: tl.tensor,  # [rows, n, r, vocab]
+    logsumexp: tl.tensor,  # [rows, n, r] float32
+    log_weights: tl.tensor,  # [rows, r] float32
+    temperature: tl.tensor,  # [rows] float32
+    seeds: tl.tensor,  # [n] int64
+    probs: tl.tensor,  # [rows, n - 1, vocab] float32
+    best: tl.tensor,  # [rows, parts] int64 keys of the mixture
+    race: tl.tensor,  # [rows, parts] int64 keys of the race
+    position: tl.tensor,
+    positions: tl.tensor,
+    rank: tl.tensor,
+    vocab: tl.tensor,
+    SAMPLE: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocab
+    mixture = tl.zeros((BLOCK,), tl.float32)
+    for expert in tl.static_range(R):
+        line = (row * positions + position) * rank + expert
+        values = tl.load(logits + line * vocab + column, mask=inside, other=float("-inf")).to(tl.float32)
+        weight = tl.exp(tl.load(log_weights + row * rank + expert))
+        mixture += weight * tl.exp(values - tl.load(logsumexp + line))
+    tl.store(probs + (row * (positions - 1) + position - 1) * vocab + column, mixture, mask=inside)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    keys = tl.where(inside, pack(mixture, column), NOTHING)
+    tl.store(best + at, tl.max(keys, axis=0))
+    if SAMPLE:
+        heat = tl.load(temperature + row)
+        if heat >= COLDEST:
+            # The race in log space: mixture^(1/T) itself leaves float32 at low temperatures.
+            noise = _exponential(tl.load(seeds + position), row.to(tl.int32) * vocab + column)
+            score = tl.log(mixture) / heat - tl.log(noise)
+            keys = tl.where(inside, pack(score, column), NOTHING)
+        tl.store(race + at, tl.max(keys, axis=0))
+
+
+@triton.jit
+def _advance(
+    logits: tl.tensor,
+    logsumexp: tl.tensor,
+    log_weights: tl.tensor,
+    best: tl.tensor,
+    race: tl.tensor,
+    first_token: tl.tensor,
+    tokens: tl.tensor,  # [rows, n - 1] int64
+    peaks: tl.tensor,  # [rows, n - 1] float32
+    position: tl.tensor,
+    positions: tl.tensor,
+    rank: tl.tensor,
+    vocab: tl.tensor,
+    parts: tl.tensor,
+    FIRST: tl.constexpr,
+    R: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, R)
+    real = expert < rank
+    if FIRST:
+        token = tl.load(first_token + row)
+    else:
+        part = tl.arange(0, PARTS)
+        keys = tl.load(race + row * parts + part, mask=part < parts, other=NOTHING)
+        token = columns_of(tl.max(keys, axis=0))
+        tl.store(tokens + row * (positions - 1) + position - 1, token)
+        keys = tl.load(best + row * parts + part, mask=part < parts, other=NOTHING)
+        tl.store(peaks + row * (positions - 1) + position - 1, values_of(tl.max(keys, axis=0)))
+    line = (row * positions + position) * rank + expert
+    known = tl.where(token < 0, 0, token)
+    value = tl.load(logits + line * vocab + known, mask=real, other=0.0).to(tl.float32)
+    seen = tl.where(token < 0, 0.0, value - tl.load(logsumexp + line, mask=real, other=0.0))
+    prior = tl.load(log_weights + row * rank + expert, mask=real, other=float("-inf"))
+    updated = tl.where(real, prior + seen, float("-inf"))
+    # A token that every expert rules out says nothing about them.
+    said = tl.max((updated != float("-inf")).to(tl.int32), axis=0)
+    updated = tl.where(said == 1, updated, prior)
+    shifted = updated - tl.max(updated, axis=0)
+    shifted = shifted - tl.log(tl.sum(tl.where(real, tl.exp(shifted), 0.0), axis=0))
+    tl.store(log_weights + row * rank + expert, shifted, mask=real)
+
+
+@triton.jit
+def _temper(
+    probs: tl.tensor,
+    peaks: tl.tensor,
+    sums: tl.tensor,  # [rows * (n - 1), parts] float32
+    temperature: tl.tensor,
+    drafts: tl.tensor,
+    vocab: tl.tensor,
+    NORMALISE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    line = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + line // drafts)
+    if heat >= COLDEST:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < vocab
+        values = tl.load(probs + line * vocab + column, mask=inside, other=0.0)
+        values = tl.exp(tl.log(values / tl.load(peaks + line)) / heat)
+        if NORMALISE:
+            part = tl.arange(0, PARTS)
+            parts = tl.num_programs(1)
+            total = tl.sum(tl.load(sums + line * parts + part, mask=part < parts, other=0.0), axis=0)
+            tl.store(probs + line * vocab + column, values / total, mask=inside)
+        else:
+            tl.store(sums + line * tl.num_programs(1) + tl.program_id(1), tl.sum(values, axis=0))
+
+
+@torch.no_grad()
+def draft_chain(
+    log_weights: torch.Tensor,
+    logits: torch.Tensor,
+    first_token: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference, in float32; float64 goes through it. Ties, and rows of NaN, give the lowest id."""
+    rows, positions, rank, vocab = logits.shape
+    if logits.dtype == torch.float64 or rows == 0 or positions < 2:
+        return cp_mixture.draft_chain(log_weights, logits, first_token, temperature, generator)
+    device, drafts, parts = logits.device, positions - 1, triton.cdiv(vocab, BLOCK_V)
+    logits, first_token = logits.contiguous(), first_token.contiguous()
+    weights = log_weights.float().clone().contiguous()
+    padded = triton.next_power_of_2(parts)
+    lines = rows * positions * rank
+    maxima, sums = torch.empty(2, lines, parts, dtype=torch.float32, device=device)
+    _softmax[(lines, parts)](logits, maxima, sums, vocab, BLOCK=BLOCK_V)
+    logsumexp = torch.logsumexp(maxima + sums.log(), dim=-1)
+    probs, peaks = (
+        torch.empty(rows, drafts, vocab, dtype=torch.float32, device=device),
+        torch.empty(rows, drafts, dtype=torch.float32, device=device),
+    )
+    tokens = torch.empty(rows, drafts, dtype=torch.int64, device=device)
+    best = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    race, heat, seeds = best, peaks, tokens
+    if temperature is not None:
+        race, heat = torch.empty_like(best), temperature.float().contiguous()
+        seeds = torch.randint(1 << 31, (positions,), generator=generator, device=device)
+    shape = {"rank": rank, "positions": positions, "vocab": vocab}
+    for position in range(positions):
+        if position > 0:
+            _mix[(rows, parts)](
+                logits,
+                logsumexp,
+                weights,
+                heat,
+                seeds,
+                probs,
+                best,
+                race,
+                position,
+                **shape,
+                SAMPLE=temperature is not None,
+                R=rank,
+                BLOCK=BLOCK_V,
+            )
+        _advance[(rows,)](
+            logits,
+            logsumexp,
+            weights,
+            best,
+            race,
+            first_token,
+            tokens,
+            peaks,
+            position,
+            **shape,
+            parts=parts,
+            FIRST=position == 0,
+            R=triton.next_power_of_2(rank),
+            PARTS=padded,
+        )
+    if temperature is not None:
+        totals = torch.empty(rows * drafts, parts, dtype=torch.float32, device=device)
+        for normalise in (False, True):
+            _temper[(rows * drafts, parts)](
+                probs, peaks, totals, heat, drafts, vocab, NORMALISE=normalise, PARTS=padded, BLOCK=BLOCK_V
+            )
+    return tokens, probs

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs: the torch reference, or its Triton namesake where the tensors are on a GPU.
+
+A reference `kernels/<module>.py:<name>` has its kernel in `kernels/<module>_triton.py:<name>`, with the same signature.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+SWITCH = "VLLM_PPD_TRITON"  # environment variable: 0 keeps every function on its torch reference
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
+    """The implementation of a reference for tensors where this one lies: `chosen(load_rows, index)(saved, index)`.
+
+    Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0, else the reference itself.
+    """
+    return cast("Callable[P, R]", namesake(reference)) if tensor.is_cuda and enabled() else reference
+
+
+def enabled() -> bool:
+    """Whether Triton kernels may run in this process."""
+    return os.environ.get(SWITCH, "1") != "0" and _installed()
+
+
+@cache
+def namesake(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference's Triton implementation; imports Triton."""
+    return getattr(importlib.import_module(f"{reference.__module__}_triton"), reference.__name__)
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None

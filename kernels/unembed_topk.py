@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's k best tokens of an early head, straight from the states that go into the unembedding.
+
+Norm and T come before: inside the kernel every part of the vocabulary would redo their d x d product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from vllm_ppd.kernels.early_topk import ShardTopK, shard_topk
+
+
+def unembed_topk(
+    hidden: torch.Tensor,  # [rows, hidden], T norm(h)
+    unembedding: torch.Tensor,  # [shard width, hidden], padding included, of the same type
+    k: int,
+    vocab_start: int,
+    num_valid: int,
+    bias: torch.Tensor | None = None,  # [shard width]
+    with_logsumexp: bool = True,
+) -> ShardTopK:
+    """shard_topk of E* h: logits are rounded to the states' type before they are compared, as an LM head's are.
+
+    NaN is the greatest value, as in torch, and makes the row's log-sum-exp NaN. shard_topk says the rest, errors
+    included; merge_topk makes the whole vocabulary's top-k and its probabilities of the ranks' results.
+    """
+    logits = functional.linear(hidden, unembedding, bias)
+    return shard_topk(logits, k, vocab_start, num_valid, with_logsumexp)

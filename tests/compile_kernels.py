@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every Triton kernel for a GPU that need not be there, and launches none; run as a script by test_triton.py.
+
+What the interpreter takes and the compiler does not (outside names, types that change in a branch) fails here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from vllm_ppd.kernels import cp_mixture_triton, joint_threshold_triton, paged_copy_triton, rows_triton
+from vllm_ppd.kernels.unembed_topk_triton import unembed_topk
+
+MOST_SHARED = 99 << 10  # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6 and 8.9)
+
+
+class Target:
+    """As much of Triton's driver as compiling asks for."""
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", int(sys.argv[1]), 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    compiled: set[str] = set()
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        assert "cubin" in kernel.asm, self.__name__
+        assert kernel.metadata.shared <= MOST_SHARED, f"{self.__name__} takes {kernel.metadata.shared} bytes"
+        compiled.add(f"{self.__module__.rsplit('.', 1)[-1]}.{self.__name__}")
+
+    driver.set_active(Target())
+    JITFunction.run = compile_only
+    index = torch.tensor([1, 2])
+    stores = [torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(2)]
+    rows_triton.store_rows(stores, index, rows_triton.load_rows(stores, index))
+    paged_copy_triton.copy_slots([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
+    for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
+        unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
+    for temperature in (None, torch.ones(2)):
+        logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
+        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, temperature)
+    for sizes in ((1, 50, 50), (50, 50, 50)):
+        joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
+    print(*sorted(compiled))
+
+
+if __name__ == "__main__":
+    main()

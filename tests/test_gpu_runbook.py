@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU runbook in its CPU mode: it runs to the end, and a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GPU = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"
+CASES = 8 * 2  # kernels and variants at each of the CPU mode's two batch sizes
+
+
+def entries(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())["entries"] if path.exists() else {}
+
+
+def test_a_killed_measurement_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    command = [sys.executable, str(GPU / "kernels.py"), "--cpu", "--out", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while len(entries(out)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    before = entries(out)
+    assert len(before) >= 3
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = entries(out)
+    assert len(after) == CASES + 1
+    assert {name: after[name] for name in before} == before
+    assert {entry["run"] for name, entry in after.items() if name not in before} <= {1}
+    assert all(entry["floor_us"] > 0 for name, entry in after.items() if name != "machine")
+    refused = subprocess.run([*command, "--rank", "2"], capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "holds results of other settings (rank); give another --out" in refused.stderr
+
+
+def test_the_runbook_repeats_what_failed(tmp_path: Path) -> None:
+    out = tmp_path / "gpu"
+    out.mkdir()
+    # An unreadable file of kernel times makes that part fail; its removal mends it.
+    (out / "kernels.json").write_text("{}")
+    command = [sys.executable, str(GPU / "run.py"), "--cpu", "--out", str(out), "--skip", "decode", "--tests"]
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 1, first.stderr
+    made = entries(out / "results.json")
+    assert made["kernel times"]["status"].startswith("failed")
+    assert "KeyError" in made["kernel times"]["end"][-1]
+    (out / "kernels.json").unlink()
+    second = subprocess.run(command, capture_output=True, text=True)
+    again = entries(out / "results.json")
+    assert again["kernel times"]["status"] == "passed", second.stdout
+    assert len(again["kernel times"]["result"]["entries"]) == CASES + 1
+    runs = json.loads((out / "results.json").read_text())["runs"]
+    assert len(runs) == 2
+    assert {"command", "time", "git", "versions", "machine"} <= set(runs[0])

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chain of CP drafts: Triton against torch, and samples against the distribution that they claim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from scipy.stats import chi2
+
+from vllm_ppd.kernels import cp_mixture_triton
+from vllm_ppd.kernels.cp_mixture import draft_chain as reference
+from vllm_ppd.kernels.cp_mixture_triton import _exponential, draft_chain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Log weights, logits and first tokens; the last row's first token is unknown."""
+    generator = torch.Generator().manual_seed(rows + vocab)
+    weights = torch.randn(rows, rank, generator=generator).log_softmax(-1)
+    logits = (3 * torch.randn(rows, positions, rank, vocab, generator=generator)).to(dtype)
+    first = torch.randint(vocab, (rows,), generator=generator)
+    first[-1] = -1
+    return [tensor.to(DEVICE) for tensor in (weights, logits, first)]
+
+
+def same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert found[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=1e-9, equal_nan=True)
+
+
+@TYPES
+@pytest.mark.parametrize(
+    ("rows", "positions", "rank", "vocab"),
+    [(3, 4, 3, 257), (2, 2, 1, 5000), (1, 3, 5, 1), (2, 3, 3, 32_000), (1, 2, 2, 151_936)],
+)
+def test_greedy_chains(dtype: torch.dtype, rows: int, positions: int, rank: int, vocab: int) -> None:
+    made = case(rows, positions, rank, vocab, dtype)
+    kept = made[0].clone()
+    same(draft_chain(*made), reference(*made))
+    assert torch.equal(made[0], kept)
+
+
+def test_a_slice_of_the_vocabulary() -> None:
+    weights, logits, first = case(3, 3, 3, 300, torch.bfloat16)
+    same(draft_chain(weights, logits[..., :200], first % 200), reference(weights, logits[..., :200], first % 200))
+
+
+def test_ties_masks_and_nan() -> None:
+    weights, logits, first = case(5, 3, 2, 40, torch.float32)
+    logits[0] = 1.0  # every token alike
+    logits[1, :, :, 3:] = float("-inf")
+    first[1] = 30  # ruled out by every expert
+    logits[2, 1, 1] = float("nan")
+    logits[3, :, 0, 7] = float("-inf")
+    weights[3] = torch.tensor([0.0, float("-inf")], device=DEVICE)
+    found = draft_chain(weights, logits, first)
+    same(found, reference(weights, logits, first))
+    assert found[0][0].tolist() == [0, 0]
+    assert found[0][2, 0].item() == 0
+    assert found[1][2, 0].isnan().all()
+    assert (found[0][1] < 3).all()
+
+
+def test_greedy_rows_beside_sampling_ones() -> None:
+    weights, logits, first = case(4, 3, 3, 70, torch.float32)
+    temperature = torch.tensor([0.0, 1.0, 0.5, 0.9e-5], device=DEVICE)
+    tokens, probs = draft_chain(weights, logits, first, temperature)
+    greedy, plain = reference(weights, logits, first)
+    for row in (0, 3):
+        assert tokens[row].tolist() == greedy[row].tolist()
+        torch.testing.assert_close(probs[row], plain[row], rtol=2e-5, atol=1e-9)
+    torch.testing.assert_close(probs[1, 0], plain[1, 0], rtol=2e-5, atol=1e-9)
+    squared = plain[2, 0] ** 2
+    torch.testing.assert_close(probs[2, 0], squared / squared.sum(), rtol=2e-5, atol=1e-9)
+
+
+def test_a_cold_row_is_still_a_distribution() -> None:
+    weights, logits, first = case(2, 2, 2, 50, torch.float32)
+    tokens, probs = draft_chain(weights, logits, first, torch.full((2,), 0.01, device=DEVICE))
+    assert tokens.tolist() == reference(weights, logits, first)[0].tolist()
+    torch.testing.assert_close(probs.sum(-1), torch.ones(2, 1, device=DEVICE))
+
+
+def test_seeds_repeat_and_differ() -> None:
+    made = case(8, 4, 2, 60, torch.float32)
+    heat = torch.ones(8, device=DEVICE)
+    runs = [draft_chain(*made, heat, torch.Generator(DEVICE).manual_seed(seed))[0].tolist() for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_samples_follow_their_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 16)
+    rows, vocab, temperature = 150, 12, 0.7
+    weights, logits, first = case(1, 2, 3, vocab, torch.float32)
+    heat = torch.full((rows,), temperature, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    tokens, probs = draft_chain(
+        weights.expand(rows, -1), logits.expand(rows, -1, -1, -1), first.expand(rows), heat, generator
+    )
+    assert (probs == probs[0]).all()
+    expected = probs[0, 0].double() * rows
+    counts = torch.bincount(tokens[:, 0], minlength=vocab).double()
+    often = expected >= 5
+    rest = torch.stack([counts[~often].sum(), expected[~often].sum()])
+    statistic = ((counts - expected) ** 2 / expected)[often].sum() + (rest[0] - rest[1]) ** 2 / rest[1].clamp(min=1)
+    assert chi2.sf(statistic.item(), int(often.sum())) > 1e-4
+
+
+@triton.jit
+def fill(out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + place, _exponential(5, place))
+
+
+def test_the_race_s_noise_is_exponential_down_to_its_least() -> None:
+    """The least of a whole vocabulary's variates decides: coarse ones would bias it."""
+    draws = torch.empty(1 << 22, device=DEVICE)
+    fill[(4,)](draws, BLOCK=1 << 20)
+    assert draws.min() > 0
+    assert draws.isfinite().all()
+    for bound in (2**-18, 2**-12, 2**-7, 0.5, 3.0):
+        chance = -torch.expm1(torch.tensor(-bound, dtype=torch.float64)).item()
+        deviation = (len(draws) * chance * (1 - chance)) ** 0.5
+        assert abs((draws < bound).sum().item() - len(draws) * chance) < 5 * deviation
