@@ -19,7 +19,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,22 +82,23 @@ class Widths:
         return self.neurons if what == "neurons" else self.times * size
 
 
-def rule_of(name: str) -> Rule:
-    """The rule of a tensor of a target or of heads.
+def rule_of(name: str, rules: Mapping[str, Rule] | None = None) -> Rule:
+    """The rule of a tensor of a target or of heads; rules go before our own.
 
     Raises:
         ValueError: for a tensor that is not of the Llama family.
     """
     parts = name.split(".")
+    known = RULES | dict(rules or {})
     for suffix in (".".join(parts[start:]) for start in range(len(parts))):
-        if suffix in RULES:
-            return RULES[suffix]
+        if suffix in known:
+            return known[suffix]
     raise ValueError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}), which alone is inflated")
 
 
-def grow(tensor: torch.Tensor, name: str, widths: Widths) -> torch.Tensor:
+def grow(tensor: torch.Tensor, name: str, widths: Widths, rules: Mapping[str, Rule] | None = None) -> torch.Tensor:
     """The tensor with each dimension repeated or filled up, as its rule says."""
-    for dim, how in enumerate(rule_of(name)):
+    for dim, how in enumerate(rule_of(name, rules)):
         if how is None:
             continue
         old = tensor.shape[dim]
