@@ -12,7 +12,7 @@ import signal
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ def decode_batch(
     Returns:
         window_tokens, window_seconds, steps, step_seconds (median) and the window's worker_seconds and draft_seconds;
         drafts, draft_tokens and accepted_tokens (vLLM's own counters) of the whole turn; token_ids [requests][tokens];
-        peak_bytes of the process so far (of the GPU where there is one).
+        peak_bytes so far.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -205,18 +205,28 @@ def _counters(llm: Any) -> dict[str, int]:
 
 
 def peak_bytes() -> int:
-    """The most memory this process ever held: of the GPU where it uses one, else resident."""
-    import resource
-
+    """The most memory ever held: of the GPU that this process uses, else resident, its workers' included."""
     import torch
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved()
-    status = Path("/proc/self/status")
+    return sum(map(_peak_resident, _family(os.getpid())))
+
+
+def _family(process: int) -> Iterator[int]:
+    """A process and all that it started."""
+    yield process
+    listed = Path(f"/proc/{process}/task/{process}/children")
+    for child in listed.read_text().split() if listed.exists() else []:
+        yield from _family(int(child))
+
+
+def _peak_resident(process: int) -> int:
+    status = Path(f"/proc/{process}/status")
     for line in status.read_text().splitlines() if status.exists() else []:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return 0
 
 
 def free_bytes() -> int:
