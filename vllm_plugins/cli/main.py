@@ -7,9 +7,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_ppd.vllm_plugins.cli import calibrate, env, inspect, train
+from vllm_ppd.vllm_plugins.cli import bench, calibrate, env, inspect, train
 
-COMMANDS = (train, calibrate, inspect, env)
+COMMANDS = (train, calibrate, bench, inspect, env)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,9 +39,10 @@ def _is_ours(error: Exception) -> bool:
     """Whether the message is meant for the user; anything else keeps its traceback."""
     from vllm_ppd.heads.checkpoint import HeadsError
     from vllm_ppd.heads.training import TrainingError
+    from vllm_ppd.vllm_plugins.bench import BenchError
     from vllm_ppd.vllm_plugins.cli.arguments import UsageError
 
-    return isinstance(error, HeadsError | TrainingError | UsageError | OSError)
+    return isinstance(error, BenchError | HeadsError | TrainingError | UsageError | OSError)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table that a run prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_ppd.vllm_plugins.bench.results import Results
+
+COLUMNS = (
+    "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "step ms", "length", "rate", "same tokens",
+    "repeated 4-grams", "verify + draft + host ms", "memory MB",
+)  # fmt: skip
+
+LEGEND = """\
+tokens/s: of all requests together while all decode, without prefill and the tail of a batch.
+speed-up: over vLLM without speculation, whose turn is in the same round.
+length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
+same tokens: equal to vLLM's without speculation at their place (greedy); "vLLM, again" is what numerics alone change.
+verify, draft, host: the worker but for drafting (forward pass over base token and drafts, DynaMo's layers within it,
+sampling), drafting, and the rest of the step (scheduling, output); means of the host's time, "-" where workers are
+processes of their own.
+memory: the most that was held, of the GPU where there is one, else by the processes with their libraries."""
+
+
+def table(results: Results) -> str:
+    """Markdown, with what was measured above it and what the columns mean below."""
+    run = results.run
+    options = run["options"]
+    lines = [
+        f"{options['model']}, {options['dtype']}, temperature {options['temperature']}, {options['prompt_tokens']} + "
+        f"{options['new_tokens']} tokens; {run['machine']}"
+        + (f"; with {len(results.earlier)} earlier runs" if results.earlier else ""),
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"| ---: | --- |{' ---: |' * (len(COLUMNS) - 2)}",
+    ]
+    lines += [f"| {' | '.join(_cells(row))} |" for row in results.rows()]
+    lines += ["", LEGEND]
+    lines += [f"left out: {reason}" for reason in run["failures"].values()]
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    parts = [row["verify_ms"], row["draft_ms"], row["host_ms"]]
+    return [
+        str(row["batch"]),
+        row["contender"],
+        "{:.1f} ({:.1f}-{:.1f})".format(*row["tokens_per_second"]),
+        "{:.3f} ({:.3f}-{:.3f})".format(*row["speed_up"]),
+        f"{row['step_ms']:.2f}",
+        _number(row["length"], "{:.2f}"),
+        _number(row["rate"], "{:.3f}"),
+        _number(row["consistency"], "{:.2%}"),
+        f"{row['repeated_4_grams']:.3f}",
+        " + ".join(f"{part:.2f}" for part in parts) if None not in parts else "-",
+        f"{row['peak_bytes'] / 1e6:.0f}",
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
