@@ -17,7 +17,7 @@ def joint(rows: int, sizes: list[int], seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     heads = [(3 * torch.randn(rows, k, generator=generator)).softmax(-1).sort(descending=True).values for k in sizes]
     mask = torch.rand(rows, *sizes, generator=generator)
-    return reference.apply_mask(reference.joint(heads), mask, 1.0).to(DEVICE)
+    return reference.apply_mask(reference.joints([head.log() for head in heads])[-1], mask, 1.0).to(DEVICE)
 
 
 def same(found: torch.Tensor, values: torch.Tensor, floor: torch.Tensor, blur: int) -> None:
