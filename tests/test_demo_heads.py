@@ -69,10 +69,11 @@ def monkeypatch_module() -> Any:
         yield patch
 
 
+WHOLE = 4096  # tokens of the demo model
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
-    "cp": {"method": "cp", "num_speculative_tokens": 3},
-    "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4},
+    "cp": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},
+    "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4, "draft_vocab_size": WHOLE},
     "cp, 1024 tokens": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
     "dynamo, 1024 tokens": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4, "draft_vocab_size": 1024},
 }
@@ -80,9 +81,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     """What calibration expects an engine to count that emits exactly these texts."""
-    kind, size = calibration.config.kind, OPTIONS[variant].get("draft_vocab_size")
+    kind, size = calibration.config.kind, OPTIONS[variant].get("draft_vocab_size", WHOLE)
     short = None
-    if size is not None:
+    if size < WHOLE:
         (short,) = (ids for ids, _ in _vocabularies(calibration) if len(ids) == size)
     if kind == "early":
         return _matches(calibration, _early_heads(calibration), texts).drafted(1, EXIT, 3)

@@ -88,6 +88,14 @@ class Counters:
         self.values[_FIRST[name] + tick] += amount
 
 
+def totals() -> dict[str, float]:
+    """Each counter, over all engines of this process and all ticks."""
+    return {
+        name: sum(float(table[:, first : first + width].sum()) for table in _published)
+        for (name, first), width in zip(_FIRST.items(), _WIDTHS, strict=True)
+    }
+
+
 class _Collector:
     """Reads the counters when Prometheus scrapes; engines of one process are added up by rank."""
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import Contender
+from vllm_ppd.vllm_plugins.metrics import totals
 
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -148,7 +149,8 @@ def decode_batch(
 
     Returns:
         window_tokens, window_seconds, steps, step_seconds (median) and the window's worker_seconds and draft_seconds;
-        drafts, draft_tokens and accepted_tokens (vLLM's own counters) of the whole turn; token_ids [requests][tokens];
+        drafts, draft_tokens and accepted_tokens (vLLM's own counters) and ours (our counters) of the whole turn;
+        token_ids [requests][tokens];
         peak_bytes so far.
     """
     from vllm import SamplingParams
@@ -159,7 +161,7 @@ def decode_batch(
         temperature=temperature, max_tokens=new_tokens, ignore_eos=True, detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )  # fmt: skip
-    before = _counters(llm)
+    before, ours = _counters(llm), totals()
     ids: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         ids[str(index)] = []
@@ -194,6 +196,7 @@ def decode_batch(
         "worker_seconds": parts["worker"] if split.known else None,
         "draft_seconds": parts["draft"] if split.known else None,
         **change,
+        "ours": {name: value - ours[name] for name, value in totals().items() if value != ours[name]},
         "token_ids": [ids[str(index)] for index in range(len(prompts))],
         "peak_bytes": peak_bytes(),
     }

@@ -107,6 +107,10 @@ def summarise(runs: list[dict[str, Any]], name: str, batch: int) -> Row | None:
     for turn in turns:
         for key in SUMS:
             sums[key] += turn[key]
+    ours: dict[str, float] = defaultdict(float)
+    for turn in turns:
+        for key, value in turn.get("ours", {}).items():
+            ours[key] += value
     steps = sum(turn["steps"] for turn in turns)
     split = all(turn["worker_seconds"] is not None for turn in turns)
     seconds = {part: sum(turn[f"{part}_seconds"] or 0.0 for turn in turns) for part in ("window", "worker", "draft")}
@@ -128,6 +132,7 @@ def summarise(runs: list[dict[str, Any]], name: str, batch: int) -> Row | None:
         "repeated_4_grams": sums["repeated_4_grams"] / sums["all_4_grams"] if sums["all_4_grams"] else 0.0,
         **{part: 1e3 * value / steps if split else None for part, value in milliseconds.items()},
         "peak_bytes": max(turn["peak_bytes"] for turn in turns),
+        "ours": dict(ours),
     }
 
 

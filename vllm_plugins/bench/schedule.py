@@ -25,14 +25,18 @@ class Stopped(KeyboardInterrupt):
     """Stopped by the user; what was measured is kept."""
 
 
-def decode(options: DecodeOptions) -> Results:
+def decode(options: DecodeOptions, everyone: list[Contender] | None = None) -> Results:
     """Measure every contender at every batch size, and keep each turn in options.out.
+
+    Args:
+        options: of the run.
+        everyone: who is compared, the base first (None: whom the options name).
 
     Raises:
         BenchError, HeadsError, TrainingError: on input that does not fit, or if the base does not start.
         Stopped: on Ctrl-C.
     """
-    everyone = contenders(options)
+    everyone = everyone or contenders(options)
     results = Results(options, everyone)
     wanted = options.rounds * sum(options.batch_sizes)
     skipped = wanted * len(results.earlier)  # a further run takes further prompts

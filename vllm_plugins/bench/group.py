@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd bench group`: a worker group beside vLLM's own two stages, two tensor-parallel ranks, and Theorem 4.1."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_validator
+
+from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.vllm_plugins.bench import BenchError
+from vllm_ppd.vllm_plugins.bench.contenders import BASE, CONTROL, Contender
+from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
+from vllm_ppd.vllm_plugins.bench.results import Results, Row
+
+STAGES = {"pipeline_parallel_size": 2}
+RANKS = {"tensor_parallel_size": 2}
+
+
+class GroupOptions(DecodeOptions):
+    """What is compared: the base is vLLM's own two pipeline stages."""
+
+    lanes: tuple[int, ...] = Field((1, 3, 5), min_length=1, description="candidates at once, a contender each")
+    ticks: int = Field(8, ge=2, le=17, description="ticks of a step: the most tokens that a request gets from one")
+    exit_layer: int | None = Field(
+        None, ge=1, description="layer at which the stages are split (none: heads decide, or the middle)"
+    )
+    batch_sizes: tuple[int, ...] = Field((1,), min_length=1, description="requests decoded together")
+
+    @field_validator("lanes", mode="before")
+    @classmethod
+    def _split_lanes(cls, value: Any) -> Any:
+        return cls._split(value)
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        return STAGES | super().engine_arguments
+
+
+def contenders(options: GroupOptions) -> list[Contender]:
+    """Two stages first and again, then a group for each number of lanes, then two tensor-parallel ranks.
+
+    Raises:
+        BenchError, HeadsError: if the heads are not early heads, or more than one folder is given.
+    """
+    if len(options.heads) > 1:
+        raise BenchError("--heads: a worker group reads one folder of early heads")
+    config: dict[str, Any] = {"method": "ppd", "num_speculative_tokens": options.ticks - 1}
+    if options.heads:
+        load_config(options.heads[0], "early")
+        config["model"] = options.heads[0]
+    if options.exit_layer is not None:
+        config["exit_layer"] = options.exit_layer
+    cut_off = max(options.batch_sizes)
+    groups = [
+        Contender(f"group, k = {k}", {**config, "lanes": k, "disable_by_batch_size": cut_off}) for k in options.lanes
+    ]
+    return [
+        Contender(BASE),
+        Contender(CONTROL),
+        *groups,
+        Contender("TP 2", None, {"pipeline_parallel_size": 1} | RANKS),
+    ]
+
+
+class Theorem(NamedTuple):
+    """PPD, Theorem 4.1, for long texts: units are one layer of one token."""
+
+    latency: float  # layers a token, one after the other: d - (d - d_bar) p
+    compute: float  # layers a token in all: d - (d - d_bar) p + k (d - d_bar)
+
+
+def theorem(num_layers: int, split: int, lanes: int, match_rate: float) -> Theorem:
+    """Expected latency and compute a token.
+
+    Args:
+        num_layers: d.
+        split: d_bar, from d/2 up.
+        lanes: k.
+        match_rate: p_correct.
+    """
+    latency = num_layers - (num_layers - split) * match_rate
+    return Theorem(latency, latency + lanes * (num_layers - split))
+
+
+COLUMNS = (
+    "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "p", "Theorem 4.1", "measured / theorem",
+    "layers a token", "by the theorem", "first stage idle", "last stage idle", "same tokens",
+)  # fmt: skip
+
+LEGEND = """\
+speed-up: over vLLM's own two pipeline stages without speculation, whose turn is in the same round.
+p: tokens that a lane had started before the target chose them, of all that lanes were made for.
+Theorem 4.1: d / (d - (d - d_bar) p), the speed-up that the paper's latency gives for this p and batch 1.
+layers a token: computed on both stages, lanes that were thrown away included; beside the theorem's compute.
+idle: of the time in ticks, waiting for the other stage.
+same tokens: equal to the base's at their place (greedy); "vLLM, again" is what numerics alone change."""
+
+
+def table(results: Results, num_layers: int) -> str:
+    """Markdown: a row a contender and batch size."""
+    run = results.run
+    options = run["options"]
+    lines = [
+        f"{options['model']}, {num_layers} layers, {options['dtype']}, temperature {options['temperature']}, "
+        f"{options['prompt_tokens']} + {options['new_tokens']} tokens; {run['machine']}"
+        + (f"; with {len(results.earlier)} earlier runs" if results.earlier else ""),
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        f"| ---: | --- |{' ---: |' * (len(COLUMNS) - 2)}",
+    ]
+    lines += [f"| {' | '.join(_cells(row, run, num_layers))} |" for row in results.rows()]
+    lines += ["", LEGEND]
+    lines += [f"left out: {reason}" for reason in run["failures"].values()]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, run: dict[str, Any], num_layers: int) -> list[str]:
+    name, ours = row["contender"], row["ours"]
+    cells = [
+        str(row["batch"]),
+        {BASE: "PP 2", CONTROL: "PP 2, again"}.get(name) or str(name),
+        "{:.1f} ({:.1f}-{:.1f})".format(*row["tokens_per_second"]),
+        "{:.3f} ({:.3f}-{:.3f})".format(*row["speed_up"]),
+    ]
+    same = "-" if row["consistency"] is None else f"{row['consistency']:.2%}"
+    tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
+    if not tried:
+        return [*cells, *["-"] * 7, same]
+    config = run["contenders"][name]["speculative_config"]
+    match_rate = ours["group_hits"] / tried
+    split = split_of(config, num_layers)
+    paper = theorem(num_layers, split, config["lanes"], match_rate)
+    predicted = num_layers / paper.latency
+    # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
+    measured = num_layers + (ours["group_lanes_discarded"] / tried) * (num_layers - split)
+    return [
+        *cells,
+        f"{match_rate:.3f}",
+        f"{predicted:.3f}",
+        f"{row['speed_up'][0] / predicted:.3f}",
+        f"{measured:.1f}",
+        f"{paper.compute:.1f}",
+        *(f"{ours[f'group_{s}_stage_idle_seconds'] / ours[f'group_{s}_stage_seconds']:.0%}" for s in ("first", "last")),
+        same,
+    ]
+
+
+def split_of(config: dict[str, Any], num_layers: int) -> int:
+    """Where a contender's stages are split, as the server resolves it."""
+    from vllm_ppd.vllm_plugins.config import parse_options, resolve
+
+    heads = load_config(config["model"], "early") if "model" in config else None
+    return resolve(parse_options(config), num_layers, heads, stages=2).split
