@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from vllm_ppd.heads.checkpoint import load_early_heads
 from vllm_ppd.model_patches.base import CutState, ModelCut
@@ -41,11 +42,8 @@ class FirstStage(Stage):
         norm, shard, bias, place = self.wire.receive_weights()
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
         adapter.decoder.norm.weight.data = norm
-        heads = None
-        if config.model is not None:
-            heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
-        lm_head = CopiedLMHead(shard, bias, place.tolist(), vllm_config, device)
-        self.reader = EarlyReader(adapter, lm_head, heads)
+        lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
+        self.reader = EarlyReader(adapter, lm_head, None)
         self.passes = StackPasses(self.runner, self.cut)
         self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
         # A row a request: the state behind d_bar of the token that the last stage is to take next.
@@ -53,6 +51,25 @@ class FirstStage(Stage):
         self.lanes = Lanes(self.runner, self.cut, config.lanes, self.requests)
         self.limits = Limits(self.runner)
         self._unsettled = _NOTHING
+
+    def _with_head(
+        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """This rank's shard of the early head as one matrix, E* T or a classifier, read at the cost of E*.
+
+        Args:
+            shard, bias: of E*, [shard_size, hidden] and [shard_size].
+            place: tokens of the vocabulary, the shard's first, and how many it holds.
+        """
+        if self.config.model is None:
+            return shard, bias, place
+        heads = load_early_heads(self.config.model)[1]
+        weight = heads.weights[str(self.split)].detach().to(shard.device)
+        if heads.form == "transform":
+            return (shard.float() @ weight.float()).to(shard.dtype), bias, place
+        _, first, count = place
+        rows = functional.pad(weight[first : first + count], (0, 0, 0, len(shard) - count))
+        return rows.to(shard.dtype), torch.zeros_like(bias), place
 
     def begin_step(self, scheduler_output: Any) -> Any:
         """A state carried over is good for the next group step alone, of the same requests."""
@@ -110,14 +127,11 @@ class FirstStage(Stage):
         return sent
 
     def _send(self, rows: np.ndarray, count: int) -> None:
-        flags = np.zeros(count, dtype=np.int64)
-        flags[rows] = 1
-        self.wire.send_numbers(flags)
-        if len(rows):
-            self.wire.send_state(self.states.load(rows))
+        self.wire.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
 
     def _tick(self, progress: Progress, sent: np.ndarray, tick: int) -> None:
         """While the last stage ends the tokens that were sent: lanes for the next ones, and what missed before."""
+        self.wire.expect_tokens(len(progress.position))
         self._settle_lanes()
         laned, k = progress.with_lanes(sent), self.lanes.count
         missed = np.flatnonzero(progress.missed)
@@ -125,7 +139,7 @@ class FirstStage(Stage):
         state = None
         if len(laned) or len(missed):
             state, candidates = self._run_lanes(progress, laned, missed)
-        tokens = self.wire.receive_numbers(len(progress.position))[sent]
+        tokens = self.wire.tokens()[sent]
         goes_on = np.zeros(len(progress.position), dtype=bool)
         goes_on[sent] = progress.emit(sent, tokens)
 

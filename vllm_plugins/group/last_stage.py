@@ -25,17 +25,15 @@ class LastStage(Stage):
         self.model = model
         self.cut = ModelCut(model, self.vllm_config, (), layers=(self.split, self.config.num_layers))
         model_config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
-        self.hidden_size, self.dtype = model_config.hf_text_config.hidden_size, model_config.dtype
+        hidden_size, dtype, device = model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device
         if self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
-            self.cut.allocate_junction(
-                scheduler.max_num_batched_tokens, self.hidden_size, self.dtype, self.runner.device
-            )
+            self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
         self.passes = StackPasses(self.runner, self.cut)
         self.connect()
         # The first stage reads its candidates through the target's own norm and LM head, which vLLM loads here alone.
         lm_head = TargetLMHead(model)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
-        shard, bias = lm_head.own_shard(self.vllm_config, self.runner.device)
+        shard, bias = lm_head.own_shard(self.vllm_config, device)
         self.wire.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
 
     @torch.inference_mode()
@@ -56,21 +54,26 @@ class LastStage(Stage):
         tokens[:, 0] = sampled
         emitted = np.ones(count, dtype=np.int64)
         base = self.base_positions()
-        self.wire.send_numbers(sampled)
-        for _ in range(1, self.ticks):
-            rows = np.flatnonzero(self.wire.receive_numbers(count))
+        self._expect_frame(1, count)
+        self.wire.send_tokens(sampled)
+        for tick in range(1, self.ticks):
+            rows, state = self.wire.frame(count)
             if not len(rows):
                 break
-            state = self.wire.receive_state(len(rows), self.hidden_size, self.dtype)
+            self._expect_frame(tick + 1, count)
             span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
             sampled = self._sample(rows, self.model.compute_logits(self.passes.final(span, state)))
             tokens[rows, emitted[rows]] = sampled[rows]
             emitted[rows] += 1
-            self.wire.send_numbers(sampled)
+            self.wire.send_tokens(sampled)
         self.counters.add("group_last_stage_seconds", time.perf_counter() - started)
         self.counters.add("group_last_stage_idle_seconds", self.wire.seconds_waited - waited)
         ids = torch.from_numpy(tokens).to(first.sampled_token_ids)
         return dataclasses.replace(first, sampled_token_ids=ids)
+
+    def _expect_frame(self, tick: int, count: int) -> None:
+        if tick < self.ticks:
+            self.wire.expect_frame(count)
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:
         """A token of each row, by vLLM's sampler with the batch's own parameters: [batch rows]; other rows are 0."""

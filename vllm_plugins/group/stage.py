@@ -47,7 +47,8 @@ class Stage(ABC):
 
     def connect(self) -> None:
         """Open the line to the other stage; the process groups must exist."""
-        self.wire = Wire(self.runner.device)
+        model_config = self.vllm_config.model_config
+        self.wire = Wire(model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device)
         unlink_shared_memory(get_pp_group(), get_tp_group())
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two stages tell each other within an engine step, over vLLM's own pipeline group.
 
-Small integers go over the group's CPU channel, states over its device channel. Each tensor-parallel rank talks to the
-rank of its own number in the other stage. Every wait has vLLM's own bound for a step: a stage whose peer died ends.
+    first -> last   a frame: which requests go on, and their states behind d_bar
+    last -> first   the target's tokens
+
+Receives are posted before the work that the answer is computed in, so that a message finds its buffer waiting; sends
+are not waited for until the next one. Each tensor-parallel rank talks to the rank of its own number in the other stage.
+Every wait has vLLM's own bound for a step: a stage whose peer died ends.
 """
 
 from __future__ import annotations
@@ -19,63 +23,114 @@ from vllm.distributed import get_pp_group
 
 from vllm_ppd.model_patches.base import CutState
 
+_NUMBER = 8  # bytes
+
 
 class Wire:
-    """One end of the line between the stages. seconds_waited grows by the time spent in receive_numbers."""
+    """One end of the line between the stages.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        hidden_size, dtype: of the states.
+        device: where they are. On a CPU they travel in the frame, else over the group's device channel behind it.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.group: Any = get_pp_group()
         self.peer = self.group.ranks[1 - self.group.rank_in_group]
-        self.device = device
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self.inline = device.type == "cpu"
         self.bound = timedelta(seconds=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-        self.seconds_waited = 0.0
+        self.seconds_waited = 0.0  # for messages
+        self._sent: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until it is sent
+        self._expected: tuple[Any, torch.Tensor] | None = None
 
-    def send_numbers(self, numbers: np.ndarray) -> None:
-        """Send int64 numbers, whose count the peer knows."""
-        tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64))
-        self._wait(distributed.isend(tensor, self.peer, group=self.group.cpu_group))
+    def send_tokens(self, tokens: np.ndarray) -> None:
+        """Send a token a request of the batch."""
+        self._send(torch.from_numpy(np.array(tokens, dtype=np.int64)).view(torch.uint8), self.group.cpu_group)
 
-    def receive_numbers(self, count: int) -> np.ndarray:
-        """[count] int64."""
-        tensor = torch.empty(count, dtype=torch.int64)
-        started = time.perf_counter()
-        self._wait(distributed.irecv(tensor, self.peer, group=self.group.cpu_group))
-        self.seconds_waited += time.perf_counter() - started
-        return tensor.numpy()
+    def expect_tokens(self, count: int) -> None:
+        """Be ready for the tokens of a batch."""
+        self._expect(count * _NUMBER)
 
-    def send_state(self, state: CutState) -> None:
-        """Send (hidden, residual), [rows, hidden] each."""
-        for part in state:
-            if part is not None:
-                self._send(part.contiguous())
+    def tokens(self) -> np.ndarray:
+        """The tokens that were expected: [count] int64."""
+        return self._wait_for_expected().view(torch.int64).numpy()
 
-    def receive_state(self, rows: int, hidden_size: int, dtype: torch.dtype) -> CutState:
-        """(hidden, residual), [rows, hidden] each."""
-        hidden = torch.empty(rows, hidden_size, dtype=dtype, device=self.device)
-        residual = torch.empty_like(hidden)
-        self._receive(hidden)
-        self._receive(residual)
-        return hidden, residual
+    def send_frame(self, rows: np.ndarray, state: CutState | None, count: int) -> None:
+        """Send states of some rows of a batch.
+
+        Args:
+            rows: [rows] which; none ends the step.
+            state: (hidden, residual) [rows, hidden] each.
+            count: requests of the batch.
+        """
+        frame = torch.zeros(self._frame_bytes(count), dtype=torch.uint8)
+        frame[: count * _NUMBER].view(torch.int64)[torch.from_numpy(rows)] = 1
+        if state is not None and self.inline:
+            for part, place in zip(state, self._states_in(frame, count), strict=True):
+                assert part is not None
+                place[: len(rows)] = part
+        self._send(frame, self.group.cpu_group)
+        if state is not None and not self.inline:
+            for part in state:
+                assert part is not None
+                self._send(part.contiguous(), self.group.device_group)
+
+    def expect_frame(self, count: int) -> None:
+        """Be ready for a frame of a batch."""
+        self._expect(self._frame_bytes(count))
+
+    def frame(self, count: int) -> tuple[np.ndarray, CutState]:
+        """The frame that was expected: (rows, their states)."""
+        frame = self._wait_for_expected()
+        rows = np.flatnonzero(frame[: count * _NUMBER].view(torch.int64).numpy())
+        if self.inline:
+            hidden, residual = self._states_in(frame, count)
+            return rows, (hidden[: len(rows)], residual[: len(rows)])
+        parts = [torch.empty(len(rows), self.hidden_size, dtype=self.dtype, device=self.device) for _ in range(2)]
+        for part in parts if len(rows) else ():
+            self._wait(distributed.irecv(part, self.peer, group=self.group.device_group))
+        return rows, (parts[0], parts[1])
 
     def send_weights(self, tensors: list[torch.Tensor]) -> None:
         """Send tensors of any shape and type."""
         self.group.send_object([(tuple(t.shape), t.dtype) for t in tensors], 1 - self.group.rank_in_group)
         for tensor in tensors:
-            self._send(tensor.contiguous())
+            self._wait(distributed.isend(tensor.contiguous(), self.peer, group=self.group.device_group))
 
     def receive_weights(self) -> list[torch.Tensor]:
         """What send_weights sent."""
         shapes = self.group.recv_object(1 - self.group.rank_in_group)
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         for tensor in tensors:
-            self._receive(tensor)
+            self._wait(distributed.irecv(tensor, self.peer, group=self.group.device_group))
         return tensors
 
-    def _send(self, tensor: torch.Tensor) -> None:
-        self._wait(distributed.isend(tensor, self.peer, group=self.group.device_group))
+    def _frame_bytes(self, count: int) -> int:
+        states = 2 * count * self.hidden_size * self.dtype.itemsize if self.inline else 0
+        return count * _NUMBER + states
 
-    def _receive(self, tensor: torch.Tensor) -> None:
-        self._wait(distributed.irecv(tensor, self.peer, group=self.group.device_group))
+    def _states_in(self, frame: torch.Tensor, count: int) -> torch.Tensor:
+        """[2, count, hidden] in a frame."""
+        return frame[count * _NUMBER :].view(self.dtype).view(2, count, self.hidden_size)
+
+    def _send(self, tensor: torch.Tensor, group: Any) -> None:
+        while len(self._sent) > 2:  # a frame and its states
+            self._wait(self._sent.pop(0)[0])
+        self._sent.append((distributed.isend(tensor, self.peer, group=group), tensor))
+
+    def _expect(self, size: int) -> None:
+        assert self._expected is None
+        buffer = torch.empty(size, dtype=torch.uint8)
+        self._expected = distributed.irecv(buffer, self.peer, group=self.group.cpu_group), buffer
+
+    def _wait_for_expected(self) -> torch.Tensor:
+        assert self._expected is not None
+        (work, buffer), self._expected = self._expected, None
+        started = time.perf_counter()
+        self._wait(work)
+        self.seconds_waited += time.perf_counter() - started
+        return buffer
 
     def _wait(self, work: distributed.Work | None) -> None:
         assert work is not None  # this rank is in the group
