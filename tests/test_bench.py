@@ -84,6 +84,18 @@ def _runs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engine
+def test_samples_of_vllms_own_methods_are_mended(command: list[str], tmp_path: Path) -> None:
+    """Temperature 0.01 is as good as greedy; with sampling parameters dropped, hardly any draft would be accepted."""
+    command += ["--rounds", "1", "--batch-sizes", "3", "--new-tokens", "160", "--prompt-tokens", "24", "--temperature"]
+    assert main([*command, "0.01", "--plain", "ngram"]) == 0
+    run = _runs(tmp_path)
+    (turn,) = (turn for turn in run["turns"] if turn["contender"] == "ngram")
+    assert turn["compared_tokens"] == 0
+    assert turn["draft_tokens"] > 50
+    assert turn["accepted_tokens"] > 0.5 * turn["draft_tokens"]
+
+
+@pytest.mark.engine
 def test_base_that_does_not_start(command: list[str], capfd: Any) -> None:
     """One line, and no process left."""
     assert main([*command, "--kv-cache-gib", "0.001", "--batch-sizes", "16"]) == 2
