@@ -153,8 +153,8 @@ def test_runs_alike_are_summarised_together(tmp_path: Path) -> None:
 def test_contenders(fitted_heads: Callable[..., str], tmp_path: Path) -> None:
     cp = fitted_heads("cp")
     found = {c.name: c for c in contenders(options(heads=(cp,), plain="ppd,ngram", drafts=16))}
-    assert list(found) == [BASE, CONTROL, "cp, heads", "ppd, no heads", "ngram"]
-    assert found["cp, heads"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
+    assert list(found) == [BASE, CONTROL, "cp heads", "ppd, no heads", "ngram"]
+    assert found["cp heads"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
     assert found["ngram"].speculative_config["num_speculative_tokens"] == 16  # type: ignore[index]
     (further,) = contenders(options(also=('two={"method": "ppd", "engine": {"tensor_parallel_size": 2}}',)))[2:]
     assert (further.speculative_config, further.engine) == ({"method": "ppd"}, {"tensor_parallel_size": 2})
