@@ -84,6 +84,18 @@ def _runs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.engine
+def test_samples_of_vllms_own_methods_are_mended(command: list[str], tmp_path: Path) -> None:
+    """Temperature 0.01 is as good as greedy; with sampling parameters dropped, hardly any draft would be accepted."""
+    command += ["--rounds", "1", "--batch-sizes", "3", "--new-tokens", "160", "--prompt-tokens", "24", "--temperature"]
+    assert main([*command, "0.01", "--plain", "ngram"]) == 0
+    run = _runs(tmp_path)
+    (turn,) = (turn for turn in run["turns"] if turn["contender"] == "ngram")
+    assert turn["compared_tokens"] == 0
+    assert turn["draft_tokens"] > 50
+    assert turn["accepted_tokens"] > 0.5 * turn["draft_tokens"]
+
+
+@pytest.mark.engine
 def test_base_that_does_not_start(command: list[str], capfd: Any) -> None:
     """One line, and no process left."""
     assert main([*command, "--kv-cache-gib", "0.001", "--batch-sizes", "16"]) == 2
@@ -141,8 +153,8 @@ def test_runs_alike_are_summarised_together(tmp_path: Path) -> None:
 def test_contenders(fitted_heads: Callable[..., str], tmp_path: Path) -> None:
     cp = fitted_heads("cp")
     found = {c.name: c for c in contenders(options(heads=(cp,), plain="ppd,ngram", drafts=16))}
-    assert list(found) == [BASE, CONTROL, "cp, heads", "ppd, no heads", "ngram"]
-    assert found["cp, heads"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
+    assert list(found) == [BASE, CONTROL, "cp heads", "ppd, no heads", "ngram"]
+    assert found["cp heads"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
     assert found["ngram"].speculative_config["num_speculative_tokens"] == 16  # type: ignore[index]
     (further,) = contenders(options(also=('two={"method": "ppd", "engine": {"tensor_parallel_size": 2}}',)))[2:]
     assert (further.speculative_config, further.engine) == ({"method": "ppd"}, {"tensor_parallel_size": 2})

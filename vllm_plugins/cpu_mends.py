@@ -37,6 +37,13 @@ def expand(
     output.copy_(values.repeat_interleave(counts))
 
 
+def mend_workers_to_come() -> None:
+    """Have workers that this process starts later register our kernel; of use to vLLM's own methods."""
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
 def mend_expand_kernel() -> None:
     """Register our kernel through vLLM's own hook for platform kernels, if the stock one is wrong."""
     from vllm.triton_utils.dispatcher import register_kernels

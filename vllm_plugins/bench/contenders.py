@@ -49,11 +49,11 @@ def contenders(options: DecodeOptions) -> list[Contender]:
 
 def _heads(folder: str, drafts: int | None) -> Contender:
     config = load_config(folder)
-    path = Path(folder)
+    name = " ".join(dict.fromkeys((METHOD_OF_HEADS[config.kind], Path(folder).name)))
     options: dict[str, Any] = {"model": folder} | ({} if drafts is None else {"num_speculative_tokens": drafts})
     if drafts is not None and config.max_drafts is not None:
         options["num_speculative_tokens"] = min(drafts, config.max_drafts)
-    return Contender(f"{METHOD_OF_HEADS[config.kind]}, {path.name}", options)
+    return Contender(name, options)
 
 
 def _plain(options: DecodeOptions) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -93,7 +93,13 @@ def _serve(pipe: Connection, arguments: dict[str, Any], log: str) -> None:
     os.dup2(descriptor, 2)
     try:
         from vllm import LLM
+        from vllm.platforms import current_platform
 
+        from vllm_ppd.vllm_plugins.cpu_mends import mend_workers_to_come
+
+        if current_platform.is_cpu():
+            # vLLM's own methods sample wrongly on this backend; compared is what they are without that mistake.
+            mend_workers_to_come()
         llm = LLM(disable_log_stats=False, skip_tokenizer_init=True, **arguments)
         split = _Split(llm)
         cache = llm.llm_engine.vllm_config.cache_config

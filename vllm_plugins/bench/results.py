@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,6 @@ def summarise(runs: list[dict[str, Any]], name: str, batch: int) -> Row | None:
     for turn in turns:
         for key, value in turn.get("ours", {}).items():
             ours[key] += value
-    steps = sum(turn["steps"] for turn in turns)
-    split = all(turn["worker_seconds"] is not None for turn in turns)
-    seconds = {part: sum(turn[f"{part}_seconds"] or 0.0 for turn in turns) for part in ("window", "worker", "draft")}
-    milliseconds = {
-        "verify_ms": seconds["worker"] - seconds["draft"],
-        "draft_ms": seconds["draft"],
-        "host_ms": seconds["window"] - seconds["worker"],
-    }
     return {
         "contender": name,
         "batch": batch,
@@ -130,9 +122,24 @@ def summarise(runs: list[dict[str, Any]], name: str, batch: int) -> Row | None:
         "rate": sums["accepted_tokens"] / sums["draft_tokens"] if sums["draft_tokens"] else None,
         "consistency": sums["same_tokens"] / sums["compared_tokens"] if sums["compared_tokens"] else None,
         "repeated_4_grams": sums["repeated_4_grams"] / sums["all_4_grams"] if sums["all_4_grams"] else 0.0,
-        **{part: 1e3 * value / steps if split else None for part, value in milliseconds.items()},
+        **_split(turns),
         "peak_bytes": max(turn["peak_bytes"] for turn in turns),
         "ours": dict(ours),
+    }
+
+
+def _split(turns: list[Turn]) -> dict[str, float | None]:
+    """Milliseconds a step of each part: the mean of a turn's steps, the median of the turns."""
+    if any(turn["worker_seconds"] is None for turn in turns):
+        return {"verify_ms": None, "draft_ms": None, "host_ms": None}
+
+    def median(seconds: Callable[[Turn], float]) -> float:
+        return statistics.median(1e3 * seconds(turn) / turn["steps"] for turn in turns)
+
+    return {
+        "verify_ms": median(lambda turn: turn["worker_seconds"] - turn["draft_seconds"]),
+        "draft_ms": median(lambda turn: turn["draft_seconds"]),
+        "host_ms": median(lambda turn: turn["window_seconds"] - turn["worker_seconds"]),
     }
 
 

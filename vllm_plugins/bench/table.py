@@ -18,7 +18,7 @@ speed-up: over vLLM without speculation, whose turn is in the same round.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
 same tokens: equal to vLLM's without speculation at their place (greedy); "vLLM, again" is what numerics alone change.
 verify, draft, host: the worker but for drafting (forward pass over base token and drafts, DynaMo's layers within it,
-sampling), drafting, and the rest of the step (scheduling, output); means of the host's time, "-" where workers are
+sampling), drafting, and the rest of the step (scheduling, output); of the host's time, "-" where workers are
 processes of their own.
 memory: the most that was held, of the GPU where there is one, else by the processes with their libraries."""
 
