@@ -24,7 +24,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         model = write_config(Path(folder), args)
         stock = start(model, args, None)
-        options = {"method": "ppd", "exit_layer": args.exit_layer, "num_speculative_tokens": args.drafts}
+        options = {
+            "method": "ppd", "exit_layer": args.exit_layer, "num_speculative_tokens": args.drafts, "adaptive": False,
+        }  # fmt: skip
         drafting = start(model, args, options)
     drafter = drafter_of(drafting)
     timers = Timers()

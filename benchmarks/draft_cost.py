@@ -63,8 +63,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         engines = {"vllm": start(model, args, None)}
         for kind in args.kinds:
             heads = str(write_heads(Path(folder), kind, args))
-            engines[kind] = start(model, args, {"model": heads})
-            whole = {"model": heads, "draft_vocab_size": args.vocab}
+            options = {"model": heads, "adaptive": False}
+            engines[kind] = start(model, args, options)
+            whole = options | {"draft_vocab_size": args.vocab}
             engines[f"{kind}, whole vocabulary"] = start(model, args, whole)
     drafting = [name for name in engines if name != "vllm"]
     timers = {kind: Timers() for kind in drafting}

@@ -53,8 +53,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
-    """A vLLM engine in float32 with a small KV cache."""
+    """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive."""
     from vllm import LLM
+
+    from vllm_ppd.vllm_plugins.checks import is_ours
+
+    if speculative_config is not None and is_ours(speculative_config):
+        speculative_config = {"adaptive": False, **speculative_config}
 
     defaults: dict[str, Any] = {
         "dtype": "float32",

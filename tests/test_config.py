@@ -60,12 +60,13 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
     config = from_flags(
         tiny_model(), "--speculative-model", "paradecode", "--spec-tokens", "5", "--ppd-exit-layer", "2,4",
         "--ppd-gamma", "0.4", "--ppd-draft-sample-method", "greedy", "--ppd-max-drafting-requests", "3",
-        "--ppd-disable-by-batch-size", "9",
+        "--ppd-disable-by-batch-size", "9", "--ppd-adaptive", "false",
     )  # fmt: skip
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "lanes": 1, "stages": 1,
+        "adaptive": False,
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
@@ -121,6 +122,19 @@ def test_bad_options(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message) as caught:
         parse_options({"method": "ppd", **given})
     assert "\n" not in str(caught.value)
+
+
+def test_adaptive_is_for_verified_drafts() -> None:
+    assert resolve(parse_options({}), 6).adaptive
+    assert "up to 3 drafts" in resolve(parse_options({}), 6).summary()
+    assert not resolve(parse_options({"adaptive": False}), 6).adaptive
+    assert not resolve(parse_options({}), 6, stages=2).adaptive
+    assert not resolve(parse_options({"adaptive": False}), 6, stages=2).adaptive
+    with pytest.raises(OptionError, match="adaptive is of no use with pipeline parallelism: no token is drafted"):
+        resolve(parse_options({"adaptive": True}), 6, stages=2)
+    assert not resolve(parse_options({"method": "dynamo", "verify": False}), 6).adaptive
+    with pytest.raises(OptionError, match="adaptive is of no use with verify: false"):
+        resolve(parse_options({"method": "dynamo", "verify": False, "adaptive": True}), 6)
 
 
 @pytest.mark.parametrize("layer", [6, 7, 100])

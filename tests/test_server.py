@@ -18,7 +18,8 @@ pytestmark = pytest.mark.engine
 @pytest.fixture(scope="module")
 def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    running = Server(tiny_model(), log, "--speculative-model", "ppd", "--ppd-exit-layer", "4", "--spec-tokens", "2")
+    options = ["--speculative-model", "ppd", "--ppd-exit-layer", "4", "--spec-tokens", "2", "--ppd-adaptive", "false"]
+    running = Server(tiny_model(), log, *options)
     yield running
     running.stop()
 

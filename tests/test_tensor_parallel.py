@@ -68,6 +68,14 @@ def test_two_ranks(
     assert deferred > 0
 
 
+def test_two_ranks_adaptive(tiny_model: Callable[..., Path], engine: Callable[..., Any]) -> None:
+    """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
+    cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
+    got, _, deferred = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True}, cases)
+    assert got == as_json({case: CASES[case](engine()) for case in cases})
+    assert deferred > 0
+
+
 @pytest.mark.parametrize(
     ("kind", "how"),
     [

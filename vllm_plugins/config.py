@@ -99,6 +99,13 @@ class DraftingOptions(BaseModel):
         "requests computes r * lanes rows",
         json_schema_extra={"flag": True, "methods": ["ppd"]},
     )
+    adaptive: bool = Field(
+        True,
+        description="draft as many tokens as pay, down to none and back, by the acceptance and the step times that "
+        "the engine measures; false always drafts num_speculative_tokens. Sampling requests with a seed always do, so "
+        "that they repeat",
+        json_schema_extra={"flag": True},
+    )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
@@ -179,7 +186,8 @@ class DraftingConfig(DraftingOptions):
         if self.stages > 1:
             parts.append(f"{self.num_speculative_tokens + 1} ticks a step")
         else:
-            parts.append(f"{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+            most = "up to " if self.adaptive else ""
+            parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
         if self.draft_vocab_size is not None:
             parts.append(f"draft vocabulary {self.draft_vocab_size}")
         if self.exit_layer and self.stages == 1:
@@ -263,6 +271,13 @@ def resolve(
     if options.method == "dynamo" and options.eps_b is None and heads is not None:
         values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
     values |= {"num_layers": num_layers, "stages": stages}
+    # A group's tokens are final, and so are unverified ones: none of them is in vain.
+    values["adaptive"] = options.adaptive and options.verify and stages == 1
+    if "adaptive" in options.model_fields_set and options.adaptive and not values["adaptive"]:
+        why = "verify: false" if stages == 1 else "pipeline parallelism"
+        raise OptionError(
+            f"speculative_config: adaptive is of no use with {why}: no token is drafted in vain there; leave it out"
+        )
     if stages > 1:
         values["exit_layer"] = split_at(options, num_layers, heads)
         values["disable_by_batch_size"] = options.disable_by_batch_size or GROUP_CUT_OFF

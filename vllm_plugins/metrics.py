@@ -22,6 +22,8 @@ COUNTERS = {
     "deferred_steps": "Engine steps that ran the deep pass alone, from saved states.",
     "fallback_steps": "Engine steps that ran the full forward.",
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
+    "withheld_drafts": "Drafts left out because they would not have paid (adaptive), or to see whether they do.",
+    "probing_steps": "Engine steps whose drafts were more or fewer than usual, to measure them (adaptive).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
     "group_ticks": "Ticks of a worker group: passes of the last stage within group steps.",

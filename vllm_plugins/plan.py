@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who drafts after a step, and how many tokens: length limits, batch cut-offs, the per-request switch."""
+"""Who drafts after a step, and how many tokens: length limits, batch cut-offs, the per-request switch, what pays."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.config import DraftingConfig
 from vllm_ppd.vllm_plugins.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
+
+GREEDY_BELOW = 1e-5  # temperature, as vLLM has it
 
 
 class Plan(NamedTuple):
@@ -21,22 +24,40 @@ class Plan(NamedTuple):
 
 
 class DraftPlanner:
-    """Plans a batch with arrays; what is fixed for a request is looked up once, when the batch changes."""
+    """Plans a batch with arrays; what is fixed for a request is looked up once, when the batch changes.
 
-    def __init__(self, config: DraftingConfig, runner: Any) -> None:
+    Args:
+        config: the server's options.
+        runner: vLLM's model runner.
+        adaptive: withholds drafts that do not pay (None: all are made).
+    """
+
+    def __init__(self, config: DraftingConfig, runner: Any, adaptive: AdaptiveDrafts | None = None) -> None:
         self.config = config
         self.runner = runner
+        self.adaptive = adaptive
         self._req_ids: list[str] = []
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
+        self._greedy = np.zeros(0, dtype=bool)
+        self._seeded = np.zeros(0, dtype=bool)  # sampled with a seed: as many drafts on every run
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
         self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
 
-    def plan(self, sampled_token_ids: list[list[int]]) -> Plan | None:
-        """The plan, or None if nobody drafts: then the next step is vLLM's own full forward."""
+    def plan(self, sampled_token_ids: list[list[int]], now: float = 0.0, decoding: bool = False) -> Plan | None:
+        """The plan, or None if nobody drafts: then the next step is vLLM's own full forward.
+
+        Args:
+            sampled_token_ids: what each batch row emits in the step that ends.
+            now: seconds on a clock.
+            decoding: whether the step was one of decoding alone.
+        """
         batch = self.runner.input_batch
-        num_reqs = batch.num_reqs
-        emitted = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=num_reqs) > 0
+        counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
+        emitted = counts > 0
+        if self.adaptive is not None:
+            self._look_up_changed()
+            self.adaptive.observe(batch.req_ids, counts, self._greedy, now, decoding)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
         drafts, remaining = self.most_drafts(emitted, reserved=1)
         if not drafts.any():
@@ -57,8 +78,7 @@ class DraftPlanner:
         """
         batch, config = self.runner.input_batch, self.config
         num_reqs = batch.num_reqs
-        if self._req_ids != batch.req_ids:
-            self._look_up(batch.req_ids)
+        self._look_up_changed()
         end = np.minimum(batch.num_prompt_tokens[:num_reqs] + self._max_output, self.runner.max_model_len)
         remaining = end - batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
         drafts = np.clip(remaining - reserved, 0, config.num_speculative_tokens) * (emitted & self._allowed)
@@ -66,11 +86,18 @@ class DraftPlanner:
             drafts[:] = 0
         if config.max_drafting_requests is not None:
             drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
+        if self.adaptive is not None:
+            drafts = self.adaptive.choose(drafts, int(emitted.sum()), self._greedy, self._seeded)
         return drafts, remaining
 
     def forget(self) -> None:
         """Look every request up again: a name may have been given to another."""
         self._req_ids = []
+
+    def _look_up_changed(self) -> None:
+        req_ids = self.runner.input_batch.req_ids
+        if self._req_ids != req_ids:
+            self._look_up(req_ids)
 
     def _look_up(self, req_ids: list[str]) -> None:
         params = [self.runner.requests[req_id].sampling_params for req_id in req_ids]
@@ -78,6 +105,8 @@ class DraftPlanner:
         self._max_output = np.array(limits, dtype=np.int64)
         extra = [getattr(p, "extra_args", None) for p in params]
         self._allowed = np.array([drafting_allowed(args) for args in extra], dtype=bool)
+        self._greedy = np.array([p is None or p.temperature < GREEDY_BELOW for p in params], dtype=bool)
+        self._seeded = np.array([p is not None and p.seed is not None for p in params], dtype=bool) & ~self._greedy
         self.several_at_once = np.array([not one_token_at_a_time(p) for p in params], dtype=bool)
         thresholds = [back_off_threshold(args) for args in extra]
         self.eps_b = np.array([np.nan if eps is None else eps for eps in thresholds])

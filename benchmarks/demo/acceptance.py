@@ -48,7 +48,9 @@ def variants(exits: list[int], drafts: int, also: list[str]) -> dict[str, dict[s
         found[f"dynamo T{tokens}, always all"] = options
         found[f"dynamo T{tokens}, eps_b 0.5"] = options | {"eps_b": 0.5}
     found["vLLM's ngram"] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-    return {name: {"num_speculative_tokens": drafts, **options} for name, options in found.items()}
+    fixed = {name: {"num_speculative_tokens": drafts, **options} for name, options in found.items()}
+    # What is accepted, whether or not it pays.
+    return {name: options | ({} if name.startswith("vLLM") else {"adaptive": False}) for name, options in fixed.items()}
 
 
 def prompts(count: int) -> list[str]:

@@ -4,54 +4,92 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConfig
 
 
-def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
-    """The setting of the highest predicted speed-up on sampled texts, whose acceptance no loops flatter.
+class Setting(NamedTuple):
+    """One way of drafting with heads, what it costs, and how much of it is accepted."""
 
-    Cost of a cycle in full passes at batch 1 (DESIGN's formula with the reads of the LM head, share h of a pass):
-    early n ((1 - h) l/L + h) + 1; CP h + 1 (its states share one read);
-    DynaMo (n - 1) ((1 - h) / L + h) + 1, n its token heads. With s of V tokens in the draft vocabulary h s/V is read.
-    """
+    options: dict[str, Any]  # fields of the heads' configuration
+    drafts: int  # most drafts a cycle, n
+    drafted: float  # drafts a cycle, on average
+    length: float  # tokens a cycle
+    layers: float  # decoder layers that drafting adds to a pass
+    reads: float  # reads of the whole LM head that it adds
+    rows: int = 1  # hidden states of a request in each such read
+    exit_layer: int | None = None  # where early drafts are read
+    trained: bool = True  # whether by heads
+
+    def cycle(self, num_layers: int, head_share: float) -> float:
+        """Cost of a cycle in full passes at batch 1, where memory bandwidth is the limit; h is the LM head's share."""
+        return 1 + self.layers * (1 - head_share) / num_layers + head_share * self.reads
+
+
+def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
+    """The setting of the highest predicted speed-up on sampled texts, whose acceptance no loops flatter."""
     share = parts["timing"]["lm_head_share"]
     best: dict[str, Any] = {"predicted_speedup": 0.0}
-    if isinstance(config, EarlyConfig):
-        (sampled,) = (by for name, by in parts["matches"]["acceptance"].items() if name != "greedy")
-        depth = config.target.num_hidden_layers
-        settings = [
-            ({"default_exit_layers": [int(layer)], "num_speculative_tokens": n}, counts["length"],
-             n * ((1 - share) * int(layer) / depth + share) + 1)
-            for layer, by_n in sampled["Y"].items() for n, counts in enumerate(by_n, start=1)
-        ]  # fmt: skip
-    elif isinstance(config, CPConfig):
-        settings = [
-            ({"num_speculative_tokens": n, "draft_vocab_size": size}, counts["length"], 1 + share * part)
-            for size, part, found in _by_vocabulary(config, parts)
-            for n, counts in enumerate(found["by_drafts"], start=1)
-        ]
-    else:
-        assert isinstance(config, DynaMoConfig)
-        # The heads' layers run over every token, whether or not a token is drafted from them.
-        layer = (1 - share) / config.target.num_hidden_layers
-        settings = [
-            ({"num_speculative_tokens": row["drafts_allowed"], "draft_vocab_size": size,
-              "sampling": config.sampling.model_dump() | {"eps_b": row["eps_b"]}},
-             1 + row["accepted"] / max(row["cycles"], 1), 1 + (config.tokens - 1) * (layer + share * part))
-            for size, part, found in _by_vocabulary(config, parts) for row in found["rows"]
-        ]  # fmt: skip
-    for setting, length, cost in settings:
-        if length / cost > best["predicted_speedup"]:
-            best = {**setting, "acceptance_length": length, "cycle_in_passes": round(cost, 4)}
-            best["predicted_speedup"] = round(length / cost, 4)
+    for setting in settings(config, parts):
+        if not setting.trained:
+            continue
+        cost = setting.cycle(config.target.num_hidden_layers, share)
+        if setting.length / cost > best["predicted_speedup"]:
+            best = {**setting.options, "acceptance_length": setting.length, "cycle_in_passes": round(cost, 4)}
+            best["predicted_speedup"] = round(setting.length / cost, 4)
     return best
 
 
-def _by_vocabulary(config: HeadsConfig, parts: dict[str, Any]) -> Iterator[tuple[int | None, float, dict[str, Any]]]:
-    """(draft vocabulary, None for the whole; its share of the vocabulary; acceptance on sampled texts), whole first."""
-    (sampled,) = (by for name, by in parts["acceptance"].items() if name != "greedy")
-    yield None, 1.0, sampled
-    for size, found in parts["vocabulary"].items():
-        yield int(size), int(size) / config.target.vocab_size, found
+def settings(config: HeadsConfig, parts: dict[str, Any], greedy: bool = False) -> Iterator[Setting]:
+    """Every setting that was measured, on sampled or on greedy texts.
+
+    n early drafts at layer l add n l layers and n reads of the LM head, beside the pass; a CP head adds one read, which
+    all its states share; DynaMo's n token heads add n - 1 layers, which run over every token, and as many reads. Of s
+    tokens in the draft vocabulary that share of the LM head is read.
+    """
+    if isinstance(config, EarlyConfig):
+        for form, by_layer in _of(parts["matches"]["acceptance"], greedy).items():
+            for layer, by_n in by_layer.items():
+                for n, counts in enumerate(by_n, start=1):
+                    options = {"default_exit_layers": [int(layer)], "num_speculative_tokens": n}
+                    drafted = counts["drafted"] / max(counts["cycles"], 1)
+                    reads = {"layers": n * int(layer), "reads": n, "exit_layer": int(layer), "trained": form == "Y"}
+                    yield Setting(options, n, drafted, counts["length"], **reads)
+    elif isinstance(config, CPConfig):
+        for size, part, found in _by_vocabulary(config, parts, greedy):
+            for n, counts in enumerate(found["by_drafts"], start=1):
+                options = {"num_speculative_tokens": n, "draft_vocab_size": size}
+                drafted = counts["drafted"] / max(counts["cycles"], 1)
+                yield Setting(options, n, drafted, counts["length"], 0, part, rows=config.rank * (n + 1))
+    else:
+        assert isinstance(config, DynaMoConfig)
+        heads = config.tokens - 1
+        for size, part, found in _by_vocabulary(config, parts, greedy):
+            for row in found["rows"]:
+                cycles, n = max(row["cycles"], 1), row["drafts_allowed"]
+                options = {
+                    "num_speculative_tokens": n, "draft_vocab_size": size,
+                    "sampling": config.sampling.model_dump() | {"eps_b": row["eps_b"]},
+                }  # fmt: skip
+                length = 1 + row["accepted"] / cycles
+                yield Setting(options, n, row["drafted"] / cycles, length, heads, heads * part)
+
+
+def _of(by_texts: dict[str, Any], greedy: bool) -> Any:
+    """What was measured on greedy texts, or on the sampled ones."""
+    (name,) = (name for name in by_texts if (name == "greedy") == greedy)
+    return by_texts[name]
+
+
+def _by_vocabulary(
+    config: HeadsConfig, parts: dict[str, Any], greedy: bool
+) -> Iterator[tuple[int | None, float, dict[str, Any]]]:
+    """(draft vocabulary, None for the whole; its share of the vocabulary; acceptance), whole first.
+
+    Shorter ones are measured on sampled texts only.
+    """
+    yield None, 1.0, _of(parts["acceptance"], greedy)
+    if not greedy:
+        for size, found in parts.get("vocabulary", {}).items():
+            yield int(size), int(size) / config.target.vocab_size, found

@@ -7,13 +7,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from vllm_ppd.vllm_plugins.cli import bench, calibrate, env, inspect, train
+from vllm_ppd.vllm_plugins.cli import bench, calibrate, env, inspect, plan, train
 
-COMMANDS = (train, calibrate, bench, inspect, env)
+COMMANDS = (train, calibrate, plan, bench, inspect, env)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ppd", description="Train, measure and look at heads for vllm-ppd.")
+    parser = argparse.ArgumentParser(prog="ppd", description="Train, measure, plan and look at heads for vllm-ppd.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(subparsers)

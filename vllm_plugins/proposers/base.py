@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.distributed import get_tp_group
 
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.metrics import Counters
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
 
@@ -50,6 +52,7 @@ class Proposer(ABC):
     """The base of all drafting methods."""
 
     runner: Any
+    decoding = False  # whether the step that runs now takes no prompt in
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
 
     def __init__(self, vllm_config: Any) -> None:
@@ -64,7 +67,8 @@ class Proposer(ABC):
     def bind(self, runner: Any) -> None:
         """Take the model runner that will drive this proposer."""
         self.runner = runner
-        self.planner = DraftPlanner(self.config, runner)
+        adaptive = AdaptiveDrafts(self.config.num_speculative_tokens, _agreement()) if self.config.adaptive else None
+        self.planner = DraftPlanner(self.config, runner, adaptive)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
@@ -86,6 +90,9 @@ class Proposer(ABC):
 
     def begin_step(self, scheduler_output: Any) -> bool:
         """Forget what was looked up if a request is new or came back from preemption; returns whether one was."""
+        scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        tokens = len(scheduled) + sum(map(len, drafts.values()))
+        self.decoding = scheduler_output.total_num_scheduled_tokens == tokens
         changed = bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         if changed:
             self.planner.forget()
@@ -105,11 +112,14 @@ class Proposer(ABC):
         started = time.perf_counter()
         self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
-        plan = self.planner.plan(step.sampled_token_ids)
+        plan = self.planner.plan(step.sampled_token_ids, started, self.decoding)
         if plan is not None:
             tokens, made = self.draft_plan(plan, step)
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
                 drafts[row] = ids[:count]
+        if self.planner.adaptive is not None:
+            self.counters.add("withheld_drafts", self.planner.adaptive.withheld)
+            self.counters.add("probing_steps", self.planner.adaptive.probing)
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts
 
@@ -134,3 +144,17 @@ class Proposer(ABC):
             return None
         seeded = self.index(np.isin(rows, list(sampling.generators)))
         return sampling.temperature[self.index(rows)].masked_fill(seeded, 0.0)
+
+
+def _agreement() -> Callable[[np.ndarray], np.ndarray] | None:
+    """Makes the first rank's numbers those of all; None where there is one rank."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+
+    def first_ranks(numbers: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(numbers.copy())
+        torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.cpu_group)
+        return tensor.numpy()
+
+    return first_ranks

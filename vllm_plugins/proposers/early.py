@@ -72,6 +72,9 @@ class EarlyProposer(Proposer):
         Returns:
             Normed hidden states [tokens, hidden], or None if the step needs the full forward.
         """
+        if self.saved.req_ids is None:  # nothing was drafted
+            self.counters.add("fallback_steps")
+            return None
         runner = self.runner
         num_reqs = runner.input_batch.num_reqs
         query_lens = np.diff(runner.query_start_loc.np[: num_reqs + 1]).astype(np.int64)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a decoder layer and of a read of the LM head by rows: as measured, or by a machine's roofline."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from vllm_ppd.heads.checkpoint import HeadsError
+
+# Of safetensors' types.
+BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
+
+
+class Machine(Protocol):
+    """What a prediction needs to know; rows are tokens computed together."""
+
+    link: float  # seconds of one message between pipeline stages
+
+    def layer(self, rows: float) -> float:
+        """Seconds of one decoder layer."""
+
+    def lm_head(self, rows: float) -> float:
+        """Seconds of one read of the whole LM head."""
+
+
+class Measured:
+    """The calibration's own times, on a straight line between and beyond the rows that were timed."""
+
+    def __init__(self, seconds: dict[str, dict[str, float]], link: float = 0.0) -> None:
+        self.link = link
+        self._layer, self._lm_head = (_ascending(seconds[name]) for name in ("layer", "lm_head"))
+
+    def layer(self, rows: float) -> float:
+        return _on_line(*self._layer, rows)
+
+    def lm_head(self, rows: float) -> float:
+        return _on_line(*self._lm_head, rows)
+
+
+class Weights(NamedTuple):
+    """Weights of a dense target: numbers and bytes of one decoder layer (mean) and of the LM head."""
+
+    layer: tuple[float, float]
+    lm_head: tuple[float, float]
+
+
+class Roofline:
+    """max(bytes / bandwidth, FLOP / peak): weights are read once, 2 FLOP a weight and row; KV reads are left out.
+
+    Args:
+        weights: of the target.
+        bandwidth: bytes a second.
+        peak: FLOP a second.
+        link: seconds of one message between pipeline stages.
+    """
+
+    def __init__(self, weights: Weights, bandwidth: float, peak: float, link: float) -> None:
+        self.weights, self.bandwidth, self.peak, self.link = weights, bandwidth, peak, link
+
+    def layer(self, rows: float) -> float:
+        return self._seconds(*self.weights.layer, rows)
+
+    def lm_head(self, rows: float) -> float:
+        return self._seconds(*self.weights.lm_head, rows)
+
+    def _seconds(self, numbers: float, size: float, rows: float) -> float:
+        return max(size / self.bandwidth, 2 * numbers * rows / self.peak)
+
+
+def weights_of(folder: str) -> Weights:
+    """Count the weights of a target that is on this disk.
+
+    Raises:
+        HeadsError: if it is not, or is a mixture of experts.
+    """
+    from safetensors import safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise HeadsError(f"target {folder!r} has no safetensors on this disk, to count its weights; give --model DIR")
+    layers: dict[str, list[np.ndarray]] = {}
+    head = embedding = np.zeros(2)
+    for file in files:
+        with safe_open(str(file), "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                part = opened.get_slice(name)
+                numbers = math.prod(part.get_shape())
+                found = np.array([numbers, numbers * BYTES.get(part.get_dtype(), 2)], dtype=float)
+                if ".experts." in name:
+                    raise HeadsError(f"target {folder!r} is a mixture of experts, which a roofline does not know")
+                before, _, after = name.partition("layers.")
+                if after:
+                    key = before + after.split(".")[0]
+                    layers.setdefault(key, []).append(found)
+                elif name.startswith(("lm_head.", "embed_out.")):
+                    head = found
+                elif "embed_tokens" in name or "embed_in" in name:
+                    embedding = found
+    if not layers:
+        raise HeadsError(f"target {folder!r} has no decoder layers by the name of layers.N")
+    mean = np.sum([part for parts in layers.values() for part in parts], axis=0) / len(layers)
+    head = head if head.any() else embedding
+    return Weights((float(mean[0]), float(mean[1])), (float(head[0]), float(head[1])))
+
+
+def _ascending(seconds: dict[Any, float]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, seconds) of what was timed; fewer rows never take more time: where they seem to, that is noise."""
+    pairs = sorted((int(rows), value) for rows, value in seconds.items())
+    rows, values = np.array(pairs, dtype=float).T
+    return rows, np.minimum.accumulate(values[::-1])[::-1]
+
+
+def _on_line(rows: np.ndarray, seconds: np.ndarray, wanted: float) -> float:
+    if wanted <= rows[-1]:
+        return float(np.interp(wanted, rows, seconds))
+    if len(rows) == 1:
+        return float(seconds[0] * wanted / rows[0])
+    slope = (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
+    return float(seconds[-1] + slope * (wanted - rows[-1]))
+
+
+def machine_of(hardware: tuple[float, float, float] | None, timing: dict[str, Any], target: str) -> Machine:
+    """The machine by (GB/s, TFLOP/s, link microseconds) for a target on this disk, or the calibration's own."""
+    if hardware is None:
+        return Measured(timing["seconds"])
+    return Roofline(weights_of(target), 1e9 * hardware[0], 1e12 * hardware[1], 1e-6 * hardware[2])

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `ppd plan`, declared once."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+
+class PlanOptions(BaseModel):
+    """What is planned for: heads, load and machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    heads: tuple[str, ...] = Field(min_length=1, description="heads folders with a calibration, to be compared")
+    batch: int | None = Field(None, ge=1, description="requests decoded together (default 1)")
+    rate: float | None = Field(None, gt=0, description="requests a second, instead of a batch size")
+    new_tokens: int = Field(256, ge=1, description="tokens that a request generates")
+    texts: Literal["sampled", "greedy"] = Field(
+        "sampled", description="texts on which acceptance was measured; match rates of lanes are of greedy ones"
+    )
+    stages: Literal["1", "2"] = Field("1", description="pipeline stages; 2 plans PPD's worker group (early heads)")
+    lanes: tuple[int, ...] = Field((1, 3, 5), description="k of the worker group, of those that were calibrated")
+    hardware: tuple[float, float, float] | None = Field(
+        None,
+        description="GB/s of memory, TFLOP/s and link latency in microseconds, as 4800,990,10: a machine by its "
+        "roofline (default: the calibration's own times)",
+    )
+    model: str | None = Field(None, description="target (none: the one that the heads name)")
+    top: int = Field(8, ge=1, description="settings shown")
+    largest: int = Field(512, ge=1, description="largest batch size considered")
+
+    @field_validator("lanes", "hardware", mode="before")
+    @classmethod
+    def _split(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            value = tuple(part for part in value.replace(" ", "").split(",") if part)
+        if info.field_name == "hardware" and value is not None and len(value) != 3:
+            raise ValueError("give GB/s, TFLOP/s and microseconds, as 4800,990,10")
+        return value
+
+    @field_validator("hardware", mode="after")
+    @classmethod
+    def _sound(cls, value: tuple[float, float, float] | None) -> tuple[float, float, float] | None:
+        if value is not None and (value[0] <= 0 or value[1] <= 0 or value[2] < 0):
+            raise ValueError("bandwidth and TFLOP/s must be above 0, link latency at least 0")
+        return value
+
+    @field_validator("rate")
+    @classmethod
+    def _one_load(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("batch") is not None:
+            raise ValueError("a batch size says the load, too; give one of them")
+        return value

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts pay: on engines made of an acceptance and a cost, and on a real one with an untrained exit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import drafter_of
+from exactness import CASES, generate, greedy, prompts
+from vllm import SamplingParams
+
+from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY, AdaptiveDrafts
+from vllm_ppd.vllm_plugins.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.step_costs import ENOUGH, KEPT, SIZES, StepCosts
+
+Cost = Callable[[int, int], float]
+MOST = 4
+
+
+class Simulation:
+    """Requests whose drafts are accepted with given probabilities, in steps of given seconds, with noise."""
+
+    def __init__(self, cost: Cost, requests: int = 1, noise: float = 0.1, seed: int = 0) -> None:
+        self.cost, self.requests, self.noise = cost, requests, noise
+        self.rng, self.clocks = np.random.default_rng(seed), np.random.default_rng(seed + 1)
+        self.adaptive = AdaptiveDrafts(MOST)
+        self.drafts = np.zeros(requests, dtype=np.int64)
+        self.now, self.tokens, self.seconds = 0.0, 0, 0.0
+        self.chosen: list[list[int]] = []
+        self.fixed = np.zeros(requests, dtype=bool)
+
+    def run(self, steps: int, acceptance: float | list[float]) -> list[int]:
+        """Run some steps; returns the most drafts of each."""
+        rates = np.broadcast_to(np.asarray(acceptance, dtype=float), self.requests)
+        names = [f"r{i}" for i in range(self.requests)]
+        sampled = np.zeros(self.requests, dtype=bool)
+        most = []
+        for _ in range(steps):
+            took = self.cost(self.requests, int(self.drafts.max()))
+            self.now += took * float(np.exp(self.noise * self.clocks.standard_normal()))
+            right = self.rng.random((self.requests, MOST)) < rates[:, None]
+            accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
+            self.tokens, self.seconds = self.tokens + int((1 + accepted).sum()), self.seconds + took
+            self.adaptive.observe(names, 1 + accepted, sampled, self.now, True)
+            self.drafts = self.adaptive.choose(np.full(self.requests, MOST), self.requests, sampled, self.fixed)
+            most.append(int(self.drafts.max()))
+            self.chosen.append(self.drafts.tolist())
+        return most
+
+    def speed(self, steps: int, acceptance: float | list[float]) -> float:
+        """Tokens a second over some steps, in units of those without drafts."""
+        tokens, seconds = self.tokens, self.seconds
+        self.run(steps, acceptance)
+        plain = self.requests / self.cost(self.requests, 0)
+        return (self.tokens - tokens) / (self.seconds - seconds) / plain
+
+
+def shallow(share: float) -> Cost:
+    """Drafts that cost a share of a step each, whatever the batch."""
+    return lambda requests, drafts: 1 + share * drafts
+
+
+def predicted(acceptance: float, share: float) -> list[float]:
+    """Speed-up of 0, 1, ... drafts a step."""
+    return [sum(acceptance**i for i in range(n + 1)) / (1 + share * n) for n in range(MOST + 1)]
+
+
+@pytest.mark.parametrize(("acceptance", "share"), [(0.9, 0.1), (0.6, 0.25), (0.5, 0.05), (0.3, 0.1), (0.95, 0.5)])
+@pytest.mark.parametrize("requests", [1, 8])
+def test_converges_to_the_number_that_pays(acceptance: float, share: float, requests: int) -> None:
+    engine = Simulation(shallow(share), requests)
+    engine.run(500, acceptance)
+    best = max(predicted(acceptance, share))
+    assert engine.speed(3000, acceptance) > 0.95 * best
+
+
+@pytest.mark.parametrize(("acceptance", "share"), [(0.02, 0.25), (0.2, 0.5), (0.3, 0.9), (0.6, 1.5), (0.0, 0.02)])
+@pytest.mark.parametrize("requests", [1, 8])
+def test_stops_where_no_number_pays_and_costs_next_to_nothing(acceptance: float, share: float, requests: int) -> None:
+    engine = Simulation(shallow(share), requests)
+    assert engine.speed(3000, acceptance) > 0.97  # from the first step on
+    assert engine.speed(3000, acceptance) > 0.985
+    if share > 0.1:  # cheaper drafts than the clock can tell may be made
+        assert np.mean(np.array(engine.run(3000, acceptance)) > 0) < 0.03
+
+
+def test_probes_seldom_while_pausing() -> None:
+    engine = Simulation(shallow(0.5))
+    engine.run(1000, 0.0)
+    drafting = np.flatnonzero(engine.run(20 * PROBE_EVERY, 0.0))
+    assert 15 <= len(drafting) <= 20
+    assert np.diff(drafting).min() >= PROBE_EVERY
+
+
+def test_dear_probes_are_fewer() -> None:
+    engine = Simulation(shallow(4.0))
+    engine.run(2000, 0.0)
+    assert np.mean(np.array(engine.run(40 * PROBE_EVERY, 0.0)) > 0) * 4 < 0.01
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_comes_back_when_the_text_changes(requests: int) -> None:
+    for seed in range(5):
+        engine = Simulation(shallow(0.25), requests, seed=seed)
+        engine.run(2000, 0.02)
+        back = np.array(engine.run(10 * PROBE_EVERY, 0.9))
+        assert (back[-PROBE_EVERY:] > 1).mean() > 0.9
+        assert engine.speed(1000, 0.9) > 0.9 * max(predicted(0.9, 0.25))
+
+
+def test_comes_back_when_the_load_changes() -> None:
+    """Drafts that cost nothing in a small batch and a step each in a large one."""
+    engine = Simulation(lambda requests, drafts: 1 + drafts * (0.1 if requests < 8 else 1.5))
+    for requests, pays in ((2, True), (16, False), (2, True), (16, False)):
+        engine.requests, engine.drafts = requests, np.zeros(requests, dtype=np.int64)
+        engine.fixed = np.zeros(requests, dtype=bool)
+        engine.run(200, 0.7)
+        assert bool(np.mean(engine.run(500, 0.7)) > 2) is pays
+        if not pays:
+            assert engine.speed(1000, 0.7) > 0.97
+
+
+def test_costs_that_change_are_seen() -> None:
+    engine = Simulation(shallow(0.1))
+    assert np.mean(engine.run(1000, 0.6)[-500:]) > 1
+    engine.cost = shallow(2.0)
+    engine.run(500, 0.6)
+    assert engine.speed(2000, 0.6) > 0.96
+    engine.cost = shallow(0.1)
+    engine.run(20 * PROBE_EVERY, 0.6)
+    assert np.mean(np.array(engine.run(1000, 0.6)) > 0) > 0.9
+
+
+def test_requests_of_one_batch_differ() -> None:
+    rates = [0.9] * 4 + [0.02] * 4
+    engine = Simulation(shallow(0.2), 8)
+    engine.run(500, rates)
+    start = len(engine.chosen)
+    engine.run(1000, rates)
+    mean = np.mean(engine.chosen[start:], axis=0)
+    assert mean[:4].min() > 2
+    assert mean[4:].max() < 0.6
+
+
+def test_same_steps_and_times_give_the_same_choices() -> None:
+    runs = [Simulation(shallow(0.3), 4, seed=3) for _ in range(2)]
+    for engine in runs:
+        engine.run(1500, 0.5)
+    assert runs[0].chosen == runs[1].chosen
+
+
+def test_ranks_choose_alike_by_the_first_ranks_clock() -> None:
+    """Clocks that tell opposite stories; the second rank takes over what the first has measured."""
+    first, second = Simulation(shallow(0.05), 2), Simulation(shallow(3.0), 2)
+    told: list[np.ndarray] = []
+    first.adaptive.costs.agree = lambda numbers: told.append(numbers.copy()) or numbers.copy()  # type: ignore[func-returns-value]
+    second.adaptive.costs.agree = lambda numbers: told[-1]
+    for _ in range(800):
+        first.run(1, 0.6)
+        second.run(1, 0.6)
+    assert first.chosen == second.chosen
+    assert np.mean(first.chosen[-200:]) > 1
+
+
+def test_seeded_requests_always_draft() -> None:
+    engine = Simulation(shallow(1.0), 2)
+    engine.fixed = np.array([True, False])
+    engine.run(500, 0.0)
+    assert {drafts[0] for drafts in engine.chosen} == {MOST}
+
+
+def test_what_is_known_of_a_request_follows_it() -> None:
+    adaptive = AdaptiveDrafts(2)
+    sampled, free = np.zeros(3, dtype=bool), np.zeros(3, dtype=bool)
+    for _ in range(40):
+        adaptive.observe(["a", "b", "c"], np.array([3, 1, 2]), sampled, 0.0, False)
+        adaptive._drafts = np.array([2, 2, 2])
+    adaptive.observe(["c", "new", "a"], np.array([1, 1, 1]), sampled, 0.0, False)
+    rates = adaptive._hits[:, 0] / np.maximum(adaptive._trials[:, 0], 1e-9)
+    assert rates[0] > 0.9 and rates[1] == 0 and rates[2] > 0.9
+    assert adaptive._trials[1].sum() == 0
+    assert len(adaptive.choose(np.array([2, 2, 2]), 3, sampled, free)) == 3
+
+
+# ---- step costs
+
+
+def test_costs_between_and_beyond_what_was_timed_lie_on_a_line() -> None:
+    costs = StepCosts(5)
+    size = costs.size(4)
+    for drafts, seconds in ((0, 2.0), (1, 3.0), (3, 5.0)):
+        for _ in range(ENOUGH):
+            costs.add(size, drafts, seconds)
+    assert costs.relative(size) is None
+    costs.refresh()
+    np.testing.assert_allclose(costs.relative(size), [1, 1.5, 2, 2.5, 3, 3.5])
+    # A size never seen takes the nearest one's ratios.
+    np.testing.assert_allclose(costs.relative(costs.size(100)), [1, 1.5, 2, 2.5, 3, 3.5])
+
+
+def test_costs_are_medians_of_the_latest_steps() -> None:
+    costs = StepCosts(1)
+    for seconds in [9.0] * 50 + [1.0] * KEPT:
+        costs.add(0, 0, seconds)
+    for seconds in [2.0] * (ENOUGH - 1) + [50.0]:
+        costs.add(0, 1, seconds)
+    costs.refresh()
+    np.testing.assert_allclose(costs.relative(0), [1, 2])
+
+
+def test_more_drafts_never_seem_cheaper() -> None:
+    costs = StepCosts(2)
+    for drafts, seconds in ((0, 1.0), (1, 0.8), (2, 0.9)):
+        for _ in range(ENOUGH):
+            costs.add(0, drafts, seconds)
+    costs.refresh()
+    np.testing.assert_allclose(costs.relative(0), [1, 1, 1])
+
+
+def test_batch_sizes() -> None:
+    assert [StepCosts.size(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 10_000)] == [0, 1, 2, 3, 4, 4, 5, 6, len(SIZES) - 1]
+
+
+# ---- a real engine
+
+ADAPTIVE = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3, "adaptive": True}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("case", ["batch_16", "more_than_fit", "arrivals_and_aborts", "structured_output"])
+def test_same_tokens(engine: Callable[..., Any], case: str) -> None:
+    expected = CASES[case](engine())
+    assert CASES[case](engine(ADAPTIVE)) == expected
+
+
+@pytest.mark.engine
+def test_untrained_exit_stops_drafting(engine: Callable[..., Any]) -> None:
+    """At temperature 1 an untrained exit of a random model is hardly ever right: drafts die down, and are counted."""
+    llm = engine(ADAPTIVE)
+    counters = drafter_of(llm).counters
+    params = SamplingParams(temperature=1.0, max_tokens=230, ignore_eos=True)
+    generate(llm, prompts(2, 20), params)
+    before, values = llm.counts.copy(), counters.values.copy()
+    outputs = generate(llm, prompts(2, 20), params)
+    drafted = (llm.counts - before)["drafted"]
+    withheld = (counters.values - values)[list(COUNTERS).index("withheld_drafts")]
+    assert sum(map(len, outputs)) == 460
+    assert drafted < 0.1 * 460
+    # Nearly each token was a step of its own, for which 3 drafts were allowed but at the very end.
+    assert withheld > 2.5 * 460
+
+
+@pytest.mark.engine
+def test_seeded_requests_repeat(engine: Callable[..., Any]) -> None:
+    llm = engine(ADAPTIVE)
+    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=7)
+    first = generate(llm, prompts(3, 30), params)
+    generate(llm, prompts(2, 20), greedy())
+    assert generate(llm, prompts(3, 30), params) == first

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd plan`: predictions against figures worked out by hand, on hand-made calibrations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO
+
+from vllm_ppd.heads.calibration.recommend import recommend, settings
+from vllm_ppd.heads.checkpoint import HeadsError, save_heads
+from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig, TargetLayers
+from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
+from vllm_ppd.heads.planning.options import PlanOptions
+from vllm_ppd.heads.planning.plan import Plan, command, make_plan, report
+from vllm_ppd.heads.planning.predict import Drafting, Group
+from vllm_ppd.vllm_plugins.cli.main import main
+
+LAYERS = 10
+TARGET = TargetLayers(model_type="llama", hidden_size=8, vocab_size=64, num_hidden_layers=LAYERS)
+# Flat up to 4 rows, then a millisecond for each row more; an LM head is worth two layers.
+TIMES = {"layer": {"1": 1e-3, "4": 1e-3, "8": 2e-3}, "lm_head": {"1": 2e-3, "4": 2e-3, "8": 4e-3}}
+
+
+def counts(n: int, accepted: float) -> dict[str, float]:
+    return {"cycles": 100.0, "drafts": 100.0, "drafted": 100.0 * n, "accepted": 100 * accepted, "length": 1 + accepted}
+
+
+def early_parts(rate: float) -> dict[str, Any]:
+    """Drafts at layers 2, 6 and 8 of which each is accepted with some probability; without heads half of it."""
+
+    def of(p: float) -> dict[str, Any]:
+        return {str(layer): [counts(n, sum(p**i for i in range(1, n + 1))) for n in (1, 2)] for layer in (2, 6, 8)}
+
+    sampled = {"N": of(rate / 2), "Y": of(rate)}
+    match = {str(k): {"N": [0.1, 0.3, 0.5], "Y": [0.2, 0.6, 0.9]} for k in (1, 3)}
+    return {
+        "timing": {"seconds": TIMES, "lm_head_share": 2 / 12},
+        "matches": {"layers": [2, 6, 8], "match": match, "acceptance": {"greedy": sampled, "T 0.8": sampled}},
+    }
+
+
+def cp_parts(accepted: float) -> dict[str, Any]:
+    by = {"by_drafts": [counts(1, accepted), counts(2, 1.5 * accepted)]}
+    return {
+        "timing": {"seconds": TIMES, "lm_head_share": 2 / 12},
+        "acceptance": {"greedy": by, "T 0.8": by},
+        "vocabulary": {"16": {"covers": 0.9, "by_drafts": [counts(1, accepted - 0.1)]}},
+    }
+
+
+def early_config(verifier: str = "the/target") -> EarlyConfig:
+    return EarlyConfig(verifier=verifier, exit_layers=[2, 6, 8], target=TARGET)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[..., str]:
+    """folder(config, parts): a heads folder with a hand-made calibration."""
+
+    def get(config: HeadsConfig, parts: dict[str, Any], finished: bool = True) -> str:
+        path = tmp_path / f"{config.kind}-{len(list(tmp_path.iterdir()))}"
+        path.mkdir()
+        save_heads(path, config, {name: torch.zeros(shape) for name, shape in config.shapes().items()})
+        (path / "calibration.json").write_text(json.dumps({"finished": finished, "parts": parts}))
+        return str(path)
+
+    return get
+
+
+@pytest.fixture
+def early(folder: Callable[..., str]) -> str:
+    return folder(early_config(), early_parts(0.8))
+
+
+def plan(*heads: str, **options: Any) -> Plan:
+    return make_plan(PlanOptions(heads=heads, **options))
+
+
+def test_early_drafting_by_hand(early: str) -> None:
+    found = plan(early)
+    way = next(
+        p.way for p in found.ways if p.way.options == {"model": early, "exit_layer": 2, "num_speculative_tokens": 2}
+    )
+    assert isinstance(way, Drafting)
+    # Batch 1, all flat: n l/L + 1 passes and n more reads of the LM head: (2 * 2 + 10 + 3 * 2) / 12 of a pass.
+    assert way.seconds(1) == pytest.approx(20e-3)
+    assert way.speedup(1) == pytest.approx((1 + 0.8 + 0.64) * 12 / 20)
+    # Batch 2: 6 rows are verified, at 1.5 times the price; 2 rows are drafted at the old one.
+    assert way.seconds(2) == pytest.approx((3 * 2 + 8 * 1.5 + 2 * 1.5 + 2 * 2) * 1e-3)
+    # Three tokens through all layers, two reads of the LM head (a sixth of a pass each).
+    assert way.compute == pytest.approx((3 + 2 / 6) / 2.44)
+
+
+def test_memory_bound_cycles_are_those_of_the_recommendation(early: str) -> None:
+    """One formula: what `ppd calibrate` recommends by is what `ppd plan` predicts at batch 1."""
+    parts, config = early_parts(0.8), early_config()
+    for predicted in plan(early).ways:
+        assert isinstance(predicted.way, Drafting)
+        cycle = predicted.way.setting.cycle(LAYERS, 2 / 12)
+        assert predicted.way.seconds(1) == pytest.approx(12e-3 * cycle)
+    best = plan(early).best
+    assert best is not None
+    chosen = recommend(config, parts)
+    assert best.way.options["exit_layer"] == chosen["default_exit_layers"][0]
+    assert best.speedup == pytest.approx(chosen["predicted_speedup"], abs=1e-4)
+    assert {s.trained for s in settings(config, parts)} == {True, False}
+
+
+def test_cp_by_hand(folder: Callable[..., str]) -> None:
+    config = CPConfig(
+        verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, token_counts=True, target=TARGET
+    )
+    found = plan(folder(config, cp_parts(0.5)))
+    whole = next(p.way for p in found.ways if p.way.options["num_speculative_tokens"] == 2)
+    # One more read of the LM head: 2 + 10 + 2 of 12.
+    assert whole.speedup(1) == pytest.approx(1.75 * 12 / 14)
+    short = next(p.way for p in found.ways if p.way.options.get("draft_vocab_size") == 16)
+    assert short.speedup(1) == pytest.approx(1.4 * 12 / 12.5)
+    assert short.compute == pytest.approx((2 + 0.25 * 2 / 6) / 1.4)
+
+
+def test_group_by_theorem_4_1(early: str) -> None:
+    found = plan(early, stages="2", lanes=(1, 3))
+    ways = {(p.way.options["exit_layer"], p.way.options["lanes"], "model" in p.way.options): p.way for p in found.ways}
+    assert {layer for layer, _, _ in ways} == {6, 8}  # from the middle on
+    way = ways[6, 1, True]
+    assert isinstance(way, Group)
+    # d - (d - d_bar) p layers and the LM head.
+    assert way.seconds(1) == pytest.approx((10 - 4 * 0.6 + 2) * 1e-3)
+    assert way.speedup(1) == pytest.approx(12 / 9.6)
+    assert way.compute == pytest.approx(1 + (1 - 0.6) * 0.4)
+    assert ways[6, 3, True].compute == pytest.approx(1 + (3 - 0.6) * 0.4)
+    # Three lanes of two requests are 6 rows, which the last stage waits for.
+    assert ways[6, 3, True].seconds(2) - ways[6, 1, True].seconds(2) == pytest.approx(4 * 0.5e-3)
+
+
+def test_stops_where_drafting_no_longer_gains(early: str) -> None:
+    found = plan(early)
+    assert found.best is not None and found.stop_at is not None
+    assert found.best.way.speedup(found.stop_at) > 1 >= found.best.way.speedup(found.stop_at + 1)
+    assert f"--ppd-disable-by-batch-size {found.stop_at}" in command(found, "1")
+
+
+def test_nothing_gains(folder: Callable[..., str]) -> None:
+    heads = folder(early_config(), early_parts(0.01))
+    found = plan(heads)
+    assert found.best is None
+    assert command(found, "1") == "vllm serve the/target"
+    assert "Recommended: no drafting" in report(found, PlanOptions(heads=(heads,)))
+
+
+def test_rate_gives_the_batch_size(early: str) -> None:
+    """One request at a time gives 1 / 12 ms tokens a second; more than that takes a larger batch."""
+    slow, fast = (plan(early, rate=rate, new_tokens=100) for rate in (0.5, 2.0))
+    assert slow.ways[0].batch == 1
+    for predicted in fast.ways:
+        assert predicted.way.tokens_a_second(predicted.batch) >= 200
+        assert predicted.batch == 1 or predicted.way.tokens_a_second(predicted.batch - 1) < 200
+    with pytest.raises(HeadsError, match="more than one replica decodes in batches of up to 512; give a lower --rate"):
+        plan(early, rate=1e6)
+
+
+def test_measured_times_go_on_in_a_straight_line() -> None:
+    machine = Measured({"layer": {"1": 3.0, "2": 1.0, "4": 2.0}, "lm_head": {"2": 1.0}})
+    assert [machine.layer(rows) for rows in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
+    assert [machine.lm_head(rows) for rows in (1, 2, 4)] == [1.0, 1.0, 2.0]
+
+
+def test_roofline() -> None:
+    machine = Roofline(Weights((100, 200), (1000, 2000)), bandwidth=200, peak=1000, link=0.5)
+    # 200 bytes at 200 a second; 2 * 100 FLOP a row at 1000 a second: compute-bound from 5 rows on.
+    assert [machine.layer(rows) for rows in (1, 5, 10)] == [1.0, 1.0, 2.0]
+    assert machine.lm_head(1) == 10.0
+
+
+def test_weights_are_counted() -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    d, inner, kv = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
+    head = config.get("head_dim") or d // config["num_attention_heads"]
+    attention = 2 * d * head * config["num_attention_heads"] + 2 * d * head * kv
+    found = weights_of(str(DEMO))
+    assert found.layer[0] == attention + 3 * d * inner + 2 * d
+    assert found.layer[1] == found.layer[0] * 2  # bfloat16
+    assert found.lm_head[0] == config["vocab_size"] * d
+    with pytest.raises(HeadsError, match="has no safetensors on this disk, to count its weights; give --model DIR"):
+        weights_of("no/such")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "--batch 0: input should be greater than or equal to 1"),
+        (["--batch", "2", "--rate", "3"], "--rate 3: a batch size says the load, too; give one of them"),
+        (["--hardware", "4800,990"], "--hardware 4800,990: give GB/s, TFLOP/s and microseconds, as 4800,990,10"),
+        (["--hardware", "0,990,1"], "--hardware 0,990,1: bandwidth and TFLOP/s must be above 0"),
+        (["--hardware", "4800,990,1"], "target 'the/target' has no safetensors on this disk"),
+    ],
+)
+def test_bad_options_are_one_line(
+    early: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", early, *arguments]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_refuses_what_cannot_be_planned(folder: Callable[..., str], early: str) -> None:
+    with pytest.raises(HeadsError, match="no finished calibration; run `ppd calibrate"):
+        plan(folder(early_config(), early_parts(0.5), finished=False))
+    with pytest.raises(HeadsError, match="has heads for another, the others for the/target"):
+        plan(early, folder(early_config("another"), early_parts(0.5)))
+    cp = folder(
+        CPConfig(verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, target=TARGET), cp_parts(1)
+    )
+    with pytest.raises(HeadsError, match="has cp heads; a worker group drafts with early heads"):
+        plan(cp, stages="2")
+
+
+def test_command_line_prints_a_table_and_how_to_serve(early: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", early, "--top", "3", "--hardware", "4800,990,10", "--model", str(DEMO)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("| ppd, exit") == 3
+    assert "a roofline of 4800 GB/s and 990 TFLOP/s, link 10 us" in printed
+    line = printed.strip().splitlines()[-1].strip()
+    assert line.startswith(f"vllm serve {DEMO} --speculative-model {early} --spec-tokens ")

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts pay: decided from the acceptance and the seconds that this engine measures while it serves.
+
+With s_i the probability that a request's first i drafts are accepted and c(n) the seconds of a step with n drafts, a
+batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens a second. The n that maximises this
+is taken; n = 0, vLLM's own step, is one of them. Requests of which too little is accepted get fewer drafts than others.
+
+What is not done cannot be measured, so it is done now and then: a step without drafts while drafting, one with drafts
+while not, one with a draft more than usual. Each comes once in PROBE_EVERY steps at most, and a step that drafts after
+a pause is repeated at once only while what was accepted pays for it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
+
+PROBE_EVERY = 128  # steps: 0.8 % of them
+FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
+REFRESH_EVERY = 16  # steps between two looks at the clock
+MEMORY = 32  # drafts of a request that count, at each position
+SERVER_MEMORY = 256  # and of all requests
+BELIEF = 4.0  # drafts of a request that weigh as much as what the others' acceptance says of it
+FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0  # acceptance before any draft was seen, and the drafts that it counts for
+WORTH = 1.03  # predicted speed-up from which on drafting begins; it ends where there is none
+FADE, SERVER_FADE = 0.5, 0.8  # of a request's and of all requests' drafts, at each probe that breaks a pause
+
+
+class AdaptiveDrafts:
+    """Chooses drafts step by step. Given the same steps and the same agreed seconds, it chooses the same.
+
+    Args:
+        most: most drafts of a request, N.
+        agree: see StepCosts.
+    """
+
+    def __init__(self, most: int, agree: Agree | None = None) -> None:
+        self.most = most
+        self.costs = StepCosts(most, agree)
+        self.probing = False  # whether the last choice was made to measure
+        self.withheld = 0  # drafts that the last choice left out
+        self._req_ids: list[str] = []
+        self._hits = np.zeros((0, most))  # [rows, N] accepted drafts by position, fading
+        self._trials = np.zeros((0, most))  # [rows, N] and those whose predecessors were accepted
+        self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
+        # [greedy or not, N] the same over all requests
+        self._server_trials, self._server_hits = np.zeros((2, most)), np.zeros((2, most))
+        self._steps = self._last_drafted = self._last_deeper = 0
+        # By batch size: the latest step without drafts, and how many were made to time them.
+        self._last_without, self._timings = np.zeros((2, len(SIZES)), dtype=np.int64)
+        self._pausing = False  # drafts do not pay
+        self._changed = False  # requests came or went
+        self._paid = False  # the step that ended was a probe in a pause, and paid for itself
+        self._price = 1.0  # seconds of that probe, in units of a step without drafts
+        self._now = 0.0
+        self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
+
+    def observe(self, req_ids: list[str], emitted: np.ndarray, greedy: np.ndarray, now: float, decoding: bool) -> None:
+        """Learn from the step that ended.
+
+        Args:
+            req_ids: of the batch rows.
+            emitted: [rows] tokens that each row emitted.
+            greedy: [rows] bool, whether the request decodes greedily: such drafts are accepted more often.
+            now: seconds on a clock, at the same point of every step.
+            decoding: whether every row took its last token and its drafts in, and no prompt.
+        """
+        self._align(req_ids)
+        self._paid = False
+        if self._timed is not None and decoding:
+            size, drafts, started = self._timed
+            self.costs.add(size, drafts, now - started)
+        self._timed = None
+        if self._drafts.any():
+            self._learn(np.where(emitted > 0, self._drafts, 0), emitted - 1, greedy)
+        self._now = now
+
+    def choose(self, allowed: np.ndarray, emitting: int, greedy: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+        """Drafts of each row for the next step.
+
+        Args:
+            allowed: [rows] drafts that each may make.
+            emitting: rows that go on decoding.
+            greedy: [rows] as for observe.
+            fixed: [rows] bool, requests whose drafts must not depend on measurements: they make what they may.
+
+        Returns:
+            [rows] at most `allowed`.
+        """
+        self._steps += 1
+        size = self.costs.size(emitting)
+        if self._steps % REFRESH_EVERY == 0:
+            self.costs.refresh()
+        free = np.where(fixed, 0, allowed)
+        self.probing = False
+        drafts = self._choose(free, size, emitting, greedy) if free.any() else free
+        self.withheld = int((free - drafts).sum())
+        drafts = np.where(fixed, allowed, drafts)
+        chosen = int(drafts.max(initial=0))
+        if chosen == 0:
+            self._last_without[size] = self._steps
+        else:
+            self._last_drafted = self._steps
+        self._drafts, self._changed = drafts, False
+        # Drafts of fixed requests are in every step: its time says nothing of the others'.
+        self._timed = None if fixed.any() else (size, chosen, self._now)
+        return drafts
+
+    def _choose(self, allowed: np.ndarray, size: int, emitting: int, greedy: np.ndarray) -> np.ndarray:
+        """As choose, for the requests whose drafts may depend on measurements."""
+        relative = self.costs.relative(size)
+        if relative is None:
+            # Nothing is known yet: time some steps without drafts, then some with.
+            return np.zeros_like(allowed) if self.costs.count(size, 0) < ENOUGH else allowed
+        due = False
+        if self._pausing:
+            due = self._steps - self._last_drafted >= PROBE_EVERY * max(1.0, relative[1] - 1)
+            if not (due or self._paid or self._changed):
+                return np.zeros_like(allowed)
+            if due:
+                # The text may have become another.
+                self._hits *= FADE
+                self._trials *= FADE
+                self._server_hits *= SERVER_FADE
+                self._server_trials *= SERVER_FADE
+        best, gain, drafts = self._best(allowed, relative, emitting, greedy)
+        if gain >= (WORTH if self._pausing else 1.0):
+            self._pausing = False
+            return self._or_probe(allowed, drafts, best, size)
+        self._pausing = True
+        if due or self._paid:
+            self._price = float(relative[best])
+            return self._probe(np.minimum(allowed, best))
+        return np.zeros_like(allowed)
+
+    def _or_probe(self, allowed: np.ndarray, drafts: np.ndarray, best: int, size: int) -> np.ndarray:
+        """The drafts that pay, or a step that measures another number."""
+        new = self._timings[size] < ENOUGH and self.costs.count(size, 0) < ENOUGH
+        if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):
+            self._timings[size] += 1
+            return self._probe(np.zeros_like(allowed))
+        deeper = np.minimum(allowed, best + 1)
+        if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():
+            self._last_deeper = self._steps
+            return self._probe(deeper)
+        return drafts
+
+    def _probe(self, drafts: np.ndarray) -> np.ndarray:
+        self.probing = True
+        return drafts
+
+    def _best(
+        self, allowed: np.ndarray, relative: np.ndarray, emitting: int, greedy: np.ndarray
+    ) -> tuple[int, float, np.ndarray]:
+        """The number of drafts of the highest predicted speed-up: (n >= 1, speed-up, drafts [rows])."""
+        server = (self._server_hits + FIRST_GUESS * GUESS_WEIGHT) / (self._server_trials + GUESS_WEIGHT)
+        server = server[greedy.astype(np.int64)]
+        accepted = np.cumprod((self._hits + BELIEF * server) / (self._trials + BELIEF), axis=1)
+        accepted[np.arange(self.most) >= allowed[:, None]] = 0
+        counts = np.arange(1, int(allowed.max()) + 1)
+        # A step's time is there however many requests draft: a draft must bring in half of its share.
+        floor = (relative[counts] - 1) / (2 * counts)  # [n]
+        worth = (accepted[None] >= floor[:, None, None]) & (accepted[None] > 0)
+        worth &= np.arange(self.most) < counts[:, None, None]  # [n, rows, N]
+        tokens = emitting + (accepted * worth).sum(axis=(1, 2))
+        gains = tokens / (emitting * relative[counts])
+        best = int(np.argmax(gains))
+        return int(counts[best]), float(gains[best]), worth[best].sum(axis=1)
+
+    def _learn(self, drafts: np.ndarray, accepted: np.ndarray, greedy: np.ndarray) -> None:
+        """Count a step: what each row might draft, and how many of that were accepted (unmade drafts were not)."""
+        position = np.arange(self.most)
+        trials = (position < drafts[:, None]) & (position <= accepted[:, None])
+        hits = trials & (position < accepted[:, None])
+        kept = 1 - trials / MEMORY
+        self._hits, self._trials = self._hits * kept + hits, self._trials * kept + trials
+        for kind in (0, 1):
+            rows = greedy == bool(kind)
+            tried = trials[rows].sum(axis=0)
+            kept = (1 - 1 / SERVER_MEMORY) ** tried
+            self._server_hits[kind] = self._server_hits[kind] * kept + hits[rows].sum(axis=0)
+            self._server_trials[kind] = self._server_trials[kind] * kept + tried
+        if self._pausing and self.probing and drafts.any():
+            self._paid = bool(1 + accepted[drafts > 0].mean() >= self._price)
+
+    def _align(self, req_ids: list[str]) -> None:
+        """Bring what is known of requests into the order of the batch; of new ones nothing is known."""
+        if req_ids == self._req_ids:
+            return
+        row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
+        rows = np.array([row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
+        known, kept = np.flatnonzero(rows >= 0), rows[rows >= 0]
+        for name in ("_hits", "_trials", "_drafts"):
+            old = getattr(self, name)
+            new = np.zeros((len(rows), *old.shape[1:]), dtype=old.dtype)
+            new[known] = old[kept]
+            setattr(self, name, new)
+        self._req_ids, self._changed = list(req_ids), True

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd plan`: what drafting will gain on a machine and under a load, and how to serve it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
+
+
+def add(subparsers: Any) -> None:
+    from vllm_ppd.heads.planning.options import PlanOptions
+
+    parser = subparsers.add_parser(
+        "plan", help="predict speed-ups from a calibration and recommend how to serve",
+        description="Predict speed-up and compute of every calibrated setting of some heads, on this machine or "
+        "another, and say from which batch size on to stop drafting.",
+    )  # fmt: skip
+    parser.add_argument("folders", metavar="DIR", nargs="+", help="heads folder with a calibration")
+    add_fields(parser, PlanOptions, leave_out=frozenset({"heads"}))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_ppd.heads.planning.options import PlanOptions
+    from vllm_ppd.heads.planning.plan import make_plan, report
+
+    args.heads = tuple(args.folders)
+    options = options_from(PlanOptions, args)
+    print(report(make_plan(options), options))
+    return 0

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step costs by batch size and drafts, as this engine measures it while it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+# Batch sizes that are told apart: each stands for those from the one before it up to itself.
+SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512])
+KEPT = 9  # latest steps of a kind whose median counts
+ENOUGH = 3  # steps of a kind from which on its median is believed
+
+Agree = Callable[[np.ndarray], np.ndarray]
+
+
+class StepCosts:
+    """Medians of the latest steps' seconds, by batch size and most drafts of a request in the step.
+
+    Args:
+        most: most drafts of a request.
+        agree: makes of this rank's seconds [sizes, most + 1] those that all ranks decide by, as ranks measure
+            differently and must draft alike. It is called where every rank calls it (None: there is one rank).
+    """
+
+    def __init__(self, most: int, agree: Agree | None = None) -> None:
+        shape = len(SIZES), most + 1
+        self.agree = agree
+        self._latest = np.full((*shape, KEPT), np.nan)
+        self._counts = np.zeros(shape, dtype=np.int64)
+        self._changed: set[tuple[int, int]] = set()
+        self._medians = np.full(shape, np.nan)
+        self._agreed = self._medians.copy()
+        self._relative: dict[int, np.ndarray | None] = {}
+
+    @staticmethod
+    def size(requests: int) -> int:
+        """The row of a batch of so many requests."""
+        return min(int(np.searchsorted(SIZES, requests)), len(SIZES) - 1)
+
+    def add(self, size: int, drafts: int, seconds: float) -> None:
+        """A step took so long."""
+        self._latest[size, drafts, self._counts[size, drafts] % KEPT] = seconds
+        self._counts[size, drafts] += 1
+        self._changed.add((size, drafts))
+
+    def count(self, size: int, drafts: int) -> int:
+        """Steps of a kind seen so far; the same on every rank."""
+        return int(self._counts[size, drafts])
+
+    def refresh(self) -> None:
+        """Take the steps since the last refresh into account, on all ranks at once."""
+        for cell in self._changed:
+            if self._counts[cell] >= ENOUGH:
+                self._medians[cell] = np.median(self._latest[cell][: self._counts[cell]])
+        self._changed.clear()
+        self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
+        self._relative.clear()
+
+    def relative(self, size: int) -> np.ndarray | None:
+        """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [most + 1], ascending from 1.
+
+        Drafts that were never timed lie on the line through those that were; a batch size that was not timed takes the
+        ratios of the nearest one that was. None if there is none such.
+        """
+        if size not in self._relative:
+            timed = np.isfinite(self._agreed)
+            usable = np.flatnonzero(timed[:, 0] & timed[:, 1:].any(axis=1))
+            if len(usable):
+                nearest = usable[np.argmin(abs(usable - size))]
+                self._relative[size] = _line(self._agreed[nearest], np.flatnonzero(timed[nearest]))
+            else:
+                self._relative[size] = None
+        return self._relative[size]
+
+
+def _line(seconds: np.ndarray, timed: np.ndarray) -> np.ndarray:
+    """[most + 1] relative to the first, between and beyond those that were timed on a straight line."""
+    found = np.interp(np.arange(len(seconds)), timed, seconds[timed] / seconds[0])
+    before, last = timed[-2:]
+    beyond = np.arange(last + 1, len(seconds))
+    found[beyond] += (beyond - last) * (found[last] - found[before]) / (last - before)
+    # More drafts never take less time; where they seem to, that is noise.
+    return np.maximum.accumulate(np.maximum(found, 1.0))
