@@ -18,6 +18,9 @@ FAMILIES: dict[str, str] = {
     "GPTNeoXForCausalLM": NEOX,
 }
 
+# Families whose layers are of Llama's build throughout, so that layers at different depths can run as one.
+STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
 
 def adapter_path(architectures: list[str] | None) -> str:
     """The dotted path of the adapter for a model.

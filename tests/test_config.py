@@ -67,6 +67,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "lanes": 1, "stages": 1,
         "adaptive": False,
+        "schedule": "deferred",
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
@@ -112,6 +113,8 @@ def test_option_spellings() -> None:
         ({"eps_b": 0.5}, "eps_b belongs to method dynamo; leave it out with method 'ppd'"),
         ({"verify": False}, "verify belongs to method dynamo"),
         ({"method": "cp", "exit_layer": 3}, "exit_layer belongs to method ppd and paradecode; leave it out"),
+        ({"schedule": "parallel"}, "schedule belongs to method paradecode; leave it out with method 'ppd'"),
+        ({"method": "paradecode", "schedule": "both"}, "schedule='both': Input should be 'deferred' or 'parallel'"),
         ({"method": "dynamo", "gamma": 0.1}, "gamma belongs to method ppd and paradecode"),
         ({"method": "dynamo", "eps_b": 1.5}, "eps_b=1.5: Input should be less than or equal to 1"),
         ({"method": "medusa"}, "method='medusa': Input should be 'ppd', 'paradecode', 'cp' or 'dynamo'"),
@@ -155,6 +158,10 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         (
             ["--speculative-model", "paradecode", "--pipeline-parallel-size", "2"],
             "pipeline parallelism is not supported",
+        ),
+        (
+            ["--speculative-model", "paradecode", "--ppd-schedule", "parallel", "--tensor-parallel-size", "2"],
+            "tensor parallelism is not supported with schedule 'parallel'; use 'deferred'",
         ),
         (["--speculative-model", "ppd", "--enable-lora"], "LoRA .* is not supported"),
         (["--speculative-model", "ppd", "--enable-prompt-embeds"], "prompt embeddings"),
@@ -262,6 +269,18 @@ def blank_heads(
 def test_heads_of_another_model(tiny_model: Model, heads_folder: Model) -> None:
     with pytest.raises(HeadsError, match="hidden_size is 64 there and 128 in this model"):
         from_dict(tiny_model("qwen2"), {"method": "ppd", "model": str(heads_folder())})
+
+
+def test_schedule(tiny_model: Model) -> None:
+    config = active_config(from_dict(tiny_model(), {"method": "paradecode", "schedule": "parallel"}))
+    assert config is not None and config.proposer.endswith("ParallelProposer")
+    assert "gamma 0, parallel schedule" in config.summary()
+    for family, changes, message in (
+        ("gemma3", {}, "Gemma3ForCausalLM is not supported with schedule 'parallel'; use 'deferred'; it runs LlamaFor"),
+        ("llama", {"quantization": "fp8"}, r"quantised weights \(fp8.*\) are not supported with schedule 'parallel'"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            from_dict(tiny_model(family), {"method": "paradecode", "schedule": "parallel"}, **changes)
 
 
 def test_unsupported_family(tmp_path: Path) -> None:

@@ -19,6 +19,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": ("hand-made", {})},
     "classifiers": {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "heads": ("early", {"head": "classifier"})},
     "exits": {"method": "paradecode", "exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5},
+    "parallel": {"method": "paradecode", "schedule": "parallel"},
+    "parallel-exits": {
+        "method": "paradecode",
+        "schedule": "parallel",
+        "exit_layer": [1, 2, 4],
+        "gamma": 0.03,
+        "num_speculative_tokens": 5,
+    },
+    "parallel-heads": {
+        "method": "paradecode",
+        "schedule": "parallel",
+        "exit_layer": 2,
+        "num_speculative_tokens": 4,
+        "heads": ("early", {"head": "classifier"}),
+    },
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
     "cp": {"method": "cp", "heads": ("cp", {"rank": 3})},
@@ -39,6 +54,9 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
     ("cut-off", "more_than_fit"),
+    ("parallel", "batch_1"), ("parallel", "batch_16"), ("parallel", "more_than_fit"), ("parallel", "model_length"),
+    ("parallel", "structured_output"), ("parallel", "penalties"), ("parallel", "arrivals_and_aborts"),
+    ("parallel-exits", "batch_16"), ("parallel-exits", "mixed_lengths"), ("parallel-heads", "batch_16"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip
 
@@ -139,7 +157,7 @@ def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Callable[..., Any], vari
 def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
     """Hits are as many as without speculation, and what is generated from them is the same."""
     results = []
-    for name in (None, "middle", "exits", "cp", "dynamo"):
+    for name in (None, "middle", "exits", "parallel", "cp", "dynamo"):
         llm = engine(name and variant(name), enable_prefix_caching=True)
         shared = prompts(1)[0]["prompt_token_ids"][:96]
         requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(6)]
@@ -183,7 +201,7 @@ def test_one_read_of_the_lm_head_serves_all_experts(engine: Callable[..., Any], 
     assert max(steps) > 8
 
 
-@pytest.mark.parametrize("name", ["middle", "exits", "cp", "dynamo"])
+@pytest.mark.parametrize("name", ["middle", "exits", "parallel", "cp", "dynamo"])
 def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed."""
     small = {"kv_cache_memory_bytes": 12 * 2 * 6 * 2 * 32 * 32 * 4, "enable_prefix_caching": True}
@@ -196,7 +214,7 @@ def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], nam
 
 
 @pytest.mark.parametrize(
-    "name", ["middle", "dynamo", *(pytest.param(n, marks=pytest.mark.full) for n in ("exits", "cp"))]
+    "name", ["middle", "dynamo", *(pytest.param(n, marks=pytest.mark.full) for n in ("exits", "parallel", "cp"))]
 )
 def test_compiled(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """The default compilation mode: each stack is compiled by itself."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import overfitted
 import pytest
+from conftest import our_counter
 from exactness import generate
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
@@ -65,6 +66,22 @@ def test_distribution(
     # Both outcomes of the rejection sampler must have been seen.
     seen = llm.counts - before
     assert 0.02 < seen["accepted"] / seen["drafted"] < 0.98
+
+
+@pytest.mark.parametrize("method", [pytest.param("greedy", marks=pytest.mark.full), "probabilistic"])
+def test_distribution_of_the_parallel_schedule(
+    engine: Callable[..., Any], expected: list[tuple[int, ...]], method: str
+) -> None:
+    """Within a step tokens are coupled to what an exit predicted, some kept and some not; vLLM verifies them again."""
+    options = {"method": "paradecode", "schedule": "parallel", "draft_sample_method": method, "exit_layer": [3, 5]}
+    llm = engine({**options, "gamma": 0.05}, max_num_seqs=64, max_num_batched_tokens=512)
+    before = llm.counts.copy(), our_counter("early_predictions"), our_counter("early_rejections")
+    assert worst(sample(llm), expected) > LEVEL
+    predicted, rejected = our_counter("early_predictions") - before[1], our_counter("early_rejections") - before[2]
+    assert 0.02 < rejected / predicted < 0.98
+    seen = llm.counts - before[0]
+    # A sample of the final layer is what vLLM's own would be; its best token is not always.
+    assert (seen["accepted"] > 0.99 * seen["drafted"]) == (method == "probabilistic")
 
 
 @pytest.fixture(scope="module")

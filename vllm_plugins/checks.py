@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, kind_of, load_config
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
-from vllm_ppd.model_patches.families import NEOX, adapter_path
+from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
 from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, parse_options, resolve
 from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, METHODS, Method
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 WORKER = "vllm_ppd.vllm_plugins.worker.DraftingWorker"
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
 GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.group.scheduler.GroupScheduler"
+
+# What changes a layer of Llama's build where a model's configuration has it.
+_NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
 
 
 def is_ours(speculative_config: dict[str, Any]) -> bool:
@@ -69,11 +72,34 @@ def resolve_options(
             f"a folder that `ppd train {method.heads}` wrote"
         )
     check_supported(method, model_config, parallel_config)
+    if options.schedule == "parallel":
+        check_stacking(model_config, parallel_config)
     stages = parallel_config.pipeline_parallel_size
     if stages > 1:
         check_group(options, method, model_config, parallel_config)
     heads = None if options.model is None else _check_heads(options, method, model_config)
     return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages)
+
+
+def check_stacking(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Refuse targets whose layers cannot be views of one storage and run in one product.
+
+    Raises:
+        OptionError: naming what stands against it.
+    """
+    name, config = model_config.architectures[0], model_config.hf_text_config
+    odd = [
+        key
+        for key in ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
+        if getattr(config, key, None)
+    ]
+    instead = "with schedule 'parallel'; use 'deferred'"
+    _refuse({
+        f"{name} is not supported {instead}; it runs {', '.join(STACKABLE)}": name not in STACKABLE,
+        f"quantised weights ({model_config.quantization}) are not supported {instead}": bool(model_config.quantization),
+        f"tensor parallelism is not supported {instead}": parallel_config.tensor_parallel_size > 1,
+        f"{', '.join(odd)} in the model's configuration is not supported {instead}": bool(odd),
+    })  # fmt: skip
 
 
 def check_group(

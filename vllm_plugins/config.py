@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_ppd.vllm_plugins.methods import GROUP, METHODS, Method
+from vllm_ppd.vllm_plugins.methods import GROUP, METHODS, PARALLEL, Method
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.config import HeadsConfig
@@ -64,6 +64,13 @@ class DraftingOptions(BaseModel):
         lt=1.0,
         description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
         json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
+    )
+    schedule: Literal["deferred", "parallel"] = Field(
+        "deferred",
+        description="deferred: drafts run through the shallow layers, and the next step's pass completes their deeper "
+        "ones; parallel: ParaDecode's own, a token's deep layers and the next token's shallow ones in the same batched "
+        "products, verified and restarted within the step (fewer launches, not fewer bytes)",
+        json_schema_extra={"flag": True, "methods": ["paradecode"]},
     )
     eps_b: float | None = Field(
         None,
@@ -158,6 +165,8 @@ class DraftingConfig(DraftingOptions):
     @property
     def proposer(self) -> str:
         """Dotted path of the class that vLLM starts."""
+        if self.schedule == "parallel":
+            return PARALLEL
         return self.how.proposer if self.stages == 1 else GROUP
 
     @property
@@ -191,7 +200,7 @@ class DraftingConfig(DraftingOptions):
         if self.draft_vocab_size is not None:
             parts.append(f"draft vocabulary {self.draft_vocab_size}")
         if self.exit_layer and self.stages == 1:
-            parts.append(f"gamma {self.gamma:g}")
+            parts.append(f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel"))
         if self.eps_b is not None:
             parts.append(f"eps_b {self.eps_b:g}")
         soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"

@@ -29,6 +29,9 @@ METHODS: dict[str, Method] = {
     "dynamo": Method("DynaMo drafting", f"{_PROPOSERS}.dynamo.DynaMoProposer", "dynamo", True, True, False),
 }
 
+# ParaDecode's own schedule of early drafting.
+PARALLEL = f"{_PROPOSERS}.parallel.ParallelProposer"
+
 # What vLLM starts in a proposer's place on the last stage of a worker group.
 GROUP = "vllm_ppd.vllm_plugins.group.last_stage.LastStage"
 
@@ -38,4 +41,4 @@ METHOD_OF_HEADS = {"early": "ppd", "cp": "cp", "dynamo": "dynamo"}
 
 def is_proposer(path: object) -> bool:
     """Whether a dotted path is that of one of our proposers."""
-    return path == GROUP or any(path == method.proposer for method in METHODS.values())
+    return path in (GROUP, PARALLEL) or any(path == method.proposer for method in METHODS.values())

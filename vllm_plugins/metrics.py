@@ -19,12 +19,14 @@ import numpy as np
 logger = logging.getLogger("vllm.vllm_ppd")
 
 COUNTERS = {
-    "deferred_steps": "Engine steps that ran the deep pass alone, from saved states.",
+    "deferred_steps": "Engine steps that ran the deep pass alone, or nothing, from saved states.",
     "fallback_steps": "Engine steps that ran the full forward.",
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
     "withheld_drafts": "Drafts left out because they would not have paid (adaptive), or to see whether they do.",
     "probing_steps": "Engine steps whose drafts were more or fewer than usual, to measure them (adaptive).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
+    "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
+    "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
     "group_ticks": "Ticks of a worker group: passes of the last stage within group steps.",
     "group_hits": "Tokens that a worker group had started before the target chose them, by tick of the step.",

@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running one stack of the cut outside vLLM's own step: attention metadata, KV slots and the forward context."""
+"""Running one stack of the cut outside vLLM's own step: its graph, its buffers and the forward context."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.span_attention import LayerGroup, Span, SpanAttention
 from vllm_ppd.vllm_plugins.states import flat_ranges
-
-
-class Span(NamedTuple):
-    """Consecutive tokens of some requests of the batch."""
-
-    rows: np.ndarray  # [requests] batch rows
-    starts: np.ndarray  # [requests] position of the first token
-    lengths: np.ndarray  # [requests] tokens, at least 1
-    tails: np.ndarray | None = None  # [requests, KV cache groups] block in place of the one of the token; -1: its own
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.lengths.sum())
 
 
 class StackPasses:
@@ -35,7 +20,8 @@ class StackPasses:
     def __init__(self, runner: Any, cut: ModelCut) -> None:
         self.runner = runner
         self.cut = cut
-        self._groups: list[list[tuple[int, Any, list[str]]]] | None = None
+        self.attention = SpanAttention(runner)
+        self._groups: list[list[LayerGroup]] | None = None
 
     def first(self, span: Span, token_ids: torch.Tensor) -> CutState:
         """Stack 0 over a span: [tokens] ids to the state at the first exit."""
@@ -56,7 +42,7 @@ class StackPasses:
         num_tokens = positions.shape[0]
         mode, descriptor = self._graph(num_tokens)
         padded = num_tokens if descriptor is None else descriptor.num_tokens
-        metadata, slots = self._attention(level, span, positions, padded)
+        metadata, slots = self.attention.build(self._groups_of(level), span, positions, padded)
         if mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
             runner.positions[:num_tokens].copy_(positions)
@@ -100,67 +86,7 @@ class StackPasses:
             num_tokens, valid_modes={CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE}
         )
 
-    def _attention(
-        self, level: int, span: Span, positions: torch.Tensor, padded: int
-    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata and KV slots of the stack's layers, one block table a KV cache group."""
-        runner, device = self.runner, self.runner.device
-        num_reqs, num_tokens = len(span.rows), positions.shape[0]
-        seq_lens_np = (span.starts + span.lengths).astype(np.int32)
-        query_start_np = np.zeros(num_reqs + 1, dtype=np.int32)
-        np.cumsum(span.lengths, out=query_start_np[1:])
-        seq_lens_cpu, query_start_cpu = torch.from_numpy(seq_lens_np), torch.from_numpy(query_start_np)
-        seq_lens = seq_lens_cpu.to(device, non_blocking=True)
-        query_start = query_start_cpu.to(device, non_blocking=True)
-        all_rows = span.tails is None and np.array_equal(span.rows, np.arange(runner.input_batch.num_reqs))
-        rows = None if all_rows else torch.from_numpy(span.rows).to(device, non_blocking=True)
-        owner = None
-        if num_tokens != num_reqs:
-            owner = torch.from_numpy(np.repeat(np.arange(num_reqs), span.lengths)).to(device, non_blocking=True)
-
-        metadata: dict[str, Any] = {}
-        slots_of_layer: dict[str, torch.Tensor] = {}
-        for gid, group, names in self._groups_of(level):
-            block_table = runner.input_batch.block_table[gid]
-            table = block_table.get_device_tensor(runner.input_batch.num_reqs)
-            table = table if rows is None else table.index_select(0, rows)
-            if span.tails is not None:
-                self._put_tails(table, span, gid, block_table.block_size)
-            blocks = (positions // block_table.block_size)[:, None]
-            block_ids = (table if owner is None else table.index_select(0, owner)).gather(1, blocks).squeeze(1)
-            slots = torch.full((padded,), PAD_SLOT_ID, dtype=torch.int64, device=device)
-            slots[:num_tokens] = block_ids * block_table.block_size + positions % block_table.block_size
-            common = CommonAttentionMetadata(
-                query_start_loc=query_start,
-                query_start_loc_cpu=query_start_cpu,
-                seq_lens=seq_lens,
-                seq_lens_cpu_upper_bound=seq_lens_cpu,
-                num_reqs=num_reqs,
-                num_actual_tokens=num_tokens,
-                max_query_len=int(span.lengths.max()),
-                max_seq_len=int(seq_lens_np.max()),
-                block_table_tensor=table,
-                slot_mapping=slots,
-                causal=True,
-                is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
-                positions=positions,
-            )
-            built = group.build_metadata(common)
-            for name in names:
-                metadata[name] = built
-                slots_of_layer[name] = slots
-        return metadata, slots_of_layer
-
-    def _put_tails(self, table: torch.Tensor, span: Span, gid: int, block_size: int) -> None:
-        """Write the given tail blocks into a copy of the block tables [requests, blocks]."""
-        assert span.tails is not None
-        given = np.flatnonzero(span.tails[:, gid] >= 0)
-        columns = span.starts[given] // block_size
-        where = tuple(torch.from_numpy(part).to(table.device, non_blocking=True) for part in (given, columns))
-        blocks = torch.from_numpy(span.tails[given, gid]).to(table.device, table.dtype, non_blocking=True)
-        table.index_put_(where, blocks)
-
-    def _groups_of(self, level: int) -> list[tuple[int, Any, list[str]]]:
+    def _groups_of(self, level: int) -> list[LayerGroup]:
         """(KV cache group id, attention group, this stack's layer names) of each group the stack has layers in."""
         if self._groups is None:
             self._groups = []

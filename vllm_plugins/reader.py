@@ -80,17 +80,44 @@ class EarlyReader:
         temperature: torch.Tensor,  # [rows]; rows at 0 take the best token
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
-        logits = self._logits(exit_layer, state, gather=True).float()
-        confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-        greedy = is_greedy(temperature)
-        probs = torch.softmax(logits / divisor(temperature), dim=-1)
-        token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
-        return Reading(token_ids, confidence, drawn_from(probs, token_ids, greedy))
+        return sampled_reading(self._logits(exit_layer, state, gather=True), temperature)
+
+    def together(self, states: list[tuple[int | None, CutState]]) -> torch.Tensor:
+        """Logits [rows, vocabulary] of several states, one behind the other, in one read of the LM head.
+
+        Args:
+            states: (exit layer, its states), or (None, normed hidden states of the final layer). May be overwritten.
+        """
+        hidden = [state[0] if layer is None else self._transformed(layer, state) for layer, state in states]
+        if self.heads is None or self.heads.form != "classifier":
+            return self.lm_head.logits(torch.cat(hidden))
+        read = [self.lm_head.logits if layer is None else self.lm_head.gather for layer, _ in states]
+        return torch.cat([logits(part) for logits, part in zip(read, hidden, strict=True)])
 
     def _logits(self, exit_layer: int, state: CutState, gather: bool) -> torch.Tensor:
-        hidden = self.adapter.norm(*state)
-        if self.heads is not None:
-            hidden = self.heads(hidden, exit_layer)
-            if self.heads.form == "classifier":
-                return self.lm_head.gather(hidden) if gather else hidden
+        hidden = self._transformed(exit_layer, state)
+        if self.heads is not None and self.heads.form == "classifier":
+            return self.lm_head.gather(hidden) if gather else hidden
         return self.lm_head.logits(hidden, gather)
+
+    def _transformed(self, exit_layer: int, state: CutState) -> torch.Tensor:
+        """What the LM head reads (T applied), or a classifier's logits of this rank's shard."""
+        hidden = self.adapter.norm(*state)
+        return hidden if self.heads is None else self.heads(hidden, exit_layer)
+
+
+def greedy_reading(logits: torch.Tensor, with_confidence: bool) -> Reading:
+    """The best token of each row of logits [rows, vocabulary]."""
+    best = logits.float().max(dim=-1)
+    confidence = (best.values - torch.logsumexp(logits.float(), dim=-1)).exp() if with_confidence else None
+    return Reading(best.indices, confidence, None)
+
+
+def sampled_reading(logits: torch.Tensor, temperature: torch.Tensor) -> Reading:
+    """A sample of each row of logits [rows, vocabulary] at its temperature [rows]; rows at 0 take the best token."""
+    logits = logits.float()
+    confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
+    greedy = is_greedy(temperature)
+    probs = torch.softmax(logits / divisor(temperature), dim=-1)
+    token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
+    return Reading(token_ids, confidence, drawn_from(probs, token_ids, greedy))

@@ -8,9 +8,10 @@ import torch
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.config import DraftingConfig
-from vllm_ppd.vllm_plugins.passes import Span, StackPasses
+from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.reader import EarlyReader, Reading
+from vllm_ppd.vllm_plugins.span_attention import Span
 from vllm_ppd.vllm_plugins.states import SavedStates, flat_ranges
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -14,6 +15,7 @@ from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import PARTITION
 from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
 from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
+from vllm_ppd.vllm_plugins.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
 logger = init_logger("vllm.vllm_ppd")
@@ -32,6 +34,11 @@ if current_platform.is_cpu():
 
     class CPUDraftingModelRunner(DraftingRunnerMixin, CPUModelRunner):
         """vLLM's CPU model runner that drafts."""
+
+        def load_model(self, *args: Any, **kwargs: Any) -> None:
+            stacked = self.drafter.config.schedule == "parallel"
+            with plain_weights() if stacked else nullcontext():
+                super().load_model(*args, **kwargs)
 
     class CPUGroupModelRunner(GroupRunnerMixin, CPUModelRunner):
         """vLLM's CPU model runner as a stage of a worker group."""

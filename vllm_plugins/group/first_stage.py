@@ -17,8 +17,9 @@ from vllm_ppd.vllm_plugins.group.lanes import NONE, Lanes
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.group.stage import Stage
 from vllm_ppd.vllm_plugins.lm_head import CopiedLMHead
-from vllm_ppd.vllm_plugins.passes import Span, StackPasses
+from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.reader import EarlyReader
+from vllm_ppd.vllm_plugins.span_attention import Span
 from vllm_ppd.vllm_plugins.states import SavedStates
 
 # Rows, the lane of each whose token was right, and where it stands.

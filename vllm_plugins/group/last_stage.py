@@ -13,7 +13,8 @@ import torch
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.group.stage import Stage
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.passes import Span, StackPasses
+from vllm_ppd.vllm_plugins.passes import StackPasses
+from vllm_ppd.vllm_plugins.span_attention import Span
 
 NO_TOKEN = -1  # vLLM's mark of a place without a token
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_ppd.heads.checkpoint import load_early_heads
-from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
@@ -89,7 +89,11 @@ class EarlyProposer(Proposer):
             return None
         self.counters.add("deferred_steps")
         rows = np.pad(rows, (0, positions.shape[0] - num_tokens))  # the output of padding is not read
-        return self.cut.stacks[-1](positions, *self.cut.at_junction(self.saved.load(rows)))
+        return self.complete(positions, self.saved.load(rows))
+
+    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
+        """Normed hidden states [tokens, hidden] of tokens from their saved states."""
+        return self.cut.stacks[-1](positions, *self.cut.at_junction(state))
 
     def draft(self, step: Step) -> list[list[int]]:
         self.saved.clear()

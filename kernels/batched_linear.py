@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of several depths in one batched product (ParaDecode, section 2.2)."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def batched_linear(
+    x: torch.Tensor,  # [layers, rows, in]
+    weight: torch.Tensor,  # [layers, out, in], any stride between layers
+    bias: torch.Tensor | None = None,  # [layers, out]
+) -> torch.Tensor:
+    """y[i] = W[i] x[i] + b[i] for every layer: [layers, rows, out], one launch.
+
+    On the CPU torch's batched product of 16-bit types takes 4 to 50 times as long as its plain ones, which are taken
+    there instead, layer by layer.
+    """
+    if x.device.type == "cpu" and x.dtype != torch.float32:
+        biases = [None] * len(x) if bias is None else bias
+        return torch.stack([functional.linear(a, w, b) for a, w, b in zip(x, weight, biases, strict=True)])
+    if x.shape[1] == 1:
+        # One token a layer: the matrix on the left streams its rows, twice as fast on the CPU and the same on a GPU.
+        product = torch.bmm(weight, x.transpose(1, 2)).transpose(1, 2)
+    else:
+        product = torch.bmm(x, weight.transpose(1, 2))
+    return product if bias is None else product + bias[:, None]
