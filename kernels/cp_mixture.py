@@ -125,7 +125,8 @@ def draft_chain(
         probs = torch.bmm(log_weights.exp().unsqueeze(1), factors).squeeze(1)
         token = probs.argmax(dim=-1)
         if temperature is not None:
-            probs = probs.pow(1 / divisor(temperature).to(probs.dtype))
+            # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
+            probs = (probs / probs.amax(dim=-1, keepdim=True)).pow(1 / divisor(temperature).to(probs.dtype))
             probs = probs / probs.sum(dim=-1, keepdim=True)
             token = torch.where(is_greedy(temperature), token, draw(probs, generator))
         tokens.append(token)
