@@ -15,9 +15,10 @@ from vllm import SamplingParams
 
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins.activation import active_config
-from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION
+from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config import OptionError, parse_options, resolve
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods import METHODS
 
 Model = Callable[..., Path]
 STAGES = ["--speculative-model", "ppd", "--pipeline-parallel-size", "2"]
@@ -81,6 +82,11 @@ def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pyte
         from_dict(tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2)
     with pytest.raises(OptionError, match=r"have no exit in 3\.\.5, where a worker group's stages can be split"):
         from_dict(tiny_model(), {"model": str(heads_folder(exit_layers=(2,)))}, pipeline_parallel_size=2)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    model_config = from_dict(tiny_model(), None).model_config
+    ray = SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1, distributed_executor_backend="ray")
+    with pytest.raises(OptionError, match="older Ray executor"):
+        check_group(parse_options({}), METHODS["ppd"], model_config, ray)  # type: ignore[arg-type]
     monkeypatch.setenv(PARTITION, "4,2")
     with pytest.raises(OptionError, match="VLLM_PP_LAYER_PARTITION=4,2 is not the split of the worker group, 3,3"):
         from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)

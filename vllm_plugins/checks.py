@@ -110,6 +110,8 @@ def check_group(
     Raises:
         OptionError: naming the setting and what to do instead.
     """
+    from vllm import envs
+
     _refuse({
         f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
         "--tensor-parallel-size": not method.group,
@@ -125,6 +127,10 @@ def check_group(
         "data parallelism is not supported with a worker group": parallel_config.data_parallel_size > 1,
         "the external_launcher executor is not supported with a worker group; use mp or ray": (
             parallel_config.distributed_executor_backend == "external_launcher"
+        ),
+        "vLLM's older Ray executor is not supported with a worker group: its first stage never samples; leave out "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
+            parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
         ),
         "custom logits processors are not supported with a worker group: they may keep a state from token to token": (
             bool(model_config.logits_processors)
