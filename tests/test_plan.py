@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import DEMO
@@ -15,10 +16,12 @@ from conftest import DEMO
 from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.checkpoint import HeadsError, save_heads
 from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig, TargetLayers
+from vllm_ppd.heads.planning.fleet import Load, latencies
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import Plan, command, make_plan, report
+from vllm_ppd.heads.planning.plan import Plan, make_fleets, make_plan
 from vllm_ppd.heads.planning.predict import Drafting, Group
+from vllm_ppd.heads.planning.report import command, report
 from vllm_ppd.vllm_plugins.cli.main import main
 
 LAYERS = 10
@@ -143,14 +146,14 @@ def test_stops_where_drafting_no_longer_gains(early: str) -> None:
     found = plan(early)
     assert found.best is not None and found.stop_at is not None
     assert found.best.way.speedup(found.stop_at) > 1 >= found.best.way.speedup(found.stop_at + 1)
-    assert f"--ppd-disable-by-batch-size {found.stop_at}" in command(found, "1")
+    assert f"--ppd-disable-by-batch-size {found.stop_at}" in report(found, PlanOptions(heads=(early,)))
 
 
 def test_nothing_gains(folder: Callable[..., str]) -> None:
     heads = folder(early_config(), early_parts(0.01))
     found = plan(heads)
     assert found.best is None
-    assert command(found, "1") == "vllm serve the/target"
+    assert command(found.target, found.best, found.stop_at, "1") == "vllm serve the/target"
     assert "Recommended: no drafting" in report(found, PlanOptions(heads=(heads,)))
 
 
@@ -228,3 +231,52 @@ def test_command_line_prints_a_table_and_how_to_serve(early: str, capsys: pytest
     assert "a roofline of 4800 GB/s and 990 TFLOP/s, link 10 us" in printed
     line = printed.strip().splitlines()[-1].strip()
     assert line.startswith(f"vllm serve {DEMO} --speculative-model {early} --spec-tokens ")
+
+
+# ---- the fleet
+
+
+def test_one_server_waits_as_queueing_theory_says() -> None:
+    """Batches of one: M/M/1, whose mean time in the system is 1 / (mu - lambda)."""
+    found = np.mean([latencies(np.array([100.0]), Load(0.5, 100, seed), 1).mean() for seed in range(12)])
+    assert found == pytest.approx(1 / (1 - 0.5), rel=0.08)
+
+
+def test_shared_server_is_as_fast_for_short_as_for_long_requests() -> None:
+    """Processor sharing, a batch of any size at one total speed: the same mean as M/M/1."""
+    speed = 100 / np.arange(1, 400)
+    found = np.mean([latencies(speed, Load(0.5, 100, seed), 1).mean() for seed in range(12)])
+    assert found == pytest.approx(2.0, rel=0.08)
+
+
+def test_idle_replicas_decode_alone() -> None:
+    found = latencies(np.array([10.0, 5.0]), Load(1e-4, 20), 3)
+    assert found.mean() == pytest.approx(2.0, rel=0.06)
+    np.testing.assert_array_equal(found, latencies(np.array([10.0, 5.0]), Load(1e-4, 20), 3))
+
+
+def test_drafting_saves_replicas(folder: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that cost little: a batch may be larger for the same latency."""
+    parts = early_parts(0.8)
+    parts["timing"]["seconds"] = {name: {"1": t, "101": 2 * t} for name, t in (("layer", 1e-3), ("lm_head", 2e-3))}
+    heads = folder(early_config(), parts)
+    target, (alone, best, *others) = make_fleets(PlanOptions(heads=(heads,), rate=200.0, new_tokens=100, latency=4.5))
+    assert target == "the/target"
+    assert alone.way is None and alone.replicas is not None and best.replicas is not None
+    assert best.replicas < alone.replicas
+    assert all(other.replicas is None or other.replicas >= best.replicas for other in others)
+    assert max(alone.latency, best.latency) <= 4.5
+    command_line = ["plan", heads, "--rate", "200", "--new-tokens", "100", "--latency", "4.5", "--gpu-hour", "2"]
+    assert main(command_line) == 0
+    printed = capsys.readouterr().out
+    assert f"{100 * (1 - best.replicas / alone.replicas):.1f}%" in printed
+    assert f"{2 * alone.replicas:.2f}" in printed
+    assert "vllm serve the/target --speculative-model" in printed
+
+
+def test_target_that_no_fleet_keeps(early: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", early, "--rate", "1", "--new-tokens", "100", "--latency", "0.01"]) == 0
+    printed = capsys.readouterr().out
+    assert "none is enough" in printed and "no drafting; it saves no replica" in printed
+    assert main(["plan", early, "--latency", "1"]) == 2
+    assert "--latency 1: a fleet is planned for a request rate; give --rate, too" in capsys.readouterr().err

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.calibration.recommend import Setting, settings
 from vllm_ppd.heads.calibration.run import NAME
-from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import HeadsError, load_config
 from vllm_ppd.heads.config import EarlyConfig, HeadsConfig
+from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
@@ -43,8 +42,8 @@ class Plan(NamedTuple):
         return self.ways[0] if self.ways and self.ways[0].speedup > 1 else None
 
 
-def make_plan(options: PlanOptions) -> Plan:
-    """Predict every setting that was calibrated.
+def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
+    """The target, and every setting that was calibrated.
 
     Raises:
         HeadsError: on heads without a finished calibration, of different targets, or of a kind without a group.
@@ -59,6 +58,16 @@ def make_plan(options: PlanOptions) -> Plan:
         ways += _ways(folder, config, result["parts"], targets[0], options)
     if not ways:
         raise HeadsError(f"no setting of {', '.join(options.heads)} can be planned for; see --stages and --lanes")
+    return targets[0], ways
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """Predict every setting under the load.
+
+    Raises:
+        HeadsError: as all_ways, or if the load is more than a replica decodes.
+    """
+    target, ways = all_ways(options)
     predicted = [found for way in ways if (found := _under_load(way, options)) is not None]
     if not predicted:
         raise HeadsError(
@@ -69,7 +78,22 @@ def make_plan(options: PlanOptions) -> Plan:
     best = predicted[0]
     losing = (size for size in range(best.batch, options.largest + 1) if best.way.speedup(size) <= 1)
     first = next(losing, None)
-    return Plan(targets[0], predicted, None if first is None else first - 1)
+    return Plan(target, predicted, None if first is None else first - 1)
+
+
+def make_fleets(options: PlanOptions) -> tuple[str, list[Fleet]]:
+    """The target, and the replicas that it takes to keep the latency target: first vLLM alone, then the best ways.
+
+    Raises:
+        HeadsError: as all_ways.
+    """
+    assert options.rate is not None and options.latency is not None
+    target, ways = all_ways(options)
+    load = Load(options.rate, options.new_tokens, options.seed)
+    best = {id(way): way for size in SHOWN for way in [max(ways, key=lambda way: way.speedup(size))]}
+    found = [fleet(way, options.largest, load, options.latency, True) for way in best.values()]
+    found.sort(key=lambda one: (one.replicas or MOST_REPLICAS + 1, one.latency))
+    return target, [fleet(ways[0], options.largest, load, options.latency, False), *found]
 
 
 def _calibration(folder: str) -> dict[str, Any]:
@@ -134,64 +158,3 @@ def _under_load(way: Way, options: PlanOptions) -> Predicted | None:
     # Where vLLM alone does not keep up, it is compared at the same batch size.
     alone = next((size for size in sizes if size / way.plain(size) >= wanted), ours)
     return Predicted(way, ours, way.plain(alone) * way.length / way.seconds(ours))
-
-
-FLAGS = {
-    "num_speculative_tokens": "--spec-tokens",
-    "exit_layer": "--ppd-exit-layer",
-    "eps_b": "--ppd-eps-b",
-    "draft_vocab_size": "--ppd-draft-vocab-size",
-    "lanes": "--ppd-lanes",
-}
-
-
-def command(plan: Plan, stages: str) -> str:
-    """The command line that serves the best way; vLLM alone where none gains."""
-    words = ["vllm", "serve", plan.target] + (["--pipeline-parallel-size", stages] if stages != "1" else [])
-    if plan.best is not None:
-        served = plan.best.way.options
-        words += ["--speculative-model", served.get("model", plan.best.way.method)]
-        for name, flag in FLAGS.items():
-            words += [flag, str(served[name])] if name in served else []
-        words += ["--ppd-disable-by-batch-size", str(plan.stop_at)] if plan.stop_at else []
-    return shlex.join(words)
-
-
-def report(plan: Plan, options: PlanOptions) -> str:
-    """Markdown: the best settings, then what is recommended and how to serve it."""
-    load = f"{options.rate:g} requests a second of {options.new_tokens} tokens" if options.rate else (
-        f"batch {options.batch or 1}"
-    )  # fmt: skip
-    machine = "times of the calibration" if options.hardware is None else (
-        "a roofline of {:g} GB/s and {:g} TFLOP/s, link {:g} us".format(*options.hardware)
-    )  # fmt: skip
-    header = ["heads", "setting", "tokens a step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
-    rows = [
-        [
-            found.way.options.get("model", "none"), _setting(found.way), f"{found.way.length:.3f}",
-            f"{found.way.compute:.2f}", found.batch, f"{found.speedup:.3f}",
-            *(f"{found.way.speedup(size):.2f}" for size in SHOWN),
-        ]
-        for found in plan.ways[: options.top]
-    ]  # fmt: skip
-    texts = options.texts if options.stages == "1" else "greedy"
-    blocks = [
-        f"Predicted for {plan.target}, {load}, {texts} texts; {machine}",
-        table(header, rows),
-        "Speed-up in units of vLLM's own tokens a second on the same machine; compute of a token in its own units; "
-        f"{len(plan.ways)} settings considered. Prompts, KV reads and the host's work are left out.",
-    ]
-    if plan.best is None:
-        blocks.append("Recommended: no drafting; no setting of these heads gains under this load")
-    else:
-        stop = f"stop drafting above {plan.stop_at} requests" if plan.stop_at else (
-            f"drafting gains up to {options.largest} requests"
-        )  # fmt: skip
-        blocks.append(f"Recommended: {_setting(plan.best.way)}, {plan.best.speedup:.2f}x; {stop}")
-    return "\n\n".join([*blocks, f"    {command(plan, options.stages)}"])
-
-
-def _setting(way: Way) -> str:
-    names = {"num_speculative_tokens": "n", "exit_layer": "exit", "draft_vocab_size": "vocabulary", "lanes": "k"}
-    parts = [f"{names.get(name, name)} {value}" for name, value in way.options.items() if name != "model"]
-    return f"{way.method}, {', '.join(parts)}"
