@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     timers = Timers()
     first, last = drafter.cut.stacks[0], drafter.cut.stacks[-1]
     drafter.cut.stacks = [TimedStack(first, timers, "shallow layers"), TimedStack(last, timers, "deep layers")]
-    timers.wrap(drafter.passes, "_attention", "attention metadata of the shallow passes")
+    timers.wrap(drafter.passes.attention, "build", "attention metadata of the shallow passes")
     timers.wrap(drafter.reader, "greedy", "norm and LM head at the exit")
     timers.wrap(drafter, "draft", "draft")
     rows = []
