@@ -83,6 +83,7 @@ def _runs(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text())["runs"][0] if path.exists() else {"turns": []}
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_samples_of_vllms_own_methods_are_mended(command: list[str], tmp_path: Path) -> None:
     """Temperature 0.01 is as good as greedy; with sampling parameters dropped, hardly any draft would be accepted."""
