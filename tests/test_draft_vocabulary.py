@@ -61,7 +61,7 @@ def test_calibration_takes_the_vocabulary_that_pays(accepted_short: float, expec
         target=TargetLayers(model_type="llama", hidden_size=8, vocab_size=32_768, num_hidden_layers=4),
     )  # fmt: skip
     lengths = {"whole": 1.7, "short": 1 + accepted_short}
-    by: dict[str, Any] = {name: [{"length": length}] for name, length in lengths.items()}
+    by: dict[str, Any] = {name: [{"length": length, "drafted": 9, "cycles": 9}] for name, length in lengths.items()}
     parts = {
         "timing": {"lm_head_share": 0.2},
         "acceptance": {"greedy": {}, "T 0.8": {"by_drafts": by["whole"]}},
