@@ -52,7 +52,7 @@ def command(tiny_model: Callable[..., Path], ids_file: Path, tmp_path: Path) -> 
 def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> None:
     """Every turn is kept, in order; the method says what the base says; what does not start is left out."""
     command += ["--rounds", "300", "--batch-sizes", "3,1", "--also", 'broken={"method": "ppd", "exit_layer": 99}']
-    command += ['ppd={"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 2}']
+    command += ['ppd={"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 2, "adaptive": false}']
     process = subprocess.Popen([*PPD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while len(_runs(tmp_path)["turns"]) < 6 and process.poll() is None:
