@@ -43,6 +43,7 @@ class Engine:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         arguments = {**arguments, **contender.engine, "speculative_config": contender.speculative_config}
+        self.ranks = arguments.get("pipeline_parallel_size", 1) * arguments.get("tensor_parallel_size", 1)
         kept = {name: os.environ.get(name) for name in ENVIRONMENT}
         os.environ.update(ENVIRONMENT)
         try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import Results
 
 WARM_UP_TOKENS = 16
+SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 MEMORY_SHARE = 0.8  # of what is free, for further engines
 
 
@@ -139,6 +141,8 @@ class _Session:
                 progress.update(engine is not self.engines[0])
 
     def _turn(self, engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, Any] | None:
+        if any(other.ranks > 1 for other in self.engines if other is not engine):
+            time.sleep(SPIN_SECONDS)
         try:
             return engine.turn(prompts, tokens, self.options.temperature)
         except BenchError as error:

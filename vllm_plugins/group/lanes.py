@@ -3,8 +3,8 @@
 
 They share the request's KV blocks up to that position. At it they differ, so every lane but the first writes into a
 tail block of its own, which holds the same tokens as the request's; the first lane writes into the request's. When the
-target has chosen, the chosen token's block is copied into the others: whole blocks, since a backend may keep the tokens
-of a block in any order.
+target has chosen, the chosen token's entry is copied into the others: on a CPU, whose blocks are large, that entry alone;
+elsewhere whole blocks, since a backend may keep the tokens of a block in any order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ppd.kernels.paged_copy import copy_blocks, copy_slots, entry_places
 from vllm_ppd.model_patches.base import ModelCut
 
 NONE = -1
@@ -36,6 +37,7 @@ class Lanes:
         self.tails = np.zeros((0, 0, 0), dtype=np.int64)  # [requests, k - 1, KV cache groups] block ids
         # [requests] the block of the request that its tail blocks are copies of, by name and place in the table
         self.copied: list[tuple[str, int] | None] = [None] * requests
+        self.places: list[torch.Tensor | None] = []  # of each KV cache group: where a block keeps which token
 
     def reserve(self, kv_cache_config: Any) -> None:
         """Make room for the tail blocks behind the blocks that vLLM's scheduler knows of."""
@@ -73,12 +75,13 @@ class Lanes:
         if stale:
             # At the start of a block there is nothing to copy.
             partly = [place for place in stale if positions[place] % size]
-            self._copy(rows[partly], positions[partly], np.zeros(len(partly), dtype=np.int64))
+            first = np.zeros(len(partly), dtype=np.int64)
+            self._copy(rows[partly], positions[partly], first, whole=True)
             for place in stale:
                 self.copied[rows[place]] = (names[rows[place]], int(positions[place]) // size)
 
     def choose(self, rows: np.ndarray, positions: np.ndarray, winners: np.ndarray) -> None:
-        """Copy the winner's block into the request's and into those of its other lanes.
+        """Copy what the winner wrote into the request's block and into those of its other lanes.
 
         Args:
             rows: [requests] batch rows.
@@ -86,28 +89,54 @@ class Lanes:
             winners: [requests] the lane whose token was right; 0 also where the request's own block was written anew.
         """
         if self.count > 1:
-            self._copy(rows, positions, winners)
+            self._copy(rows, positions, winners, whole=False)
 
     def forget(self) -> None:
         """Rows, names or block tables have changed."""
         self.copied = [None] * self.requests
 
-    def _copy(self, rows: np.ndarray, positions: np.ndarray, sources: np.ndarray) -> None:
+    def _copy(self, rows: np.ndarray, positions: np.ndarray, sources: np.ndarray, whole: bool) -> None:
         if not len(rows):
             return
         blocks = self.tails_of(rows)  # [rows, k, groups]
-        for gid, table in enumerate(self.runner.input_batch.block_table.block_tables):
+        tables = self.runner.input_batch.block_table.block_tables
+        for gid, table in enumerate(tables):
             blocks[:, 0, gid] = table.block_table.np[rows, positions // table.block_size]
         source = np.take_along_axis(blocks, sources[:, None, None], axis=1)
         others = np.arange(self.count) != sources[:, None]
         targets = blocks[others]  # [rows * (k - 1), groups]
         origins = np.broadcast_to(source, blocks.shape)[others]
-        device = self.runner.device
+        where = np.repeat(positions, self.count - 1)
         for gid, names in enumerate(self._names()):
-            target, origin = (torch.from_numpy(part[:, gid].copy()).to(device) for part in (targets, origins))
-            for name in names:
-                cache = self._blocks(name)
-                cache.index_copy_(0, target, cache.index_select(0, origin))
+            places = None if whole or not names else self._entry_places(gid, names[0])
+            if places is None:
+                caches = [self._blocks(name) for name in names]
+                copy_blocks(caches, self._index(origins[:, gid]), self._index(targets[:, gid]))
+            else:
+                size = tables[gid].block_size
+                slots = (part[:, gid] * size + where % size for part in (origins, targets))
+                copy_slots([self._cache(name) for name in names], *map(self._index, slots), places)
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device)
+
+    def _entry_places(self, gid: int, name: str) -> torch.Tensor | None:
+        """Where a block of this group keeps which token, as the CPU backend itself writes it; None elsewhere."""
+        if self.runner.device.type != "cpu":
+            return None
+        while len(self.places) <= gid:
+            self.places.append(None)
+        places = self.places[gid]
+        if places is None:
+            layer = self.runner.compilation_config.static_forward_context[name]
+            shape = (1, layer.num_kv_heads, layer.head_size)
+
+            def write(cache: torch.Tensor, slot: int) -> None:
+                key, value = (torch.ones(shape, dtype=self.runner.model_config.dtype) for _ in range(2))
+                layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor([slot]))
+
+            places = self.places[gid] = entry_places(write, self._cache(name))
+        return places
 
     def _names(self) -> list[list[str]]:
         """The layers that lanes run through, by KV cache group."""
@@ -116,8 +145,11 @@ class Lanes:
 
     def _blocks(self, name: str) -> torch.Tensor:
         """A layer's cache, the first dimension counting the scheduler's blocks, which a backend may have divided."""
-        cache = self.runner.compilation_config.static_forward_context[name].kv_cache
-        return cache.unflatten(0, (self.runner.kv_cache_config.num_blocks, -1))
+        return self._cache(name).unflatten(0, (self.runner.kv_cache_config.num_blocks, -1))
+
+    def _cache(self, name: str) -> torch.Tensor:
+        cache: torch.Tensor = self.runner.compilation_config.static_forward_context[name].kv_cache
+        return cache
 
     def _block_size(self) -> int:
         return int(self.runner.input_batch.block_table.block_tables[0].block_size)
