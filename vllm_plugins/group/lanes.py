@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.model_patches.base import ModelCut
 
 NONE = -1
@@ -105,9 +107,7 @@ class Lanes:
         device = self.runner.device
         for gid, names in enumerate(self._names()):
             target, origin = (torch.from_numpy(part[:, gid].copy()).to(device) for part in (targets, origins))
-            for name in names:
-                cache = self._blocks(name)
-                cache.index_copy_(0, target, cache.index_select(0, origin))
+            chosen(copy_blocks, target)([self._blocks(name) for name in names], origin, target)
 
     def _names(self) -> list[list[str]]:
         """The layers that lanes run through, by KV cache group."""
