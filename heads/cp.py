@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.kernels.cp_mixture import at_least_float32, chain_log_likelihood, draft_chain, joint_log_likelihood
+from vllm_ppd.kernels.dispatch import chosen
 
 NOISE = 0.01  # of fresh experts, relative to the norm of what they start from; with 0.1 a toy mixture trained worse
 
@@ -135,8 +136,8 @@ class CPHead(nn.Module):
     @staticmethod
     def _project(hidden: torch.Tensor, weights: torch.Tensor, positions: slice | None) -> torch.Tensor:
         """All chosen matrices [n, r, out, d] over hidden [rows, d] in one product: [rows, n, r, out]."""
-        chosen = weights if positions is None else weights[positions]
-        return functional.linear(hidden.to(weights.dtype), chosen.flatten(0, 2)).unflatten(-1, chosen.shape[:3])
+        used = weights if positions is None else weights[positions]
+        return functional.linear(hidden.to(weights.dtype), used.flatten(0, 2)).unflatten(-1, used.shape[:3])
 
     def log_factors(
         self, hidden: torch.Tensor, unembedding: torch.Tensor | None, bias: torch.Tensor | None = None
@@ -186,7 +187,8 @@ class CPHead(nn.Module):
         """Draft positions 2 to n, as kernels.cp_mixture.draft_chain: ([rows, n - 1], [rows, n - 1, V])."""
         with torch.no_grad():
             logits = self.logits(hidden, unembedding, bias)
-            return draft_chain(self.log_weights(hidden), logits, first_token, temperature, generator)
+            draft = chosen(draft_chain, logits)
+            return draft(self.log_weights(hidden), logits, first_token, temperature, generator)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""

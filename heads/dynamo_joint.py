@@ -11,6 +11,7 @@ import torch
 
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.joint_settings import JointSettings
+from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import (
     adaptive_threshold,
     apply_mask,
@@ -111,8 +112,8 @@ class JointChoice:
             for ids in reversed(self.token_ids[1:order]):
                 columns.append(at % ids.shape[1])
                 at = at // ids.shape[1]
-            chosen = torch.stack([at, *reversed(columns)], dim=1)
-            result[:, :order] = torch.where((self.order == order)[:, None], chosen, result[:, :order])
+            found = torch.stack([at, *reversed(columns)], dim=1)
+            result[:, :order] = torch.where((self.order == order)[:, None], found, result[:, :order])
         return result
 
     def _tokens(self, places: torch.Tensor) -> torch.Tensor:
@@ -153,7 +154,8 @@ class Candidates:
                 seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it
             joints = {1: self.joints[1]}
             for m, floor in floors.items():
-                values = adaptive_threshold(self.joints[m], floor, settings.blur, settings.adaptive)
+                cut = chosen(adaptive_threshold, floor)
+                values = cut(self.joints[m], floor, settings.blur, settings.adaptive)
                 joints[m] = penalise_repetition(values, ids[:m], settings.repetition_penalty, seen and seen[:m])
             return joints
 

@@ -30,12 +30,13 @@ def _softmax(
     maxima: tl.tensor,  # [rows * n * r, parts] float32
     sums: tl.tensor,  # [rows * n * r, parts] float32
     vocab: tl.tensor,
+    step: tl.tensor,  # numbers from line to line, at least vocab
     BLOCK: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < vocab
-    values = tl.load(logits + line * vocab + column, mask=inside, other=float("-inf")).to(tl.float32)
+    values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
     peak = tl.max(values, axis=0)
     shift = tl.where((peak == float("-inf")) | (peak == float("inf")), 0.0, peak)
     at = line * tl.num_programs(1) + tl.program_id(1)
@@ -64,6 +65,7 @@ def _mix(
     positions: tl.tensor,
     rank: tl.tensor,
     vocab: tl.tensor,
+    step: tl.tensor,
     SAMPLE: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,7 +76,7 @@ def _mix(
     mixture = tl.zeros((BLOCK,), tl.float32)
     for expert in tl.static_range(R):
         line = (row * positions + position) * rank + expert
-        values = tl.load(logits + line * vocab + column, mask=inside, other=float("-inf")).to(tl.float32)
+        values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
         mixture += weight * tl.exp(values - tl.load(logsumexp + line))
     tl.store(probs + (row * (positions - 1) + position - 1) * vocab + column, mixture, mask=inside)
@@ -104,7 +106,7 @@ def _advance(
     position: tl.tensor,
     positions: tl.tensor,
     rank: tl.tensor,
-    vocab: tl.tensor,
+    step: tl.tensor,
     parts: tl.tensor,
     FIRST: tl.constexpr,
     R: tl.constexpr,
@@ -124,7 +126,7 @@ def _advance(
         tl.store(peaks + row * (positions - 1) + position - 1, values_of(tl.max(keys, axis=0)))
     line = (row * positions + position) * rank + expert
     known = tl.where(token < 0, 0, token)
-    value = tl.load(logits + line * vocab + known, mask=real, other=0.0).to(tl.float32)
+    value = tl.load(logits + line * step + known, mask=real, other=0.0).to(tl.float32)
     seen = tl.where(token < 0, 0.0, value - tl.load(logsumexp + line, mask=real, other=0.0))
     prior = tl.load(log_weights + row * rank + expert, mask=real, other=float("-inf"))
     updated = tl.where(real, prior + seen, float("-inf"))
@@ -177,12 +179,16 @@ def draft_chain(
     if logits.dtype == torch.float64 or rows == 0 or positions < 2:
         return cp_mixture.draft_chain(log_weights, logits, first_token, temperature, generator)
     device, drafts, parts = logits.device, positions - 1, triton.cdiv(vocab, BLOCK_V)
-    logits, first_token = logits.contiguous(), first_token.contiguous()
+    # Lines of equal distance are read as they lie: an LM head pads its vocabulary.
+    step = logits.stride(2) if rank > 1 else logits.stride(1)
+    if logits.stride() != (positions * rank * step, rank * step, step, 1):
+        logits, step = logits.contiguous(), vocab
+    first_token = first_token.contiguous()
     weights = log_weights.float().clone().contiguous()
     padded = triton.next_power_of_2(parts)
     lines = rows * positions * rank
     maxima, sums = torch.empty(2, lines, parts, dtype=torch.float32, device=device)
-    _softmax[(lines, parts)](logits, maxima, sums, vocab, BLOCK=BLOCK_V)
+    _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.logsumexp(maxima + sums.log(), dim=-1)
     probs, peaks = (
         torch.empty(rows, drafts, vocab, dtype=torch.float32, device=device),
@@ -194,7 +200,7 @@ def draft_chain(
     if temperature is not None:
         race, heat = torch.empty_like(best), temperature.float().contiguous()
         seeds = torch.randint(1 << 31, (positions,), generator=generator, device=device)
-    shape = {"rank": rank, "positions": positions, "vocab": vocab}
+    shape = {"rank": rank, "positions": positions, "step": step}
     for position in range(positions):
         if position > 0:
             _mix[(rows, parts)](
@@ -208,6 +214,7 @@ def draft_chain(
                 race,
                 position,
                 **shape,
+                vocab=vocab,
                 SAMPLE=temperature is not None,
                 R=rank,
                 BLOCK=BLOCK_V,

@@ -15,7 +15,9 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-SWITCH = "VLLM_PPD_TRITON"  # environment variable: 0 keeps every function on its torch reference
+# Environment variable: 0 keeps every function on its torch reference, "always" runs every kernel, on the CPU too, which
+# only Triton's interpreter can (TRITON_INTERPRET=1).
+SWITCH = "VLLM_PPD_TRITON"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,12 +28,13 @@ def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
 
     Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0, else the reference itself.
     """
-    return cast("Callable[P, R]", namesake(reference)) if tensor.is_cuda and enabled() else reference
+    return cast("Callable[P, R]", namesake(reference)) if enabled(tensor) else reference
 
 
-def enabled() -> bool:
-    """Whether Triton kernels may run in this process."""
-    return os.environ.get(SWITCH, "1") != "0" and _installed()
+def enabled(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels may run on a tensor in this process."""
+    wanted = os.environ.get(SWITCH, "1")
+    return (tensor.is_cuda or wanted == "always") and wanted != "0" and _installed()
 
 
 @cache

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's k best tokens of an early head, straight from the states that go into the unembedding.
 
-Norm and T come before: inside the kernel every part of the vocabulary would redo their d x d product.
+Norm and T come before: inside the kernel every part of the vocabulary would redo their d x d product. For greedy drafts
+and candidates: sampled ones need q(x) of the whole vocabulary, and DynaMo's heads the best 50 at a temperature.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def main() -> None:
     index = torch.tensor([1, 2])
     stores = [torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(2)]
     rows_triton.store_rows(stores, index, rows_triton.load_rows(stores, index))
-    paged_copy_triton.copy_slots([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
+    paged_copy_triton.copy_blocks([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
     for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
         unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
     for temperature in (None, torch.ones(2)):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,8 +11,34 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 GPU = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"
 CASES = 8 * 2  # kernels and variants at each of the CPU mode's two batch sizes
+
+
+def gpu_module(name: str) -> Any:
+    """A file of the runbook; on sys.path its folder would hide other packages (`kernels`)."""
+    spec = importlib.util.spec_from_file_location(f"gpu_{name}", GPU / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("triton", "floor", "expected"),
+    [
+        (10, 9, "kept: 90% of the floor, 100% of torch's time"),
+        (11, 9, "does not pay: 82% of the floor, 110% of torch's time"),
+        (9, 1, "does not pay: 11% of the floor, 90% of torch's time"),
+        (8, 1, "kept: 12% of the floor, 80% of torch's time"),
+    ],
+)
+def test_the_rule_of_80_percent(triton: float, floor: float, expected: str) -> None:
+    row = {"reference_us": 10.0, "triton_us": float(triton), "triton_share_of_floor": floor / triton}
+    assert gpu_module("verdict").verdict(row) == expected
 
 
 def entries(path: Path) -> dict[str, Any]:
@@ -34,7 +61,8 @@ def test_a_killed_measurement_goes_on(tmp_path: Path) -> None:
     assert len(after) == CASES + 1
     assert {name: after[name] for name in before} == before
     assert {entry["run"] for name, entry in after.items() if name not in before} <= {1}
-    assert all(entry["floor_us"] > 0 for name, entry in after.items() if name != "machine")
+    measured = [entry for name, entry in after.items() if name != "machine"]
+    assert all(entry["floor_us"] > 0 and entry["verdict"].startswith("not measured") for entry in measured)
     refused = subprocess.run([*command, "--rank", "2"], capture_output=True, text=True)
     assert refused.returncode != 0
     assert "holds results of other settings (rank); give another --out" in refused.stderr

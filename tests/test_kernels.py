@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
-from vllm_ppd.kernels.paged_copy import copy_blocks, copy_slots, entry_places
+from vllm_ppd.kernels.paged_copy import copy_blocks
+from vllm_ppd.kernels.paged_entries import copy_entries, entry_places
 
 
 def sharded(logits: torch.Tensor, shards: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +85,21 @@ def write_kv(cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copied_blocks_are_those_vllm_would_have_written(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    key, value = (torch.randn(3 * SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
+    layers = [torch.zeros(3, HEADS, SIZE, 2 * HEAD_DIM, dtype=dtype) for _ in range(2)]
+    expected = torch.zeros_like(layers[0])
+    for layer in layers:
+        write_kv(layer, torch.arange(3 * SIZE), key, value)
+    for tensor in (key, value):
+        tensor[:SIZE] = tensor[2 * SIZE :]
+    write_kv(expected, torch.arange(3 * SIZE), key, value)
+    copy_blocks(layers, torch.tensor([2, -1, 1]), torch.tensor([0, 1, -1]))
+    assert all(torch.equal(layer, expected) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copied_entries_are_those_vllm_would_have_written(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     key, value = (torch.randn(3 * SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
@@ -91,20 +107,17 @@ def test_copied_entries_are_those_vllm_would_have_written(dtype: torch.dtype) ->
     expected = torch.zeros_like(layers[0])
     for layer in layers:
         write_kv(layer, torch.arange(3 * SIZE), key, value)
-    source, target = torch.tensor([5, SIZE, -1, 0]), torch.tensor([2 * SIZE + 31, SIZE + 8, 3, -1])
+    source, target = torch.tensor([5, SIZE]), torch.tensor([2 * SIZE + 31, SIZE + 8])
     for tensor in (key, value):
-        tensor[target[:2]] = tensor[source[:2]]
+        tensor[target] = tensor[source]
     write_kv(expected, torch.arange(3 * SIZE), key, value)
 
     def write(cache: torch.Tensor, slot: int) -> None:
         ones = torch.ones(1, HEADS, HEAD_DIM, dtype=dtype)
         write_kv(cache, torch.tensor([slot]), ones, ones)
 
-    copy_slots(layers, source, target, entry_places(write, layers[0]))
+    copy_entries(layers, source, target, entry_places(write, layers[0]))
     assert all(torch.equal(layer, expected) for layer in layers)
-    copy_blocks(layers, torch.tensor([2, -1]), torch.tensor([0, 1]))
-    assert torch.equal(layers[1][0], expected[2])
-    assert torch.equal(layers[1][1], expected[1])
 
 
 def test_entries_that_share_numbers_are_refused() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_ppd.kernels.dispatch import SWITCH, chosen, enabled, namesake
+from vllm_ppd.kernels.dispatch import SWITCH, chosen, namesake
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = sorted((ROOT / "tests" / "triton_cases").glob("*.py"))
@@ -86,8 +86,9 @@ def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_ppd.kernels.rows_triton import load_rows as kernel
 
     monkeypatch.delenv(SWITCH, raising=False)
-    assert enabled()
     assert chosen(load_rows, torch.ones(1)) is load_rows
     assert chosen(load_rows, OnGPU()) is kernel  # type: ignore[arg-type]
+    monkeypatch.setenv(SWITCH, "always")
+    assert chosen(load_rows, torch.ones(1)) is kernel
     monkeypatch.setenv(SWITCH, "0")
     assert chosen(load_rows, OnGPU()) is load_rows  # type: ignore[arg-type]

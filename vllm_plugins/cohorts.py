@@ -55,7 +55,8 @@ def evenly_spaced(layers: Sequence[int]) -> list[slice]:
 class ParallelLayers:
     """Runs cohorts side by side: cohorts before evenly spaced layers go through one batched product a projection.
 
-    Two cohorts always do; with one exit at l, so do all L/l that a step has in flight.
+    Two cohorts always do; with one exit at l, so do all L/l that a step has in flight. A batched product takes one
+    distance between its matrices, so three cohorts at uneven distances, which several exits can make, take two.
     """
 
     def __init__(self, runner: Any, stacked: StackedLayers) -> None:

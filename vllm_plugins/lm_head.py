@@ -5,13 +5,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from vllm import envs
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
+
+
+class Unembedding(NamedTuple):
+    """A rank's shard of an LM head whose logits are its product with the states, and nothing else."""
+
+    weight: torch.Tensor  # [shard_size, hidden], in the states' dtype
+    bias: torch.Tensor | None  # [shard_size]
 
 
 class LMHead(ABC):
@@ -26,6 +36,10 @@ class LMHead(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         """E* h: [rows, vocabulary], or this rank's shard of it."""
+
+    @abstractmethod
+    def plain(self) -> Unembedding | None:
+        """The matrix itself, for kernels that read it; None where logits are more than its product or it is packed."""
 
     def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
@@ -54,6 +68,17 @@ class TargetLMHead(LMHead):
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         return self.logits_processor(self.lm_head, hidden, getattr(self.lm_head, "bias", None), skip_gather=not gather)
+
+    def plain(self) -> Unembedding | None:
+        """None for a quantised head, capped or scaled logits, and a head computed in another type than the states."""
+        processor, method = self.logits_processor, self.lm_head.quant_method
+        weight, bias = getattr(self.lm_head, "weight", None), getattr(self.lm_head, "bias", None)
+        product = not processor.logits_as_input and processor.scale == 1.0 and processor.soft_cap is None
+        # Exactly these classes: what derives from them may compute something else.
+        unquantised = type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+        if not product or not unquantised or envs.VLLM_BATCH_INVARIANT or weight is None:
+            return None
+        return Unembedding(weight, bias) if processor.head_dtype in (None, weight.dtype) else None
 
     def rows(
         self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device
@@ -107,3 +132,7 @@ class CopiedLMHead(LMHead):
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         logits = self.unembedding(hidden) + self.bias
         return self.gather(logits) if gather else logits
+
+    def plain(self) -> Unembedding | None:
+        weight = self.unembedding.plain()
+        return None if weight is None else Unembedding(weight, self.bias)

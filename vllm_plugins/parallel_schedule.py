@@ -22,11 +22,11 @@ import numpy as np
 import torch
 
 from vllm_ppd.kernels.sampling import draw
-from vllm_ppd.model_patches.base import Adapter, CutState
+from vllm_ppd.model_patches.base import Adapter
 from vllm_ppd.vllm_plugins.cohorts import Cohort, ParallelLayers
 from vllm_ppd.vllm_plugins.config import DraftingConfig
 from vllm_ppd.vllm_plugins.plan import Plan
-from vllm_ppd.vllm_plugins.reader import EarlyReader, Reading, greedy_reading, sampled_reading
+from vllm_ppd.vllm_plugins.reader import EarlyReader, ExitState, Reading
 from vllm_ppd.vllm_plugins.states import SavedStates
 
 
@@ -81,7 +81,7 @@ class ParallelSchedule:
     def _at_stop(self, cohorts: list[Cohort]) -> list[Cohort]:
         """Read what stands at an exit or at the end; returns the cohorts that are in flight then."""
         ended = cohorts.pop() if cohorts[-1].layer == self.num_layers else None
-        states: list[tuple[int | None, CutState]] = []
+        states: list[ExitState] = []
         asked: list[tuple[np.ndarray, np.ndarray]] = []  # (requests, offsets) of each state
         if ended is not None:
             unverified = self._end(ended)
@@ -126,11 +126,10 @@ class ParallelSchedule:
         more = cohort.offsets < self.plan.max_drafts[cohort.requests]
         return cohort.kept(more, self._index(np.flatnonzero(more))) if more.any() else None
 
-    def _read(self, states: list[tuple[int | None, CutState]], requests: np.ndarray) -> Reading:
-        logits = self.reader.together(states)
+    def _read(self, states: list[ExitState], requests: np.ndarray) -> Reading:
         if self.temperature is None:
-            return greedy_reading(logits, with_confidence=self.gamma > 0)
-        return sampled_reading(logits, self.temperature[self._index(requests)])
+            return self.reader.greedy_together(states, with_confidence=self.gamma > 0)
+        return self.reader.sample_together(states, self.temperature[self._index(requests)])
 
     def _verify(self, requests: np.ndarray, offsets: np.ndarray, final: Reading) -> np.ndarray:
         """Set the tokens behind some to the final layer's; returns those that are not in flight yet: [tokens] bool."""

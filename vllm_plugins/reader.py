@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a draft at an exit layer: final norm, early head T, the target's LM head, across tensor-parallel ranks."""
+"""Reading a draft at an exit layer: final norm, early head T, the target's LM head, across tensor-parallel ranks.
+
+Where only the best tokens are asked for and the tensors are on a GPU, a kernel reads E* and writes no logits; samples
+need all of them, as q(x).
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,19 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_ppd.heads.early import EarlyHeads
-from vllm_ppd.kernels.early_topk import merge_topk, shard_topk
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import divisor, draw, drawn_from, is_greedy
+from vllm_ppd.kernels.unembed_topk import unembed_topk
 from vllm_ppd.model_patches.base import Adapter, CutState
-from vllm_ppd.vllm_plugins.lm_head import LMHead
+from vllm_ppd.vllm_plugins.lm_head import LMHead, Unembedding
+
+# (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
+ExitState = tuple[int | None, CutState]
 
 
 class Reading(NamedTuple):
@@ -50,28 +60,11 @@ class EarlyReader:
 
     def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
         """The exit's best token of each row; overwrites the state."""
-        ids, probability = self._best(exit_layer, state, 1, with_confidence)
-        return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)
+        return self.greedy_together([(exit_layer, state)], with_confidence)
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites the state."""
-        return self._best(exit_layer, state, k, with_probability=False)[0]
-
-    def _best(
-        self, exit_layer: int, state: CutState, k: int, with_probability: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and their probabilities [rows, k].
-
-        Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
-        """
-        logits = self._logits(exit_layer, state, gather=False)
-        best = shard_topk(logits, k, self.lm_head.vocab_start, self.lm_head.num_valid, with_probability)
-        if self.lm_head.tp_size == 1:
-            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
-        # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
-        packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
-        shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 2 * k + 1)
-        return merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
+        return self._whole(self._shard_topk([(exit_layer, state)], k, False), k)[0]
 
     def sample(
         self,
@@ -80,42 +73,70 @@ class EarlyReader:
         temperature: torch.Tensor,  # [rows]; rows at 0 take the best token
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
-        return sampled_reading(self._logits(exit_layer, state, gather=True), temperature)
+        return self.sample_together([(exit_layer, state)], temperature)
 
-    def together(self, states: list[tuple[int | None, CutState]]) -> torch.Tensor:
-        """Logits [rows, vocabulary] of several states, one behind the other, in one read of the LM head.
+    def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
+        """The best token of each row of several states, one behind the other, in one read of the LM head."""
+        ids, probability = self._whole(self._shard_topk(states, 1, with_confidence), 1)
+        return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)
 
-        Args:
-            states: (exit layer, its states), or (None, normed hidden states of the final layer). May be overwritten.
-        """
-        hidden = [state[0] if layer is None else self._transformed(layer, state) for layer, state in states]
-        if self.heads is None or self.heads.form != "classifier":
-            return self.lm_head.logits(torch.cat(hidden))
-        read = [self.lm_head.logits if layer is None else self.lm_head.gather for layer, _ in states]
-        return torch.cat([logits(part) for logits, part in zip(read, hidden, strict=True)])
+    def sample_together(self, states: list[ExitState], temperature: torch.Tensor) -> Reading:
+        """A sample of each row of several states, in one read of the LM head."""
+        return sampled_reading(
+            torch.cat([self._logits(*part, gather=True) for part in self._joined(states)]), temperature
+        )
 
-    def _logits(self, exit_layer: int, state: CutState, gather: bool) -> torch.Tensor:
-        hidden = self._transformed(exit_layer, state)
-        if self.heads is not None and self.heads.form == "classifier":
-            return self.lm_head.gather(hidden) if gather else hidden
-        return self.lm_head.logits(hidden, gather)
+    def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
+        parts = [(state[0], None) if layer is None else self._transformed(layer, state) for layer, state in states]
+        if all(classifier is None for _, classifier in parts):
+            return [(torch.cat([hidden for hidden, _ in parts]), None)]
+        return parts
 
-    def _transformed(self, exit_layer: int, state: CutState) -> torch.Tensor:
-        """What the LM head reads (T applied), or a classifier's logits of this rank's shard."""
+    def _transformed(self, exit_layer: int, state: CutState) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden = self.adapter.norm(*state)
-        return hidden if self.heads is None else self.heads(hidden, exit_layer)
+        if self.heads is not None and self.heads.form == "classifier":
+            return hidden, self.heads.weights[str(exit_layer)]
+        return hidden if self.heads is None else self.heads(hidden, exit_layer), None
 
+    def _logits(self, hidden: torch.Tensor, classifier: torch.Tensor | None, gather: bool) -> torch.Tensor:
+        if classifier is None:
+            return self.lm_head.logits(hidden, gather)
+        logits = functional.linear(hidden, classifier)
+        return self.lm_head.gather(logits) if gather else logits
 
-def greedy_reading(logits: torch.Tensor, with_confidence: bool) -> Reading:
-    """The best token of each row of logits [rows, vocabulary]."""
-    best = logits.float().max(dim=-1)
-    confidence = (best.values - torch.logsumexp(logits.float(), dim=-1)).exp() if with_confidence else None
-    return Reading(best.indices, confidence, None)
+    def _shard_topk(self, states: list[ExitState], k: int, with_probability: bool) -> ShardTopK:
+        """The k best tokens of this rank's shard: by the kernel that reads it where one runs, else of its logits."""
+        found = []
+        for hidden, classifier in self._joined(states):
+            start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
+            kernel, matrix = chosen(unembed_topk, hidden), None
+            # Not the reference: it would take torch's product where vLLM's own may be a packed, faster one.
+            if kernel is not unembed_topk:
+                matrix = self.lm_head.plain() if classifier is None else Unembedding(classifier, None)
+            if matrix is not None:
+                found.append(kernel(hidden, matrix.weight, k, start, valid, matrix.bias, with_probability))
+            else:
+                found.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
+        return found[0] if len(found) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _whole(self, best: ShardTopK, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and their probabilities [rows, k] in the whole vocabulary.
+
+        Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
+        """
+        if self.lm_head.tp_size == 1:
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
+        # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
+        packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
+        shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 2 * k + 1)
+        return merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
 
 
 def sampled_reading(logits: torch.Tensor, temperature: torch.Tensor) -> Reading:
     """A sample of each row of logits [rows, vocabulary] at its temperature [rows]; rows at 0 take the best token."""
     logits = logits.float()
+    # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
     greedy = is_greedy(temperature)
     probs = torch.softmax(logits / divisor(temperature), dim=-1)

@@ -6,7 +6,9 @@
 
 The floor of a kernel is the greater of bytes / bandwidth and FLOP / peak, both measured here first, or given. Bytes are
 those that no implementation can avoid: every input once, every output once. Medians; the caches are emptied before each
-repetition; a launch's own cost counts, as it does in a server without CUDA graphs around it.
+repetition; a launch's own cost counts, as it does in a server without CUDA graphs around it. Each row ends in a verdict
+by the rule of 80 %: "kept" where the kernel reaches 80 % of the floor without being slower than torch, or takes at most
+80 % of torch's time; else "does not pay".
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 from results import Results
+from verdict import verdict
 
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import adaptive_threshold
-from vllm_ppd.kernels.paged_copy import copy_slots
+from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.rows import load_rows, store_rows
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 
@@ -108,9 +111,9 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
     yield Case("load_rows", load_rows, (stores, index), bytes=moved)
     heads, block, content = 8, 16, 256
     caches = [torch.zeros(2 * batch, heads, block, content, **half) for _ in range(args.layers)]
-    source = torch.arange(batch, device=device) * block
-    moved = 2 * size * batch * heads * content * args.layers
-    yield Case("copy_slots", copy_slots, (caches, source, source + batch * block), bytes=moved)
+    source = torch.arange(batch, device=device)
+    moved = 2 * size * batch * heads * block * content * args.layers
+    yield Case("copy_blocks", copy_blocks, (caches, source, source + batch), bytes=moved)
 
 
 def measure(case: Case, args: argparse.Namespace, device: torch.device, cold: torch.Tensor) -> dict[str, Any]:
@@ -129,6 +132,7 @@ def measure(case: Case, args: argparse.Namespace, device: torch.device, cold: to
     for name, function in implementations.items():
         seconds = timed(lambda call=function: call(*case.arguments), device, args.repetitions, cold)
         row |= {f"{name}_us": 1e6 * seconds, f"{name}_share_of_floor": floor / seconds}
+    row["verdict"] = verdict(row)
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
 
@@ -170,7 +174,10 @@ def main() -> None:
                 results.add(name, measure(case, args, device, cold))
             entry = results.content["entries"][name]
             triton = f"{entry['triton_us']:10.1f}" if "triton_us" in entry else "         -"
-            print(f"{name:36} floor {entry['floor_us']:10.2f}  torch {entry['reference_us']:10.1f}  Triton {triton} us")
+            print(
+                f"{name:36} floor {entry['floor_us']:10.2f}  torch {entry['reference_us']:10.1f}  Triton {triton} us  "
+                f"{entry['verdict']}"
+            )
 
 
 if __name__ == "__main__":

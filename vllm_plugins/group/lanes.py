@@ -3,8 +3,8 @@
 
 They share the request's KV blocks up to that position. At it they differ, so every lane but the first writes into a
 tail block of its own, which holds the same tokens as the request's; the first lane writes into the request's. When the
-target has chosen, the chosen token's entry is copied into the others: on a CPU, whose blocks are large, that entry alone;
-elsewhere whole blocks, since a backend may keep the tokens of a block in any order.
+target has chosen, the chosen token's entry is copied into the others: on a CPU, whose blocks are large, that entry
+alone; elsewhere whole blocks, since a backend may keep the tokens of a block in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.kernels.paged_copy import copy_blocks, copy_slots, entry_places
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.paged_copy import copy_blocks
+from vllm_ppd.kernels.paged_entries import copy_entries, entry_places
 from vllm_ppd.model_patches.base import ModelCut
 
 NONE = -1
@@ -37,7 +39,7 @@ class Lanes:
         self.tails = np.zeros((0, 0, 0), dtype=np.int64)  # [requests, k - 1, KV cache groups] block ids
         # [requests] the block of the request that its tail blocks are copies of, by name and place in the table
         self.copied: list[tuple[str, int] | None] = [None] * requests
-        self.places: list[torch.Tensor | None] = []  # of each KV cache group: where a block keeps which token
+        self.places: dict[int, torch.Tensor] = {}  # of each KV cache group: where a block keeps which token
 
     def reserve(self, kv_cache_config: Any) -> None:
         """Make room for the tail blocks behind the blocks that vLLM's scheduler knows of."""
@@ -110,12 +112,12 @@ class Lanes:
         for gid, names in enumerate(self._names()):
             places = None if whole or not names else self._entry_places(gid, names[0])
             if places is None:
-                caches = [self._blocks(name) for name in names]
-                copy_blocks(caches, self._index(origins[:, gid]), self._index(targets[:, gid]))
+                origin, target = self._index(origins[:, gid]), self._index(targets[:, gid])
+                chosen(copy_blocks, target)([self._blocks(name) for name in names], origin, target)
             else:
                 size = tables[gid].block_size
-                slots = (part[:, gid] * size + where % size for part in (origins, targets))
-                copy_slots([self._cache(name) for name in names], *map(self._index, slots), places)
+                origin, target = (self._index(part[:, gid] * size + where % size) for part in (origins, targets))
+                copy_entries([self._cache(name) for name in names], origin, target, places)
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device)
@@ -124,10 +126,7 @@ class Lanes:
         """Where a block of this group keeps which token, as the CPU backend itself writes it; None elsewhere."""
         if self.runner.device.type != "cpu":
             return None
-        while len(self.places) <= gid:
-            self.places.append(None)
-        places = self.places[gid]
-        if places is None:
+        if gid not in self.places:
             layer = self.runner.compilation_config.static_forward_context[name]
             shape = (1, layer.num_kv_heads, layer.head_size)
 
@@ -135,8 +134,8 @@ class Lanes:
                 key, value = (torch.ones(shape, dtype=self.runner.model_config.dtype) for _ in range(2))
                 layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor([slot]))
 
-            places = self.places[gid] = entry_places(write, self._cache(name))
-        return places
+            self.places[gid] = entry_places(write, self._cache(name))
+        return self.places[gid]
 
     def _names(self) -> list[list[str]]:
         """The layers that lanes run through, by KV cache group."""

@@ -19,6 +19,7 @@ from vllm_ppd.heads.checkpoint import load_tensors
 from vllm_ppd.heads.config import CPConfig
 from vllm_ppd.heads.cp import log_gate
 from vllm_ppd.kernels.cp_mixture import draft_chain
+from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import drawn_from, is_greedy
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
@@ -31,8 +32,6 @@ LOGITS_AT_ONCE = 1 << 26  # numbers
 
 class CPProposer(Proposer):
     """Drafts with a CP head over the target's last hidden state."""
-
-    chain = staticmethod(draft_chain)
 
     def load_model(self, model: Any) -> None:
         config, tensors = load_tensors(str(self.config.model), CPConfig.kind)
@@ -61,8 +60,8 @@ class CPProposer(Proposer):
         tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
         drafting = np.flatnonzero(plan.max_drafts)
         for start in range(0, len(drafting), self.requests_at_once):
-            chosen = drafting[start : start + self.requests_at_once]
-            tokens[chosen] = self._draft(plan.rows[chosen], plan.base_tokens[chosen], step).cpu().numpy()
+            some = drafting[start : start + self.requests_at_once]
+            tokens[some] = self._draft(plan.rows[some], plan.base_tokens[some], step).cpu().numpy()
         return tokens, plan.max_drafts
 
     def _draft(self, rows: np.ndarray, first_tokens: np.ndarray, step: Step) -> torch.Tensor:
@@ -78,6 +77,13 @@ class CPProposer(Proposer):
             index = self.index(rows)
             self.probs[index] = q if vocabulary is None else vocabulary.spread(q, self.probs[index])
         return tokens if vocabulary is None else vocabulary.token_ids[tokens]
+
+    @staticmethod
+    def chain(
+        log_weights: torch.Tensor, logits: torch.Tensor, first: torch.Tensor, temperature: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [rows, n] and what they were drawn from [rows, n, vocabulary], by the device's own draft_chain."""
+        return chosen(draft_chain, logits)(log_weights, logits, first, temperature)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, n + 1, r, vocabulary], the emitted token's position first."""

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of single tokens' entries inside vLLM's paged KV caches, where a backend keeps a block in an order of its own.
+
+vLLM's CPU attention does (keys transposed or in pairs, values in pairs of tokens), and its blocks are large, so that
+copying one token's entry is far cheaper than copying its block (paged_copy.py). A slot is block * block size + offset,
+as in vLLM's slot mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def copy_entries(
+    kv_caches: Sequence[torch.Tensor],  # [blocks, KV heads, block size, content] of each layer, contiguous
+    source_slots: torch.Tensor,  # [pairs] int64
+    target_slots: torch.Tensor,  # [pairs] int64, no two alike, none of them a source
+    places: torch.Tensor,  # [block size, numbers] int64, from entry_places
+) -> None:
+    """Copy tokens' keys and values from slot to slot, in place, in every layer."""
+    size = len(places)
+    sources, source_places = (source_slots // size)[:, None], places[source_slots % size]
+    targets, target_places = (target_slots // size)[:, None], places[target_slots % size]
+    for cache in kv_caches:
+        blocks = cache.view(len(cache), -1)
+        blocks[targets, target_places] = blocks[sources, source_places]
+
+
+def entry_places(
+    write: Callable[[torch.Tensor, int], None],  # (cache, slot): writes ones as that slot's key and value
+    kv_cache: torch.Tensor,  # [blocks, KV heads, block size, content], taken for its shape and type alone
+) -> torch.Tensor:
+    """Where a backend keeps each offset of a block: [block size, numbers] int64 into the flattened block.
+
+    Found by letting the backend write. The places ascend; that the i-th of one offset means what the i-th of another
+    does holds for every order of vLLM's CPU attention.
+
+    Raises:
+        ValueError: if the offsets do not divide the block among them.
+    """
+    found = []
+    for offset in range(kv_cache.shape[2]):
+        block = torch.zeros(1, *kv_cache.shape[1:], dtype=kv_cache.dtype)
+        write(block, offset)
+        found.append(block.flatten().nonzero().squeeze(1))
+    numbers = kv_cache[0].numel()
+    alike = all(len(places) == len(found[0]) for places in found)
+    if not alike or sorted(torch.cat(found).tolist()) != list(range(numbers)):
+        raise ValueError(f"the backend's entries do not divide a block of {numbers} numbers; copy whole blocks instead")
+    return torch.stack(found)

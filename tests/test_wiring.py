@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting takes the Triton kernels where they may run, and drafts the same with them (tests/wired.py, in a process
+whose kernels run in Triton's interpreter)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT, runner_of
+
+from vllm_ppd.kernels.dispatch import SWITCH
+
+pytest.importorskip("triton")
+
+
+def wired(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, str(ROOT / "tests" / "wired.py"), *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert run.stdout.endswith("same\n"), run.stdout[-3000:] + run.stderr[-5000:]
+    return run.stdout
+
+
+def test_parts_draft_the_same() -> None:
+    wired("parts")
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_engines_draft_the_same(tiny_model: Callable[..., Path], fitted_heads: Callable[..., str]) -> None:
+    classifiers = fitted_heads("early", head="classifier")
+    options: list[dict[str, Any]] = [
+        {"method": "ppd"},
+        {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02},
+        {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "model": classifiers},
+        {"method": "paradecode", "schedule": "parallel", "exit_layer": [2, 4], "gamma": 0.02},
+        {"method": "paradecode", "schedule": "parallel", "exit_layer": 2, "model": classifiers},
+        {"method": "cp", "model": fitted_heads("cp", rank=3)},
+        {"method": "cp", "model": fitted_heads("cp", rank=3), "draft_vocab_size": 100},
+        {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.1},
+    ]
+    assert wired("engines", str(tiny_model()), json.dumps(options)).count("steps") == len(options)
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_a_group_starts_the_same_lanes(tiny_model: Callable[..., Path]) -> None:
+    results = []
+    for switch in ("0", "always"):
+        lines = wired("group", str(tiny_model()), **{SWITCH: switch}).splitlines()
+        results.append(json.loads(next(line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT "))))
+    assert results[0] == results[1]
+    assert min(results[0][1].values()) > 0
+
+
+@pytest.mark.engine
+def test_the_lm_head_is_read_as_a_matrix_only_where_it_is_one(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
+
+    model = runner_of(engine()).model
+    head = TargetLMHead(model)
+    hidden = torch.randn(3, 64)
+    plain = head.plain()
+    assert plain is not None
+    product = torch.nn.functional.linear(hidden, plain.weight, plain.bias)
+    torch.testing.assert_close(product, head.logits(hidden, gather=False))
+    for name, value in (("scale", 0.5), ("soft_cap", 30.0), ("logits_as_input", True), ("head_dtype", torch.float64)):
+        with monkeypatch.context() as patch:
+            patch.setattr(model.logits_processor, name, value)
+            assert head.plain() is None, name
+    quantised = SimpleNamespace(quant_method=object(), weight=plain.weight)
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "lm_head", quantised)
+        assert head.plain() is None

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting through the Triton kernels, in Triton's interpreter, against drafting through their torch references.
+
+Run as a script by test_wiring.py, with TRITON_INTERPRET=1: `parts` calls what drafting calls, without an engine;
+`engines MODEL OPTIONS` decodes with engines of a tiny model (OPTIONS: a JSON list of speculative_configs);
+`group MODEL` prints what a worker group does, whose workers are processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+import torch
+
+from vllm_ppd.kernels import dispatch
+
+used: Counter[str] = Counter()  # kernels that were chosen
+
+
+def counted(reference: Callable[..., Any], find: Callable[..., Any] = dispatch.namesake) -> Callable[..., Any]:
+    used[reference.__name__] += 1
+    return find(reference)
+
+
+dispatch.namesake = counted  # type: ignore[assignment]
+
+
+def same(run: Callable[[], Any], *kernels: str) -> Any:
+    """What both ways give, to float32 rounding; the kernels must have run."""
+    os.environ[dispatch.SWITCH] = "0"
+    expected = run()
+    assert not used, used
+    os.environ[dispatch.SWITCH] = "always"
+    torch.testing.assert_close(run(), expected, rtol=2e-5, atol=1e-7)
+    assert set(used) == set(kernels), used
+    used.clear()
+    return expected
+
+
+def reader() -> None:
+    """Early exits: no heads, T, classifiers; one best token with its confidence, several candidates, exits together."""
+    from vllm_ppd.heads.early import EarlyHeads
+    from vllm_ppd.kernels.early_topk import merge_topk
+    from vllm_ppd.vllm_plugins.lm_head import LMHead, Unembedding
+    from vllm_ppd.vllm_plugins.reader import EarlyReader
+
+    weight, bias = torch.randn(320, 64), torch.randn(320)
+
+    class Head(LMHead):
+        """A shard of E*, padded with rows that must never win."""
+
+        tp_size, vocab_size = 1, 300
+
+        def __init__(self, start: int = 0, stop: int = 300) -> None:
+            self.vocab_start, self.num_valid, self.shard_size = start, stop - start, stop - start + 20
+            padding = torch.full((20,), 1e4)
+            self.matrix = Unembedding(weight[start : stop + 20].clone(), torch.cat([bias[start:stop], padding]))
+
+        def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+            logits = torch.nn.functional.linear(hidden, *self.matrix)
+            return logits[:, : self.num_valid] if gather else logits
+
+        def plain(self) -> Unembedding:
+            return self.matrix
+
+    adapter: Any = SimpleNamespace(norm=lambda hidden, residual: (hidden + residual).clone())
+    state = torch.randn(5, 64), torch.randn(5, 64)
+    final = torch.randn(3, 64), None
+    several = [(2, state), (4, state), (None, final)]
+    for heads in (None, EarlyHeads((2, 4), 64), EarlyHeads((2, 4), 64, "classifier", weight[:300])):
+        exits = EarlyReader(adapter, Head(), heads)
+        for parameter in () if heads is None else heads.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+        same(lambda exits=exits: exits.greedy(2, state, with_confidence=True)[:2], "unembed_topk")
+        same(lambda exits=exits: exits.candidates(4, state, 3), "unembed_topk")
+        same(lambda exits=exits: exits.greedy_together(several, with_confidence=True)[:2], "unembed_topk")
+        one_by_one = [exits.greedy(*part, with_confidence=False).token_ids for part in several[:2]]
+        together = exits.greedy_together(several, with_confidence=False).token_ids
+        assert torch.cat(one_by_one).tolist() == together[:10].tolist()
+        used.clear()
+
+    ranks = [EarlyReader(adapter, Head(*shard), None) for shard in ((0, 170), (170, 300))]
+
+    def exchanged() -> tuple[torch.Tensor, torch.Tensor]:
+        best = [rank._shard_topk([(2, state)], 3, True) for rank in ranks]
+        values, ids, logsumexps = (torch.stack(parts, dim=1) for parts in zip(*best, strict=True))
+        return merge_topk(values, ids, logsumexps, 3)
+
+    merged = same(exchanged, "unembed_topk")
+    whole = EarlyReader(adapter, Head(), None).candidates(2, state, 3)
+    assert merged[0].tolist() == whole.tolist()
+    used.clear()
+
+
+def heads() -> None:
+    """CP's chain and DynaMo's thresholds."""
+    from vllm_ppd.heads.cp import CPHead
+    from vllm_ppd.heads.dynamo_joint import select
+    from vllm_ppd.heads.joint_settings import JointSettings
+
+    head, unembedding = CPHead(48, positions=4, rank=3), torch.randn(300, 48)
+    for parameter in head.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape)
+    hidden, first = torch.randn(3, 48), torch.tensor([7, 299, 0])
+    same(lambda: head.draft(hidden, first, unembedding), "draft_chain")
+
+    scores = [3 * torch.randn(4, 200) for _ in range(2)]
+    first = torch.tensor([1, 2, 3, 4])
+    settings = JointSettings(k=20, eps_b=0.02, repetition_penalty=1.5)
+
+    def choose() -> list[torch.Tensor]:
+        choice = select(scores, settings, first_token=first, context=torch.randint(200, (4, 9)))
+        return [choice.best(), choice.order, *choice.joints.values()]
+
+    def seeded() -> list[torch.Tensor]:
+        torch.manual_seed(5)
+        return choose()
+
+    same(seeded, "adaptive_threshold")
+
+
+def lanes() -> None:
+    """The winner's block goes into the request's own and into the other lanes', in two groups of layers."""
+    from vllm_ppd.vllm_plugins.group.lanes import Lanes
+
+    tables = [SimpleNamespace(block_table=SimpleNamespace(np=np.arange(24).reshape(4, 6) + gid), block_size=16)
+              for gid in range(2)]  # fmt: skip
+    names = ["layers.0", "layers.1", "layers.2"]
+    groups = [SimpleNamespace(layer_names=names[:2]), SimpleNamespace(layer_names=names[2:])]
+    batch = SimpleNamespace(req_ids=list("abcd"), block_table=SimpleNamespace(block_tables=tables))
+    made: dict[str, torch.Tensor] = {}
+    context = {name: SimpleNamespace(get=made.get) for name in names}
+    cache_config = SimpleNamespace(kv_cache_groups=groups, num_blocks=30, kv_cache_tensors=[])
+    runner = SimpleNamespace(
+        input_batch=batch, device=torch.device("cpu"), kv_cache_config=cache_config,
+        compilation_config=SimpleNamespace(static_forward_context=context),
+    )  # fmt: skip
+    cut: Any = SimpleNamespace(attention_layers=lambda level, some: some)
+    found = Lanes(runner, cut, lanes=3, requests=4)
+    found.reserve(cache_config)
+
+    def choose() -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        for name in names:
+            # The backend's blocks are half the scheduler's.
+            context[name].kv_cache = torch.randn(2 * cache_config.num_blocks, 2, 8, 6)
+        found.choose(np.array([0, 2, 3]), np.array([40, 3, 95]), np.array([2, 0, 1]))
+        return [context[name].kv_cache for name in names]
+
+    caches = same(choose, "copy_blocks")
+    row, winner = 0, 2
+    blocks = caches[0].unflatten(0, (-1, 2))
+    own, tails = tables[0].block_table.np[row, 40 // 16], found.tails[row, :, 0]
+    assert torch.equal(blocks[own], blocks[tails[winner - 1]])
+    assert torch.equal(blocks[own], blocks[tails[0]])
+
+
+def engines(model: str, options: list[dict[str, Any]]) -> None:
+    """The same drafts, and the same output, of real engines."""
+    from conftest import drafter_of, start_engine
+    from exactness import generate, greedy, prompts
+
+    kernels = {"cp": {"draft_chain"}, "dynamo": {"adaptive_threshold"}}
+    early = {"unembed_topk", "load_rows", "store_rows"}
+    for config in options:
+        llm = start_engine(Path(model), config)
+        drafter, drafts = drafter_of(llm), []
+        plan = drafter.draft_plan
+        if config["method"] == "dynamo":
+            # Else the likeliest n-gram outlives every threshold, and none is computed.
+            drafter.settings = drafter.settings.model_copy(update={"repetition_penalty": 1.3})
+
+        def recorded(*args: Any, plan: Any = plan, drafts: list[Any] = drafts) -> Any:
+            tokens, made = plan(*args)
+            drafts.append([row[:count] for row, count in zip(tokens.tolist(), made.tolist(), strict=True)])
+            return tokens, made
+
+        drafter.draft_plan = recorded
+
+        def decode(llm: Any = llm, drafts: list[Any] = drafts) -> list[Any]:
+            drafts.clear()
+            return [generate(llm, prompts(3, 20), greedy(14)), list(drafts)]
+
+        output, made = same(decode, *kernels.get(config["method"], early))
+        assert any(any(row) for step in made for row in step), config
+        print(config["method"], config.get("schedule", ""), len(made), "steps", output[0][:4], flush=True)
+
+
+def group(model: str) -> None:
+    """Prints what a worker group of three lanes says, and its hits and misses, with the environment's kernels."""
+    from conftest import our_counter, start_engine
+    from exactness import generate, greedy, prompts
+
+    options = {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5}
+    llm = start_engine(Path(model), options, pipeline_parallel_size=2)
+    output = generate(llm, prompts(3, 40), greedy(30))
+    counts = {name: our_counter(f"group_{name}") for name in ("ticks", "hits", "misses", "lanes")}
+    llm.llm_engine.engine_core.shutdown()
+    print("RESULT", json.dumps([output, counts]))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    if sys.argv[1] == "parts":
+        with torch.inference_mode():
+            for part in (reader, heads, lanes):
+                part()
+    elif sys.argv[1] == "group":
+        group(sys.argv[2])
+    else:
+        engines(sys.argv[2], json.loads(sys.argv[3]))
+    print("same")
