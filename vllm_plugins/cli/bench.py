@@ -86,6 +86,6 @@ def run_tables(args: argparse.Namespace) -> int:
     except Stopped as stopped:
         print(f"ppd: {stopped}", file=sys.stderr)
         return 130
-    print("\n\n".join([*map(render, tables), *(f"left out: {key} {reason}" for key, reason in left_out.items())]))
+    print("\n\n".join([*map(render, tables), *(f"left out: {key}: {reason}" for key, reason in left_out.items())]))
     print(f"\nwrote {options.out}" if tables else "\nnothing was measured")
     return 0 if tables else 1

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration
@@ -18,6 +19,8 @@ from vllm_ppd.vllm_plugins.bench.results import Row
 from vllm_ppd.vllm_plugins.bench.schedule import decode
 from vllm_ppd.vllm_plugins.bench.tables import Missing
 from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
+
+Made = TypeVar("Made")
 
 
 class Context:
@@ -33,6 +36,7 @@ class Context:
         for folder in options.heads:
             self.folders[load_config(folder).kind].append(folder)
         self._calibrations: dict[str, Calibration] = {}
+        self._made: dict[Hashable, Any] = {}
 
     def heads(self, kind: str) -> list[str]:
         """The folders of a kind, at least one.
@@ -44,6 +48,13 @@ class Context:
             raise Missing(f"needs {kind} heads: give a folder that `ppd train {kind}` wrote with --heads")
         return self.folders[kind]
 
+    def once(self, name: Hashable, make: Callable[[], Made]) -> Made:
+        """What make gives, made when a table first asks for it by that name."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: Made = self._made[name]
+        return made
+
     def calibration(self, folder: str) -> Calibration:
         """Target, heads and texts as `ppd calibrate` has them; all folders share the target and the texts.
 
@@ -51,15 +62,13 @@ class Context:
             HeadsError, TrainingError: on heads, a target or data that do not fit.
         """
         if folder not in self._calibrations:
-            own = self.options
-            shared = {
-                name: getattr(own, name)
-                for name in (
-                    "model", "data", "prompts", "prompt_tokens", "new_tokens", "temperature", "batch", "seed", "device",
-                    "trust_remote_code",
-                )
-            }  # fmt: skip
-            options = CalibrationOptions(**{"heads": folder, "precision": own.dtype, "recommend": False, **shared})
+            same = self.settings(
+                "model", "data", "prompts", "prompt_tokens", "new_tokens", "temperature", "batch", "seed", "device",
+                "trust_remote_code",
+            )  # fmt: skip
+            options = CalibrationOptions(
+                **{"heads": folder, "precision": self.options.dtype, "recommend": False, **same}
+            )
             first = next(iter(self._calibrations.values()), None)
             self._calibrations[folder] = Calibration(options, first)
         return self._calibrations[folder]
@@ -98,16 +107,17 @@ class Context:
             BenchError: if the base does not start.
             Stopped: on Ctrl-C.
         """
-        own = self.options
-        shared = {
-            name: getattr(own, name)
-            for name in (
-                "model", "data", "rounds", "prompt_tokens", "new_tokens", "dtype", "eager", "kv_cache_gib", "engine",
-                "alive", "seed", "trust_remote_code",
-            )
-        }  # fmt: skip
-        options = kind(**{**shared, "batch_sizes": (1,), "out": str(self.turns), **changes})
+        same = self.settings(
+            "model", "data", "rounds", "prompt_tokens", "new_tokens", "eager", "kv_cache_gib", "engine", "alive",
+            "seed", "trust_remote_code",
+        )  # fmt: skip
+        own = {"batch_sizes": (1,), "dtype": self.options.engine_dtype, "out": str(self.turns)}
+        options = kind(**{**same, **own, **changes})
         return {(row["contender"], row["batch"]): row for row in decode(options, everyone).rows()}
+
+    def settings(self, *names: str) -> dict[str, Any]:
+        """Some of the options, for a table to name."""
+        return {name: getattr(self.options, name) for name in names}
 
     @property
     def turns(self) -> Path:

@@ -14,6 +14,11 @@ def render(table: PaperTable) -> str:
     forms = [table.forms] * len(table.columns) if isinstance(table.forms, str) else table.forms
     lines = []
     for row in table.rows:
+        pairs = list(zip(row.ours or (), row.theirs or (), strict=False))
+        if pairs and all(None in pair for pair in pairs):  # columns of their own: one line has room for both
+            one = [theirs if ours is None else ours for ours, theirs in pairs]
+            lines.append([row.label, "both", *_cells(one, forms)])
+            continue
         label = row.label
         for whose, values in (("ours", row.ours), ("paper", row.theirs)):
             if values is not None:

@@ -14,7 +14,7 @@ from vllm_ppd.heads.training.corpus import expand
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.schedule import Stopped
-from vllm_ppd.vllm_plugins.bench.tables import Measure, Missing, PaperTable, cp, dynamo, paradecode, ppd
+from vllm_ppd.vllm_plugins.bench.tables import Measure, PaperTable, cp, dynamo, paradecode, ppd
 from vllm_ppd.vllm_plugins.bench.tables.context import Context
 from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
 
@@ -94,9 +94,9 @@ def make_tables(options: TablesOptions) -> tuple[list[PaperTable], dict[str, str
                     table = measure(context)
                     kept.add(table, identity)
                     fresh += 1
-            except Missing as missing:
-                left_out[key] = str(missing)
-                tqdm.write(f"left out: {key} {missing}")
+            except BenchError as error:
+                left_out[key] = str(error)
+                tqdm.write(f"left out: {key}: {error}")
                 continue
             except KeyboardInterrupt:
                 raise Stopped(
