@@ -115,6 +115,11 @@ class Context:
         options = kind(**{**same, **own, **changes})
         return {(row["contender"], row["batch"]): row for row in decode(options, everyone).rows()}
 
+    @staticmethod
+    def quartiles(summary: Row | None) -> str | None:
+        """Lower and upper quartile of a speed-up, as a table shows them."""
+        return None if summary is None else "{1:.2f}-{2:.2f}".format(*summary["speed_up"])
+
     def settings(self, *names: str) -> dict[str, Any]:
         """Some of the options, for a table to name."""
         return {name: getattr(self.options, name) for name in names}

@@ -31,7 +31,7 @@ class TablesOptions(BaseModel):
     prompt_tokens: int = Field(64, ge=4, description="tokens a prompt")
     new_tokens: int = Field(128, ge=16, description="tokens written after each prompt")
     temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts, beside the greedy ones")
-    rounds: int = Field(3, ge=1, description="turns of each engine, for speeds")
+    rounds: int = Field(8, ge=1, description="turns of each engine, for speeds; a prompt each")
     dtype: Literal["bfloat16", "float32"] = Field("float32", description="arithmetic where no engine is needed")
     engine_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="arithmetic of engines")
     exit_layer: int | None = Field(None, ge=1, description="exit of ParaDecode's tables (none: the middle one)")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_ppd.heads.checkpoint import load_config
@@ -61,17 +62,18 @@ def exit_layer(context: Context) -> int:
 
 
 def speedups(context: Context) -> PaperTable:
-    found = engines(context)
+    found, shown = engines(context), (DRAFTER, OURS, PARALLEL)
     return _by_task(
         context, 1, "speed-up over vanilla autoregressive decoding", theirs.SPEEDUPS,
-        {name: found[name]["speed_up"][0] for name in (DRAFTER, OURS, PARALLEL) if name in found}, "{:.3f}x",
+        {name: (found[name]["speed_up"][0], context.quartiles(found[name])) for name in shown if name in found},
+        "{:.3f}x",
         f"vLLM alone once more in the same turns: {found[CONTROL]['speed_up'][0]:.3f}x." if CONTROL in found else "",
     )  # fmt: skip
 
 
 def consistency(context: Context) -> PaperTable:
     found = engines(context)
-    ours = {name: found[name]["consistency"] for name in (DRAFTER, OURS, PARALLEL) if name in found}
+    ours = {name: (found[name]["consistency"], None) for name in (DRAFTER, OURS, PARALLEL) if name in found}
     control = found.get(CONTROL)
     return _by_task(
         context, 2, "consistency ratio", theirs.CONSISTENCY, ours, "{:.2%}",
@@ -84,15 +86,17 @@ def _by_task(
     context: Context,
     number: int,
     what: str,
-    published: dict[str, tuple[float, ...]],
-    ours: dict[str, float],
+    published: Mapping[str, Sequence[float]],
+    ours: Mapping[str, tuple[float, str | None]],  # on the given data, with quartiles of speeds
     form: str,
     further: str,
 ) -> PaperTable:
-    rows = [Row(label, None, [None, *values]) for label, values in published.items()]
-    rows += [Row(label, [value, None, None, None]) for label, value in ours.items()]
+    quartiles = any(spread is not None for _, spread in ours.values())
+    rows = [Row(label, None, [None, *[None] * quartiles, *values]) for label, values in published.items()]
+    rows += [Row(label, [*own[: 1 + quartiles], None, None, None]) for label, own in ours.items()]
     return PaperTable(
-        f"paradecode-{number}", PAPER, f"Table {number}: {what}", ("given data", *theirs.TASKS), tuple(rows),
+        f"paradecode-{number}", PAPER, f"Table {number}: {what}",
+        ("given data", *["quartiles"] * quartiles, *theirs.TASKS), tuple(rows),
         f"{_how(context)} Self-SpecDecode is no method of vLLM. {further}", form, context.settings(*SETTINGS),
     )  # fmt: skip
 
@@ -101,17 +105,17 @@ def ablation(context: Context) -> PaperTable:
     found, folder = engines(context), context.heads(KIND)[0]
     calibration = context.calibration(folder)
     alone = unverified(calibration, early_heads(context), calibration.greedy, exit_layer(context))
-    ours: dict[str, list[Value]] = {"w/o verification step": [alone, None]}
+    ours: dict[str, list[Value]] = {"w/o verification step": [alone, None, None]}
     for label, name in (("ParaDecode", OURS), (UNTRAINED, UNTRAINED)):
         row = found.get(name)
-        ours[label] = [None, None] if row is None else [row["consistency"], row["speed_up"][0]]
+        ours[label] = [None] * 3 if row is None else [row["consistency"], row["speed_up"][0], context.quartiles(row)]
     return PaperTable(
-        "paradecode-3", PAPER, "Table 3: ablation study", ("Consistency Ratio", "Speedup"),
-        tuple(Row(label, ours[label], published) for label, published in theirs.ABLATION.items()),
+        "paradecode-3", PAPER, "Table 3: ablation study", ("Consistency Ratio", "Speedup", "quartiles"),
+        tuple(Row(label, ours[label], [*published, None]) for label, published in theirs.ABLATION.items()),
         f"{_how(context)} Theirs is of HumanEval. Without verification: the exit's own greedy text beside the "
         "target's, without an engine; no server of ours emits it, so it has no speed-up. With "
         "verification an untrained exit changes no token, only the speed.",
-        ("{:.2%}", "{:.3f}x"), context.settings(*SETTINGS),
+        ("{:.2%}", "{:.3f}x", "{}"), context.settings(*SETTINGS),
     )  # fmt: skip
 
 
@@ -125,15 +129,17 @@ def threshold(context: Context) -> PaperTable:
     rows = []
     for gamma in theirs.GAMMAS:
         row = speeds.get((names.get(gamma, CONTROL), 1))
-        ours = [row["speed_up"][0] if row else None, *exits.rates(gamma)]
-        rows.append(Row(f"gamma = {gamma:g}", ours, theirs.THRESHOLD.get(gamma)))
+        ours = [row["speed_up"][0] if row else None, *exits.rates(gamma), context.quartiles(row)]
+        published = theirs.THRESHOLD.get(gamma)
+        rows.append(Row(f"gamma = {gamma:g}", ours, published and [*published, None]))
     columns = ("(a) speedup", "(b) early prediction rate", "(c) verification rejection rate")
     return PaperTable(
-        "paradecode-fig-6", PAPER, "Figure 6: varying the early prediction threshold gamma", columns, tuple(rows),
+        "paradecode-fig-6", PAPER, "Figure 6: varying the early prediction threshold gamma",
+        (*columns, "quartiles of (a)"), tuple(rows),
         f"{_how(context)} Rates are of every token of the target's greedy texts, without an engine: how often the exit "
         "is surer than gamma, and how often it is then wrong. gamma 1 is vLLM alone: no confidence exceeds it. Theirs "
         "is of HumanEval; its curves are drawn without numbers, so only what its text and Table 3 say is here.",
-        ("{:.3f}x", "{:.2%}", "{:.2%}"), context.settings(*SETTINGS), ("gamma", "speedup and rates"),
+        ("{:.3f}x", "{:.2%}", "{:.2%}", "{}"), context.settings(*SETTINGS), ("gamma", "speedup and rates"),
         tuple(Curve(column, _points(rows, index, "ours"), _points(rows, index, "theirs"))
               for index, column in enumerate(columns)),
     )  # fmt: skip

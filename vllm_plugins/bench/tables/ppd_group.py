@@ -14,9 +14,9 @@ LANES = (1, 3)
 TICKS = 8  # tokens a step at most
 COLUMNS = (
     "p_correct", "latency, s", "throughput, tokens/s", "latency / greedy", "by Theorem 4.1", "compute / greedy",
-    "by Theorem 4.1, compute",
+    "by Theorem 4.1, compute", "quartiles of the speed-up",
 )  # fmt: skip
-FORMS = ("{:.2%}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}")
+FORMS = ("{:.2%}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{}")
 
 
 def implementation(context: Context) -> PaperTable:
@@ -51,23 +51,25 @@ def _timed(row: Summary, base: Summary, tokens: int, group: tuple[int, int, int]
     speed = row["tokens_per_second"][0]
     timed: list[Value] = [tokens / speed, speed]
     if group is None:
-        return [None, *timed, 1.0, None, 1.0, None]
+        return [None, *timed, 1.0, None, 1.0, None, None]
     depth, split, lanes = group
     ours = row["ours"]
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
     if not tried:
-        return [None, *timed, 1 / row["speed_up"][0], None, None, None]
+        return [None, *timed, 1 / row["speed_up"][0], None, None, None, Context.quartiles(row)]
     rate = ours["group_hits"] / tried
     paper = theorem(depth, split, lanes, rate)
     # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
     compute = 1 + ours["group_lanes_discarded"] / tried * (depth - split) / depth
-    return [rate, *timed, 1 / row["speed_up"][0], paper.latency / depth, compute, paper.compute / depth]
+    ratio, spread = 1 / row["speed_up"][0], Context.quartiles(row)
+    return [rate, *timed, ratio, paper.latency / depth, compute, paper.compute / depth, spread]
 
 
 def _published(values: tuple[float | None, float, float], greedy: float, k: int) -> list[Value]:
     rate, latency, throughput = values
     if rate is None:
-        return [None, latency, throughput, 1.0, None, 1.0, None]
+        return [None, latency, throughput, 1.0, None, 1.0, None, None]
     paper = theorem(theirs.DEPTH, theirs.DEPTH // 2, k, rate)
     ratio = latency / greedy
-    return [rate, latency, throughput, ratio, paper.latency / theirs.DEPTH, None, paper.compute / theirs.DEPTH]
+    by_theorem = paper.latency / theirs.DEPTH, None, paper.compute / theirs.DEPTH
+    return [rate, latency, throughput, ratio, *by_theorem, None]

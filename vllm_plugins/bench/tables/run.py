@@ -109,7 +109,9 @@ def make_tables(options: TablesOptions) -> tuple[list[PaperTable], dict[str, str
 def _identity(context: Context, kind: str) -> dict[str, Any]:
     """What a table was measured on: files by size and time of change."""
     options = context.options
-    heads = {Path(folder).name: _stamps(sorted(Path(folder).glob("*.safetensors"))) for folder in context.folders[kind]}
+    heads = [
+        [Path(folder).name, *_stamps(sorted(Path(folder).glob("*.safetensors")))] for folder in context.folders[kind]
+    ]
     return {
         "model": options.model,
         "model_files": _stamps(sorted(Path(options.model).glob("*.safetensors"))),
