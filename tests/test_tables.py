@@ -183,7 +183,10 @@ def test_render() -> None:
 
 
 @pytest.mark.full
-def test_tables_of_speeds(options: Callable[..., TablesOptions], tmp_path: Path) -> None:
+def test_tables_of_speeds(
+    options: Callable[..., TablesOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(theirs_paradecode, "GAMMAS", (0.0, 1.0))  # an engine each
     given = options(out=str(tmp_path / "speeds.json"), only="paradecode", engine_dtype="float32", new_tokens=24)
     tables, left_out = make_tables(given)
     assert not left_out and [table.key for table in tables] == [f"paradecode-{n}" for n in ("1", "2", "3", "fig-6")]
