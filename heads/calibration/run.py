@@ -29,14 +29,23 @@ WINDOW = 512  # tokens of the windows on which perplexities are measured
 
 
 class Calibration:
-    """What the parts share: target, heads, texts (each made once, when a part first asks)."""
+    """What the parts share: target, heads, texts (each made once, when a part first asks).
 
-    def __init__(self, options: CalibrationOptions) -> None:
+    Args:
+        options: what to measure.
+        shared: a calibration of other heads with otherwise the same options, whose target and texts are taken.
+    """
+
+    def __init__(self, options: CalibrationOptions, shared: Calibration | None = None) -> None:
         self.options = options
         self.config, self.tensors = load_tensors(options.heads)
-        device = Processes(options.device).device
         name = options.model or self.config.verifier
-        self.target = Target(name, device, getattr(torch, options.precision), options.trust_remote_code)
+        dtype = getattr(torch, options.precision)
+        self._shared = shared
+        self._written: dict[Any, Texts] = {} if shared is None else shared._written
+        self.target: Target = shared.target if shared is not None else Target(
+            name, Processes(options.device).device, dtype, options.trust_remote_code
+        )  # fmt: skip
         check_target(
             self.config, options.heads, hidden_size=self.target.hidden_size, vocab_size=self.target.vocab_size,
             num_hidden_layers=self.target.num_layers, fingerprint=fingerprint(self.target.folder),
@@ -48,6 +57,8 @@ class Calibration:
 
     @cached_property
     def prompts(self) -> torch.Tensor:
+        if self._shared is not None:
+            return self._shared.prompts
         options = self.options
         return take_prompts(options.data, self.target, options.prompts, options.prompt_tokens)
 
@@ -60,15 +71,20 @@ class Calibration:
         return self.write(self.options.temperature)
 
     def write(self, temperature: float, **sampling: Any) -> Texts:
-        """Texts of the target after the prompts."""
-        torch.manual_seed(self.options.seed)
-        return generate(
-            self.target, self.prompts, self.options.new_tokens, temperature, max(32, self.options.batch), **sampling
-        )
+        """Texts of the target after the prompts; the same ones for the same way of decoding."""
+        way = (temperature, *sorted(sampling.items()))
+        if way not in self._written:
+            torch.manual_seed(self.options.seed)
+            self._written[way] = generate(
+                self.target, self.prompts, self.options.new_tokens, temperature, max(32, self.options.batch), **sampling
+            )
+        return self._written[way]
 
     @cached_property
     def windows(self) -> list[Batch]:
         """The data itself as unpacked windows of one length, for teacher-forced likelihoods."""
+        if self._shared is not None:
+            return self._shared.windows
         prompts = take_prompts(self.options.data, self.target, self._count(WINDOW), WINDOW)
         positions = torch.arange(WINDOW, device=prompts.device)
         size = self.options.batch

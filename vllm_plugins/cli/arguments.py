@@ -30,7 +30,7 @@ def add_fields(
         if field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
         elif field.annotation == tuple[str, ...]:
-            parser.add_argument(flag, nargs="+", metavar="FILE", **shared)
+            parser.add_argument(flag, nargs="+", action="extend", metavar="FILE", **shared)
         elif get_origin(field.annotation) is Literal:
             parser.add_argument(flag, choices=get_args(field.annotation), **shared)
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench decode` and `ppd bench group`: speeds side by side, measured in turns."""
+"""`ppd bench`: speeds side by side, measured in turns, and the papers' tables."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 def add(subparsers: Any) -> None:
     from vllm_ppd.vllm_plugins.bench.group import GroupOptions
     from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
+    from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
 
-    parser = subparsers.add_parser("bench", help="measure speeds", description="Measure speeds against vLLM's own.")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{decode,group}")
+    parser = subparsers.add_parser(
+        "bench", help="measure speeds, and the papers' tables", description="Measure speeds against vLLM's own."
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{decode,group,tables}")
     sub = kinds.add_parser(
         "decode", help="offline decoding",
         description="Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns.",
@@ -29,6 +32,12 @@ def add(subparsers: Any) -> None:
     )  # fmt: skip
     add_fields(sub, GroupOptions, frozenset({"plain", "medusa", "eagle", "draft_model", "also", "drafts"}))
     sub.set_defaults(run=run_group)
+    sub = kinds.add_parser(
+        "tables", help="the papers' tables and figures, beside what they report",
+        description="Measure the tables and figures of the four papers on a model and data, beside what they report.",
+    )  # fmt: skip
+    add_fields(sub, TablesOptions)
+    sub.set_defaults(run=run_tables)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,3 +72,20 @@ def run_group(args: argparse.Namespace) -> int:
     print(table(results, layers))
     print(f"\nwrote {options.out}")
     return 0
+
+
+def run_tables(args: argparse.Namespace) -> int:
+    from vllm_ppd.vllm_plugins.bench.schedule import Stopped
+    from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
+    from vllm_ppd.vllm_plugins.bench.tables.render import render
+    from vllm_ppd.vllm_plugins.bench.tables.run import make_tables
+
+    options = options_from(TablesOptions, args)
+    try:
+        tables, left_out = make_tables(options)
+    except Stopped as stopped:
+        print(f"ppd: {stopped}", file=sys.stderr)
+        return 130
+    print("\n\n".join([*map(render, tables), *(f"left out: {key}: {reason}" for key, reason in left_out.items())]))
+    print(f"\nwrote {options.out}" if tables else "\nnothing was measured")
+    return 0 if tables else 1

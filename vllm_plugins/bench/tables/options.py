@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `ppd bench tables`, declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+class TablesOptions(BaseModel):
+    """Which tables, on what, and how much of it; the defaults keep everything small."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(description="target")
+    data: tuple[str, ...] = Field(
+        min_length=1, description="text that the heads were not trained on: .jsonl, plain text, or folders"
+    )
+    heads: tuple[str, ...] = Field((), description="heads folders; of one kind there may be several (CP ranks)")
+    only: tuple[Name, ...] = Field(
+        (), description="tables (ppd-2, cp-1, dynamo-fig-5) or whole papers (ppd), with commas between; default: all"
+    )
+    out: str = Field("tables.json", description="results; a run adds to those that are there")
+    again: bool = Field(
+        False, description="measure tables that are there once more; speeds are summarised with the earlier turns"
+    )
+    prompts: int = Field(32, ge=1, description="prompts taken from the middle of documents")
+    prompt_tokens: int = Field(64, ge=4, description="tokens a prompt")
+    new_tokens: int = Field(128, ge=16, description="tokens written after each prompt")
+    temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts, beside the greedy ones")
+    rounds: int = Field(8, ge=1, description="turns of each engine, for speeds; a prompt each")
+    dtype: Literal["bfloat16", "float32"] = Field("float32", description="arithmetic where no engine is needed")
+    engine_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="arithmetic of engines")
+    exit_layer: int | None = Field(None, ge=1, description="exit of ParaDecode's tables (none: the middle one)")
+    drafts: int = Field(3, ge=1, le=16, description="drafts a step in ParaDecode's tables")
+    draft_model: str | None = Field(None, description="small model, for ParaDecode's rows of SpecDecode")
+    eager: bool = Field(True, description="engines without compilation, which start faster and run slower")
+    kv_cache_gib: float = Field(0.25, gt=0, description="KV cache of each engine")
+    engine: str = Field("{}", description="further engine arguments, as JSON")
+    alive: int | None = Field(None, ge=2, description="engines alive at once (none: as many as memory allows)")
+    batch: int = Field(16, ge=1, description="texts computed at a time, where no engine is needed")
+    seed: int = Field(0, description="seed of sampled texts and engines")
+    device: str = Field("auto", description="cpu, cuda, cuda:1, ...; where no engine is needed")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+
+    @field_validator("only", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        parts = [value] if isinstance(value, str) else value
+        return tuple(name for part in parts for name in part.replace(" ", "").split(",") if name)
+
+    def essence(self) -> dict[str, Any]:
+        """What tables must share to be the same; model, data and heads are told apart by their files."""
+        left_out = {"model", "data", "heads", "only", "out", "again", "alive", "batch", "device"}
+        return self.model_dump(mode="json", exclude=left_out)
