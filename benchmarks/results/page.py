@@ -38,11 +38,12 @@ def contents(results: Path, readme: str) -> dict[str, str]:
     pages = [INTRODUCTION]
     found: dict[str, str] = {}
     for section in made:
-        blocks = [f"## {section.title}", section.text]
+        blocks = [f"## {section.title}"]
         for number, plot in enumerate(section.plots):
             path = f"plots/{section.name}{f'-{number + 1}' if len(section.plots) > 1 else ''}.svg"
             found[path] = plots.svg(plot)
-            blocks.insert(1, f"![{section.title}]({path})")
+            blocks.append(f"![{section.title}]({path})")
+        blocks.append(section.text)
         pages.append("\n\n".join(blocks) + "\n")
     found["README.md"] = "\n".join(pages)
     tables = {section.name: section.table for section in made}
