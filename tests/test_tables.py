@@ -14,7 +14,7 @@ from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.vllm_plugins.bench import BenchError
-from vllm_ppd.vllm_plugins.bench.schedule import Stopped
+from vllm_ppd.vllm_plugins.bench.turns import Stopped
 from vllm_ppd.vllm_plugins.bench.tables import PaperTable, Row, ppd, theirs_paradecode, theirs_ppd
 from vllm_ppd.vllm_plugins.bench.tables.context import Context
 from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions

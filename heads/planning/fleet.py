@@ -53,12 +53,28 @@ def latencies(speed: np.ndarray, load: Load, replicas: int) -> np.ndarray:
     rng = np.random.default_rng(load.seed)
     arrival = np.cumsum(rng.exponential(1 / load.rate, REQUESTS))
     length = np.maximum(1.0, rng.exponential(load.tokens, REQUESTS))
+    return served(speed, arrival, length, replicas)[REQUESTS // 10 :]
+
+
+def served(speed: np.ndarray, arrival: np.ndarray, length: np.ndarray, replicas: int) -> np.ndarray:
+    """Seconds from arrival to the last token, of given requests.
+
+    Args:
+        speed: [largest batch] tokens a second of each request of a batch, by its size.
+        arrival: [requests] seconds, ascending.
+        length: [requests] tokens.
+        replicas: how many serve.
+
+    Returns:
+        [requests] in order of arrival.
+    """
+    requests = len(arrival)
     # All requests of a batch advance alike: one ends when its replica's tokens a request reach its mark.
     running: list[list[tuple[float, int]]] = [[] for _ in range(replicas)]
     waiting: list[deque[int]] = [deque() for _ in range(replicas)]
     held, tokens, since = np.zeros(replicas, dtype=np.int64), np.zeros(replicas), np.zeros(replicas)
     ends = np.full(replicas, np.inf)
-    found = np.zeros(REQUESTS)
+    found = np.zeros(requests)
 
     def turn(replica: int, now: float) -> None:
         """Bring a replica up to date."""
@@ -78,9 +94,9 @@ def latencies(speed: np.ndarray, load: Load, replicas: int) -> np.ndarray:
         ends[replica] = since[replica] + max(0.0, left) / speed[len(running[replica]) - 1]
 
     arrived = 0
-    while arrived < REQUESTS or held.any():
+    while arrived < requests or held.any():
         replica = int(np.argmin(ends))
-        if arrived < REQUESTS and arrival[arrived] <= ends[replica]:
+        if arrived < requests and arrival[arrived] <= ends[replica]:
             replica = int(np.argmin(held))
             turn(replica, arrival[arrived])
             waiting[replica].append(arrived)
@@ -93,7 +109,7 @@ def latencies(speed: np.ndarray, load: Load, replicas: int) -> np.ndarray:
             found[request] = now - arrival[request]
             held[replica] -= 1
         start(replica)
-    return found[REQUESTS // 10 :]
+    return found
 
 
 def fleet(way: Way, largest: int, load: Load, target: float, drafting: bool) -> Fleet:

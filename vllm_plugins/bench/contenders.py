@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_ppd.heads.checkpoint import load_config
 from vllm_ppd.vllm_plugins.bench import BenchError
-from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
+from vllm_ppd.vllm_plugins.bench.options import BenchOptions
 from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS
 
 BASE = "vLLM"
@@ -29,7 +29,7 @@ class Contender:
     engine: dict[str, Any] = field(default_factory=dict)
 
 
-def contenders(options: DecodeOptions) -> list[Contender]:
+def contenders(options: BenchOptions) -> list[Contender]:
     """The base first, then a control that is the base once more, then what the options name.
 
     Raises:
@@ -56,7 +56,7 @@ def _heads(folder: str, drafts: int | None) -> Contender:
     return Contender(name, options)
 
 
-def _plain(options: DecodeOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+def _plain(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     drafts = options.drafts or DRAFTS
     if "ppd" in options.plain:
         yield "ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts}
@@ -67,7 +67,7 @@ def _plain(options: DecodeOptions) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "suffix", {"method": "suffix"}
 
 
-def _peers(options: DecodeOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+def _peers(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     drafts = options.drafts or DRAFTS
     for method in ("medusa", "eagle", "draft_model"):
         folder = getattr(options, method)

@@ -214,13 +214,13 @@ def _counters(llm: Any) -> dict[str, int]:
     return {name: int(found.get(f"vllm:spec_decode_num_{name}", 0)) for name in COUNTERS}
 
 
-def peak_bytes() -> int:
+def peak_bytes(process: int | None = None) -> int:
     """The most memory ever held: of the GPU that this process uses, else resident, its workers' included."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if process is None and torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved()
-    return sum(map(_peak_resident, _family(os.getpid())))
+    return sum(map(_peak_resident, _family(process or os.getpid())))
 
 
 def _family(process: int) -> Iterator[int]:
@@ -243,7 +243,7 @@ def free_bytes() -> int:
     """Memory that further engines could take."""
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     info = Path("/proc/meminfo")
     for line in info.read_text().splitlines() if info.exists() else []:

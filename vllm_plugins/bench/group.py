@@ -10,8 +10,9 @@ from pydantic import Field, field_validator
 from vllm_ppd.heads.checkpoint import load_config
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import BASE, CONTROL, Contender
-from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
-from vllm_ppd.vllm_plugins.bench.results import Results, Row
+from vllm_ppd.vllm_plugins.bench.options import DecodeOptions, split
+from vllm_ppd.vllm_plugins.bench.results import Measured, Row
+from vllm_ppd.vllm_plugins.bench.table import rows_of
 
 STAGES = {"pipeline_parallel_size": 2}
 RANKS = {"tensor_parallel_size": 2}
@@ -30,7 +31,7 @@ class GroupOptions(DecodeOptions):
     @field_validator("lanes", mode="before")
     @classmethod
     def _split_lanes(cls, value: Any) -> Any:
-        return cls._split(value)
+        return split(value)
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
@@ -97,25 +98,27 @@ idle: of the time in ticks, waiting for the other stage.
 same tokens: equal to the base's at their place (greedy); "vLLM, again" is what numerics alone change."""
 
 
-def table(results: Results, num_layers: int) -> str:
+def table(results: Measured, num_layers: int) -> str:
     """Markdown: a row a contender and batch size."""
     run = results.run
     options = run["options"]
     lines = [
         f"{options['model']}, {num_layers} layers, {options['dtype']}, temperature {options['temperature']}, "
-        f"{options['prompt_tokens']} + {options['new_tokens']} tokens; {run['machine']}"
-        + (f"; with {len(results.earlier)} earlier runs" if results.earlier else ""),
+        f"{options['prompt_tokens']} + {options['new_tokens']} tokens; {run['machine']}{results.before}",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"| ---: | --- |{' ---: |' * (len(COLUMNS) - 2)}",
+        body(results, num_layers),
+        "",
+        LEGEND,
     ]
-    lines += [f"| {' | '.join(_cells(row, run, num_layers))} |" for row in results.rows()]
-    lines += ["", LEGEND]
-    lines += [f"left out: {reason}" for reason in run["failures"].values()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"left out: {reason}" for reason in run["failures"].values())])
 
 
-def _cells(row: Row, run: dict[str, Any], num_layers: int) -> list[str]:
+def body(results: Measured, num_layers: int) -> str:
+    """The table alone."""
+    return rows_of(COLUMNS, "---:", [_cells(row, results.contenders, num_layers) for row in results.rows()])
+
+
+def _cells(row: Row, identities: dict[str, Any], num_layers: int) -> list[str]:
     name, ours = row["contender"], row["ours"]
     cells = [
         str(row["batch"]),
@@ -127,7 +130,7 @@ def _cells(row: Row, run: dict[str, Any], num_layers: int) -> list[str]:
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
     if not tried:
         return [*cells, *["-"] * 7, same]
-    config = run["contenders"][name]["speculative_config"]
+    config = identities[name]["speculative_config"]
     match_rate = ours["group_hits"] / tried
     split = split_of(config, num_layers)
     paper = theorem(num_layers, split, config["lanes"], match_rate)

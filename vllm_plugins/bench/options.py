@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `ppd bench decode`, declared once."""
+"""Options of the benchmarks, declared once: what all share, and those of `ppd bench decode`."""
 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
-class DecodeOptions(BaseModel):
-    """What is compared, on which prompts, and how often."""
+class BenchOptions(BaseModel):
+    """Who is compared, on which prompts, and how often."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    benchmark: ClassVar[str]  # its name in files of results
+    apart: ClassVar[frozenset[str]] = frozenset(
+        {"heads", "plain", "medusa", "eagle", "draft_model", "also", "drafts", "rounds", "alive", "out"}
+    )  # what turns that are summarised together need not share
 
     model: str = Field(description="target")
     data: tuple[str, ...] = Field(
@@ -35,10 +39,7 @@ class DecodeOptions(BaseModel):
     drafts: int | None = Field(
         None, ge=1, le=16, description="drafts a step of every contender (none: what heads recommend, else 3)"
     )
-    batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), min_length=1, description="requests decoded together")
-    rounds: int = Field(5, ge=1, description="turns of each contender at each batch size")
-    prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
-    new_tokens: int = Field(128, ge=8, description="tokens each request generates")
+    rounds: int = Field(5, ge=1, description="turns of each contender at each load")
     temperature: float = Field(0.0, ge=0, description="0 decodes greedily")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="arithmetic")
     eager: bool = Field(False, description="without compilation, which starts faster and runs slower")
@@ -47,26 +48,14 @@ class DecodeOptions(BaseModel):
     alive: int | None = Field(
         None, ge=2, description="engines alive at once (none: as many as memory allows); only one computes at a time"
     )
-    seed: int = Field(0, description="seed of the engines")
+    seed: int = Field(0, ge=0, description="seed of the engines, and of what is drawn")
     out: str = Field("bench.json", description="results; a run adds to those that are there")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
-
-    @field_validator("batch_sizes", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
 
     @field_validator("plain", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        return () if value == "none" else cls._split(value)
-
-    @field_validator("batch_sizes")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if min(value) < 1:
-            raise ValueError("a batch holds at least one request")
-        return value
+        return () if value == "none" else split(value)
 
     @field_validator("engine")
     @classmethod
@@ -77,6 +66,33 @@ class DecodeOptions(BaseModel):
             raise ValueError(f"not JSON ({error})") from None
         if not isinstance(parsed, dict):
             raise ValueError('must be a JSON object, as {"tensor_parallel_size": 2}')
+        return value
+
+    def essence(self) -> dict[str, Any]:
+        """What turns must share to be summarised together; contenders are told apart by their own configuration."""
+        return self.model_dump(mode="json", exclude=set(self.apart))
+
+
+class DecodeOptions(BenchOptions):
+    """Batches that are decoded offline."""
+
+    benchmark = "decode"
+    apart = BenchOptions.apart | {"batch_sizes"}
+
+    batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), min_length=1, description="requests decoded together")
+    prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
+    new_tokens: int = Field(128, ge=8, description="tokens each request generates")
+
+    @field_validator("batch_sizes", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return split(value)
+
+    @field_validator("batch_sizes")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if min(value) < 1:
+            raise ValueError("a batch holds at least one request")
         return value
 
     @property
@@ -90,19 +106,7 @@ class DecodeOptions(BaseModel):
             **json.loads(self.engine),
         }  # fmt: skip
 
-    def essence(self) -> dict[str, Any]:
-        """What turns must share to be summarised together; contenders are told apart by their own configuration."""
-        left_out = {
-            "heads",
-            "plain",
-            "medusa",
-            "eagle",
-            "draft_model",
-            "also",
-            "drafts",
-            "batch_sizes",
-            "rounds",
-            "alive",
-            "out",
-        }
-        return self.model_dump(mode="json", exclude=left_out)
+
+def split(value: Any) -> Any:
+    """The parts of a list that was written with commas."""
+    return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value

@@ -32,7 +32,7 @@ def read_prompts(
         BenchError, TrainingError: if a file is missing or malformed, or holds no prompt.
     """
     pieces = []
-    for ids in itertools.islice(_token_ids(data, model, trust_remote_code), count):
+    for ids in itertools.islice(token_ids(data, model, trust_remote_code), count):
         starts = list(range(0, max(1, len(ids) - longest + 1), STRIDE * longest))
         middle = len(starts) // 2  # the beginnings of documents resemble each other
         pieces.append([ids[start : start + longest] for start in starts[middle:] + starts[:middle]])
@@ -43,7 +43,7 @@ def read_prompts(
     return found
 
 
-def _token_ids(data: tuple[str, ...], model: str, trust_remote_code: bool) -> Iterator[list[int]]:
+def token_ids(data: tuple[str, ...], model: str, trust_remote_code: bool) -> Iterator[list[int]]:
     """The token ids of every document, in order."""
     tokenizer: Any = None
     for file in expand(data):

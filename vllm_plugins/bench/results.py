@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is kept of measurements: every turn, written as soon as it is over; runs are added, never overwritten.
 
-A turn is one contender's batch. Runs are summarised together where code, versions, machine, options and checkpoints are
-the same.
+A turn is one contender's batch or load. Runs are summarised together where code, versions, machine, options and
+checkpoints are the same.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import BASE, Contender
-from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
+from vllm_ppd.vllm_plugins.bench.options import BenchOptions
 
+Run = dict[str, Any]
 Turn = dict[str, Any]
 Row = dict[str, Any]
 SUMS = (
@@ -34,31 +35,58 @@ SUMS = (
 SAME = ("git", "versions", "machine", "options", "target_stamp")
 
 
-class Results:
+class Measured:
+    """A run, with those like it that were before, as far as they compare the same contenders."""
+
+    def __init__(self, run: Run, earlier: list[Run], contenders: dict[str, Any]) -> None:
+        """Args: the newest run, those before it, and the identity of each contender that is shown, by name."""
+        self.run, self.earlier, self.contenders = run, earlier, contenders
+
+    def runs_of(self, name: str) -> list[Run]:
+        """The runs with a contender, as it is now."""
+        runs = [*self.earlier, self.run]
+        return [run for run in runs if run["contenders"].get(name) == self.contenders[name]]
+
+    @property
+    def before(self) -> str:
+        """How many runs there were before, for the line above a table."""
+        return f"; with {len(self.earlier)} earlier runs" if self.earlier else ""
+
+    def places(self, *keys: str) -> list[tuple[Any, ...]]:
+        """Every load that has turns, in order of first appearance."""
+        runs = [*self.earlier, self.run]
+        return list(dict.fromkeys(tuple(turn[key] for key in keys) for run in runs for turn in run["turns"]))
+
+    def rows(self) -> list[Row]:
+        """A row a contender and batch size."""
+        sizes = sorted(size for (size,) in self.places("batch"))
+        found = (summarise(self.runs_of(name), name, size) for size in sizes for name in self.contenders)
+        return [row for row in found if row is not None]
+
+
+class Results(Measured):
     """The JSON file, and the run that is being measured."""
 
-    def __init__(self, options: DecodeOptions, contenders: Iterable[Contender]) -> None:
+    def __init__(self, options: BenchOptions, contenders: Iterable[Contender]) -> None:
         """Add a run to the file.
 
         Raises:
             BenchError: if the file holds something else.
         """
         self.path = Path(options.out)
-        self.data: dict[str, Any] = {"benchmark": "decode", "runs": []}
+        self.data: dict[str, Any] = {"benchmark": options.benchmark, "runs": []}
         if self.path.exists():
-            try:
-                self.data = json.loads(self.path.read_text())
-                self.data["runs"].copy()
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise BenchError(f"{self.path} is no file of results; give another --out") from None
+            self.data = _read(self.path)
+            if self.data["benchmark"] != options.benchmark:
+                raise BenchError(f"{self.path} holds results of another benchmark; give another --out")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.run = provenance(
-            options=options.essence(), target_stamp=_stamp(options.model),
-            contenders={contender.name: _identity(contender) for contender in contenders},
+        identities = {contender.name: _identity(contender) for contender in contenders}
+        run = provenance(
+            options=options.essence(), target_stamp=_stamp(options.model), contenders=identities,
             finished=False, failures={}, turns=[],
         )  # fmt: skip
-        self.earlier = [run for run in self.data["runs"] if _alike(run, self.run)]
-        self.data["runs"].append(self.run)
+        super().__init__(run, [one for one in self.data["runs"] if _alike(one, run)], identities)
+        self.data["runs"].append(run)
 
     def add(self, turn: Turn) -> None:
         self.run["turns"].append(turn)
@@ -75,34 +103,42 @@ class Results:
     def write(self) -> None:
         write_text(self.path, json.dumps(self.data, indent=1) + "\n")
 
-    def rows(self) -> list[Row]:
-        """A row a contender and batch size, over this run and those like it."""
-        runs = [*self.earlier, self.run]
-        same = {
-            name: [run for run in runs if run["contenders"].get(name) == identity]
-            for name, identity in self.run["contenders"].items()
-        }
-        sizes = sorted({turn["batch"] for run in runs for turn in run["turns"]})
-        found = (summarise(same[name], name, size) for size in sizes for name in same)
-        return [row for row in found if row is not None]
+
+def stored(path: Path) -> list[Measured]:
+    """What a file holds: for each set of options and machine the newest run that has turns, with those like it.
+
+    Raises:
+        BenchError: if the file holds something else.
+    """
+    groups: dict[str, Measured] = {}
+    for run in _read(path)["runs"]:
+        if not run["turns"]:
+            continue
+        key = json.dumps([run["options"], run["machine"]], sort_keys=True)
+        before = groups.get(key)
+        alike = [] if before is None else [one for one in [*before.earlier, before.run] if _alike(one, run)]
+        contenders = {name: identity for one in [*alike, run] for name, identity in one["contenders"].items()}
+        groups[key] = Measured(run, alike, contenders)
+    return list(groups.values())
 
 
-def summarise(runs: list[dict[str, Any]], name: str, batch: int) -> Row | None:
-    """Medians and quartiles over turns; ratios are to the base's turn of the same round."""
-    turns: list[Turn] = []
-    ratios: list[float] = []
+def paired(runs: Iterable[Run], name: str, place: Row) -> list[tuple[Turn, Turn]]:
+    """A contender's turns at a load, each with the base's of the same round, which is its neighbour in time."""
+    found = []
     for run in runs:
-        own = [turn for turn in run["turns"] if (turn["contender"], turn["batch"]) == (name, batch)]
+        there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
         # The base has a turn in each group of a round; the last before a contender's is its neighbour.
-        base: dict[tuple[int, int], Turn] = {
-            (turn["group"], turn["round"]): turn
-            for turn in run["turns"]
-            if (turn["contender"], turn["batch"]) == (BASE, batch)
-        }
-        turns += own
-        ratios += [_speed(turn) / _speed(base[turn["group"], turn["round"]]) for turn in own]
-    if not turns:
+        base = {(turn["group"], turn["round"]): turn for turn in there if turn["contender"] == BASE}
+        found += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
+    return found
+
+
+def summarise(runs: list[Run], name: str, batch: int) -> Row | None:
+    """Medians and quartiles over turns; ratios are to the base's turn of the same round."""
+    pairs = paired(runs, name, {"batch": batch})
+    if not pairs:
         return None
+    turns = [turn for turn, _ in pairs]
     sums: dict[str, int] = defaultdict(int)
     for turn in turns:
         for key in SUMS:
@@ -115,8 +151,8 @@ def summarise(runs: list[dict[str, Any]], name: str, batch: int) -> Row | None:
         "contender": name,
         "batch": batch,
         "turns": len(turns),
-        "tokens_per_second": _quartiles([_speed(turn) for turn in turns]),
-        "speed_up": _quartiles(ratios),
+        "tokens_per_second": quartiles([_speed(turn) for turn in turns]),
+        "speed_up": quartiles([_speed(turn) / _speed(base) for turn, base in pairs]),
         "step_ms": 1e3 * statistics.median(turn["step_seconds"] for turn in turns),
         "length": 1 + sums["accepted_tokens"] / sums["drafts"] if sums["drafts"] else None,
         "rate": sums["accepted_tokens"] / sums["draft_tokens"] if sums["draft_tokens"] else None,
@@ -147,12 +183,21 @@ def _speed(turn: Turn) -> float:
     return turn["window_tokens"] / turn["window_seconds"]
 
 
-def _quartiles(values: list[float]) -> tuple[float, float, float]:
+def quartiles(values: list[float]) -> tuple[float, float, float]:
     """Median, lower and upper quartile."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return middle, low, high
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        data["runs"].copy()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BenchError(f"{path} is no file of results; give another --out") from None
+    return data
 
 
 def _identity(contender: Contender) -> dict[str, Any]:

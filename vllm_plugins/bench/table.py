@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_ppd.vllm_plugins.bench.results import Results
+from vllm_ppd.vllm_plugins.bench.results import Measured
 
 COLUMNS = (
     "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "step ms", "length", "rate", "same tokens",
@@ -23,22 +24,30 @@ processes of their own.
 memory: the most that was held, of the GPU where there is one, else by the processes with their libraries."""
 
 
-def table(results: Results) -> str:
+def table(results: Measured) -> str:
     """Markdown, with what was measured above it and what the columns mean below."""
     run = results.run
     options = run["options"]
     lines = [
         f"{options['model']}, {options['dtype']}, temperature {options['temperature']}, {options['prompt_tokens']} + "
-        f"{options['new_tokens']} tokens; {run['machine']}"
-        + (f"; with {len(results.earlier)} earlier runs" if results.earlier else ""),
+        f"{options['new_tokens']} tokens; {run['machine']}{results.before}",
         "",
-        f"| {' | '.join(COLUMNS)} |",
-        f"| ---: | --- |{' ---: |' * (len(COLUMNS) - 2)}",
+        body(results),
+        "",
+        LEGEND,
     ]
-    lines += [f"| {' | '.join(_cells(row))} |" for row in results.rows()]
-    lines += ["", LEGEND]
-    lines += [f"left out: {reason}" for reason in run["failures"].values()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"left out: {reason}" for reason in run["failures"].values())])
+
+
+def body(results: Measured) -> str:
+    """The table alone."""
+    return rows_of(COLUMNS, "---:", [_cells(row) for row in results.rows()])
+
+
+def rows_of(columns: Sequence[str], first: str, cells: Iterable[Sequence[str]]) -> str:
+    """Markdown: the first column stands as told, the second left, the others right."""
+    lines = [f"| {' | '.join(columns)} |", f"| {first} | --- |{' ---: |' * (len(columns) - 2)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -49,14 +58,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
         "{:.1f} ({:.1f}-{:.1f})".format(*row["tokens_per_second"]),
         "{:.3f} ({:.3f}-{:.3f})".format(*row["speed_up"]),
         f"{row['step_ms']:.2f}",
-        _number(row["length"], "{:.2f}"),
-        _number(row["rate"], "{:.3f}"),
-        _number(row["consistency"], "{:.2%}"),
+        number(row["length"], "{:.2f}"),
+        number(row["rate"], "{:.3f}"),
+        number(row["consistency"], "{:.2%}"),
         f"{row['repeated_4_grams']:.3f}",
         " + ".join(f"{part:.2f}" for part in parts) if None not in parts else "-",
         f"{row['peak_bytes'] / 1e6:.0f}",
     ]
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)

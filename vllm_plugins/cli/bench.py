@@ -1,30 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench`: speeds side by side, measured in turns, and the papers' tables."""
+"""`ppd bench decode`, `serve` and `group`: speeds side by side, measured in turns; and the papers' tables."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
+
+if TYPE_CHECKING:
+    from vllm_ppd.vllm_plugins.bench.results import Measured
 
 
 def add(subparsers: Any) -> None:
     from vllm_ppd.vllm_plugins.bench.group import GroupOptions
     from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
+    from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
     from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
 
     parser = subparsers.add_parser(
         "bench", help="measure speeds, and the papers' tables", description="Measure speeds against vLLM's own."
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{decode,group,tables}")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{decode,serve,group,tables}")
     sub = kinds.add_parser(
         "decode", help="offline decoding",
         description="Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns.",
     )  # fmt: skip
     add_fields(sub, DecodeOptions)
     sub.set_defaults(run=run)
+    sub = kinds.add_parser(
+        "serve", help="real servers under load",
+        description="Put vLLM's own servers, alone and with heads, under requests at several rates and numbers at once "
+        "by `vllm bench serve`, in turns.",
+    )  # fmt: skip
+    add_fields(sub, ServeOptions)
+    sub.set_defaults(run=run_serve)
     sub = kinds.add_parser(
         "group", help="a worker group over two pipeline stages",
         description="Decode with vLLM's own two pipeline stages, with a worker group over them, and with two "
@@ -42,40 +54,51 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
-    from vllm_ppd.vllm_plugins.bench.schedule import Stopped, decode
+    from vllm_ppd.vllm_plugins.bench.schedule import decode
     from vllm_ppd.vllm_plugins.bench.table import table
 
     options = options_from(DecodeOptions, args)
-    try:
-        results = decode(options)
-    except Stopped as stopped:
-        print(f"ppd: {stopped}", file=sys.stderr)
-        return 130
-    print(table(results))
-    print(f"\nwrote {options.out}")
-    return 0
+    return _measured(lambda: decode(options), table, options.out)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    from vllm_ppd.vllm_plugins.bench.serve import serve
+    from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
+    from vllm_ppd.vllm_plugins.bench.serve_table import table
+
+    options = options_from(ServeOptions, args)
+    return _measured(lambda: serve(options), table, options.out)
 
 
 def run_group(args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
     from vllm_ppd.vllm_plugins.bench.group import GroupOptions, contenders, table
-    from vllm_ppd.vllm_plugins.bench.schedule import Stopped, decode
+    from vllm_ppd.vllm_plugins.bench.schedule import decode
 
     options = options_from(GroupOptions, args)
     layers = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code).num_hidden_layers
+    return _measured(
+        lambda: decode(options, contenders(options), num_layers=layers), lambda found: table(found, layers), options.out
+    )
+
+
+def _measured(measure: Callable[[], Measured], table: Callable[[Measured], str], out: str) -> int:
+    """Measure and print the table; 130 for a run that was stopped."""
+    from vllm_ppd.vllm_plugins.bench.turns import Stopped
+
     try:
-        results = decode(options, contenders(options))
+        results = measure()
     except Stopped as stopped:
         print(f"ppd: {stopped}", file=sys.stderr)
         return 130
-    print(table(results, layers))
-    print(f"\nwrote {options.out}")
+    print(table(results))
+    print(f"\nwrote {out}")
     return 0
 
 
 def run_tables(args: argparse.Namespace) -> int:
-    from vllm_ppd.vllm_plugins.bench.schedule import Stopped
+    from vllm_ppd.vllm_plugins.bench.turns import Stopped
     from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
     from vllm_ppd.vllm_plugins.bench.tables.render import render
     from vllm_ppd.vllm_plugins.bench.tables.run import make_tables

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of results is what its command makes of the committed files, and knows the files that come later."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_bench_serve import options as serve_options
+from test_bench_serve import turn as serve_turn
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "results"))
+import page
+
+from vllm_ppd.vllm_plugins.bench.contenders import BASE, contenders
+from vllm_ppd.vllm_plugins.bench.results import Results
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def test_committed_page_is_what_the_command_makes() -> None:
+    made = page.contents(RESULTS, page.README.read_text())
+    assert made.pop("README") == page.README.read_text()
+    assert {f"plots/{path.name}" for path in (RESULTS / "plots").iterdir()} | {"README.md"} == made.keys()
+    for path, text in made.items():
+        assert (RESULTS / path).read_text() == text, f"{path} is old; run python benchmarks/results/page.py"
+
+
+def test_turns_become_a_section(tmp_path: Path) -> None:
+    given = serve_options(out=str(tmp_path / "serve.json"), also=('ours={"method": "ppd"}',))
+    results = Results(given, contenders(given))
+    for load in ({}, {"rate": None, "concurrency": 4}):
+        results.add(serve_turn(BASE, 0, 1.0, **load))
+        results.add(serve_turn("ours", 0, 0.5, **load, drafts=10, draft_tokens=30, accepted_tokens=15))
+    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"a": 1}, {"b": 2}]}))
+    readme = "before\n<!-- results: serve -->\nold\n<!-- end -->\nafter\n"
+    made = page.contents(tmp_path, readme)
+    text = made["README.md"]
+    assert text.index("## Servers under load") < text.index("![Servers under load](plots/serve.svg)")
+    assert "The newest run was stopped before its end." in text
+    assert re.search(r"\| +a \| +b \|", text)
+    rows = [line for line in made["README"].splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[:2] for row in rows[2:]] == [
+        ["| 2 a second", "vLLM"], ["| 2 a second", "ours"], ["| 4 at once", "vLLM"], ["| 4 at once", "ours"],
+    ]  # fmt: skip
+    assert made["README"].startswith("before\n") and made["README"].endswith("<!-- end -->\nafter\n")
+    drawn = made["plots/serve.svg"]
+    assert drawn == page.contents(tmp_path, readme)["plots/serve.svg"]
+    assert all(f">{word}<" in drawn for word in ("ours", "vLLM", "4 at once", "tokens a second"))
+    with pytest.raises(SystemExit, match="asks for results 'nothing'; there are serve, other"):
+        page.contents(tmp_path, readme.replace("serve", "nothing"))

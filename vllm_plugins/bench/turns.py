@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes when: A B C A B C ..., one at a time, the base first in each round."""
+
+from __future__ import annotations
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from tqdm import tqdm
+
+from vllm_ppd.vllm_plugins.bench import BenchError
+from vllm_ppd.vllm_plugins.bench.contenders import Contender
+from vllm_ppd.vllm_plugins.bench.options import BenchOptions
+from vllm_ppd.vllm_plugins.bench.results import Results, Turn
+
+MEMORY_SHARE = 0.8  # of what is free, for further engines
+
+
+class Stopped(KeyboardInterrupt):
+    """Stopped by the user; what was measured is kept."""
+
+
+class Runs(Protocol):
+    """A contender that has started: an engine or a server."""
+
+    name: str
+    facts: dict[str, Any]  # peak_bytes of it, and free_bytes beside it
+
+    def close(self) -> None:
+        """End its processes, whatever they do."""
+
+
+Running = TypeVar("Running", bound=Runs)
+Load = TypeVar("Load")
+
+
+class Session(ABC, Generic[Running, Load]):
+    """The contenders that are alive, and their turns."""
+
+    def __init__(self, options: BenchOptions, results: Results, loads: Sequence[Load]) -> None:
+        self.options, self.results, self.loads = options, results, loads
+        self.alive: list[Running] = []
+        self.started = 0
+
+    @abstractmethod
+    def start(self, contender: Contender, log: Path) -> Running:
+        """Start a contender, or raise BenchError."""
+
+    @abstractmethod
+    def warm_up(self, one: Running, load: Load) -> None:
+        """Let it compute what is not measured, before the rounds at a load."""
+
+    @abstractmethod
+    def turn(self, one: Running, load: Load, number: int) -> Turn:
+        """Measure one round at a load; the base's turn comes first in each.
+
+        Raises:
+            BenchError: if it fails.
+        """
+
+    def measure(self, everyone: list[Contender]) -> None:
+        """All turns of everyone, the base first; each turn is kept as soon as it is over.
+
+        Raises:
+            BenchError: if the base fails; others are left out.
+            Stopped: on Ctrl-C.
+        """
+        with tempfile.TemporaryDirectory(prefix="ppd-bench-") as folder:
+            try:
+                self._measure(everyone, Path(folder))
+            except KeyboardInterrupt:
+                kept, out = len(self.results.run["turns"]), self.options.out
+                raise Stopped(f"stopped; {kept} turns are kept in {out}, the same command adds to them") from None
+            finally:
+                self._close()
+        self.results.finish()
+
+    def _measure(self, everyone: list[Contender], logs: Path) -> None:
+        """The base stays; the others come in groups of as many as there is room for."""
+        base, *others = everyone
+        self._start(base, logs)
+        room = self._room(self.alive[0].facts)
+        total = self.options.rounds * len(self.loads) * len(others)
+        with tqdm(total=total, desc="turns", mininterval=1) as progress:
+            for group, first in enumerate(range(0, len(others), room)):
+                for contender in others[first : first + room]:
+                    try:
+                        self._start(contender, logs)
+                    except BenchError as error:
+                        self._failed(contender.name, error)
+                for load in self.loads:
+                    self._load(load, group, progress)
+                self._close(keep=1)
+
+    def _start(self, contender: Contender, logs: Path) -> None:
+        self.started += 1
+        print(f"starting {contender.name} ...", flush=True)
+        self.alive.append(self.start(contender, logs / f"{self.started}.log"))
+
+    def _room(self, facts: dict[str, Any]) -> int:
+        """Contenders alive beside the base."""
+        if self.options.alive is not None:
+            return self.options.alive - 1
+        return max(1, int(MEMORY_SHARE * facts["free_bytes"] / facts["peak_bytes"]))
+
+    def _load(self, load: Load, group: int, progress: Any) -> None:
+        for one in list(self.alive):
+            self._tried(one, lambda one=one: self.warm_up(one, load))
+        for number in range(self.options.rounds):
+            for one in list(self.alive):
+                turn = self._tried(one, lambda one=one, number=number: self.turn(one, load, number))
+                if turn is not None:
+                    self.results.add({"contender": one.name, "group": group, "round": number} | turn)
+                    progress.update(one is not self.alive[0])
+
+    def _tried(self, one: Running, work: Any) -> Any:
+        """What the work returns; a contender that fails is left out, the base is not."""
+        try:
+            return work()
+        except BenchError as error:
+            if one is self.alive[0]:
+                raise
+            self._failed(one.name, error)
+            self.alive.remove(one)
+            one.close()
+            return None
+
+    def _failed(self, name: str, error: BenchError) -> None:
+        tqdm.write(f"left out: {error}")
+        self.results.fail(name, str(error))
+
+    def _close(self, keep: int = 0) -> None:
+        for one in self.alive[keep:]:
+            one.close()
+        del self.alive[keep:]
