@@ -14,13 +14,13 @@ from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.vllm_plugins.bench import BenchError
-from vllm_ppd.vllm_plugins.bench.turns import Stopped
 from vllm_ppd.vllm_plugins.bench.tables import PaperTable, Row, ppd, theirs_paradecode, theirs_ppd
 from vllm_ppd.vllm_plugins.bench.tables.context import Context
 from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
 from vllm_ppd.vllm_plugins.bench.tables.paradecode_texts import predictions, unverified
 from vllm_ppd.vllm_plugins.bench.tables.render import render
 from vllm_ppd.vllm_plugins.bench.tables.run import chosen, make_tables
+from vllm_ppd.vllm_plugins.bench.turns import Stopped
 from vllm_ppd.vllm_plugins.cli.main import main
 
 EXITS = (1, 2, 3)

@@ -14,9 +14,8 @@ from vllm_ppd.vllm_plugins.bench.engine import Engine
 from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import Results, Turn
-from vllm_ppd.vllm_plugins.bench.turns import Session, Stopped
+from vllm_ppd.vllm_plugins.bench.turns import Session
 
-__all__ = ["Stopped", "decode"]
 WARM_UP_TOKENS = 16
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 

@@ -98,10 +98,10 @@ def _measured(measure: Callable[[], Measured], table: Callable[[Measured], str],
 
 
 def run_tables(args: argparse.Namespace) -> int:
-    from vllm_ppd.vllm_plugins.bench.turns import Stopped
     from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
     from vllm_ppd.vllm_plugins.bench.tables.render import render
     from vllm_ppd.vllm_plugins.bench.tables.run import make_tables
+    from vllm_ppd.vllm_plugins.bench.turns import Stopped
 
     options = options_from(TablesOptions, args)
     try:

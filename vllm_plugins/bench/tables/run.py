@@ -13,10 +13,10 @@ from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training.corpus import expand
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench import BenchError
-from vllm_ppd.vllm_plugins.bench.turns import Stopped
 from vllm_ppd.vllm_plugins.bench.tables import Measure, PaperTable, cp, dynamo, paradecode, ppd
 from vllm_ppd.vllm_plugins.bench.tables.context import Context
 from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
+from vllm_ppd.vllm_plugins.bench.turns import Stopped
 
 PAPERS = {"ppd": ppd, "paradecode": paradecode, "cp": cp, "dynamo": dynamo}
 
