@@ -45,7 +45,9 @@ class _Session(Session[Server, Load]):
         return Server(contender, self.model, self.arguments, log)
 
     def warm_up(self, one: Server, load: Load) -> None:
-        """A few requests by themselves, of texts that no turn has."""
+        """A few requests by themselves, of texts that no turn has, once a server has started."""
+        if load != self.loads[0]:
+            return
         for prompt, _ in self.texts.requests(0, self.run)[:WARM_UP_REQUESTS]:
             one.complete(prompt, self.texts.options.new_tokens, self.temperature)
 
@@ -88,7 +90,7 @@ def summarise(measured: Measured, name: str, load: Load) -> Row | None:
            for time in TIMES},
         "requests_per_second": median(lambda turn: turn["requests_per_second"]),
         "tokens_per_second": median(lambda turn: turn["tokens_per_second"]),
-        **{f"faster_{time}": quartiles([base[f"{time}_ms"]["mean"] / turn[f"{time}_ms"]["mean"]
+        **{f"faster_{time}": quartiles([base[f"{time}_ms"]["p50"] / turn[f"{time}_ms"]["p50"]
                                         for turn, base in pairs])
            for time in ("ttft", "tpot", "e2el")},
         "faster_tokens": quartiles([turn["tokens_per_second"] / base["tokens_per_second"] for turn, base in pairs]),

@@ -17,7 +17,7 @@ LEGEND = """\
 load: requests that come at random at a mean rate, or all at once, or so many at once, the next when one ends.
 TTFT, TPOT, ITL, latency: to the first token, a token after it, between messages, whole; median / 95th percentile of a
 turn's requests as `vllm bench serve` computes them, the median of the turns. A message holds all tokens of a step.
-x: how many times better than vLLM without speculation, whose turn is in the same round (means; above 1 is better).
+x: how many times better than vLLM without speculation in the same round, by the requests' medians; above 1 is better.
 tokens/s: generated, of all requests together; at a rate that is kept up with, as many as are asked for.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
 prefix hits: share of the prompts' tokens that were in the prefix cache."""
