@@ -18,12 +18,10 @@ from conftest import ROOT, runner_of
 from exactness import generate, greedy, prompts
 from vllm import EngineArgs
 from vllm.config import VllmConfig
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -84,14 +82,6 @@ def test_seam_lookahead() -> None:
     assert isinstance(original(VllmConfig, "num_lookahead_tokens"), property)
     source = inspect.getsource(importlib.import_module("vllm.v1.core.sched.scheduler"))
     assert "vllm_config.num_lookahead_tokens" in source, "the scheduler reserves drafted positions some other way"
-
-
-def test_seam_engine_core_start() -> None:
-    """What a worker group's engine core reads its ranks' answers from, and the time it spins on it."""
-    assert parameters(original(EngineCore, "__init__"))[:2] == ["self", "vllm_config"]
-    assert "response_mqs" in inspect.getsource(MultiprocExecutor)
-    assert "self._spin_condition = SpinCondition(" in inspect.getsource(MessageQueue)
-    assert "self.last_read + self.busy_loop_s" in inspect.getsource(SpinCondition.wait)
 
 
 def test_seam_post_step() -> None:

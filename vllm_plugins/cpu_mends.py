@@ -7,9 +7,6 @@ top-k and top-p of verified drafts are whatever the memory held. Every speculati
 greedy requests are not.
 
 Without the second, ranks that die leave their shared memory behind.
-
-Without the third, the engine core spins while it waits for its ranks, for a second after each answer. Where every rank
-has a core of its own and there is no further one, that takes a core away from a rank for a part of the time.
 """
 
 from __future__ import annotations
@@ -74,9 +71,3 @@ def unlink_shared_memory(*groups: Any) -> None:
                 os.unlink(path)
             except FileNotFoundError:  # another rank was first
                 continue
-
-
-def sleep_while_ranks_compute(executor: Any) -> None:
-    """Have an executor of several processes wait for their answers by notification."""
-    for queue in getattr(executor, "response_mqs", ()):
-        queue._spin_condition.busy_loop_s = 0

@@ -7,7 +7,6 @@
     EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
-    EngineCore.__init__                    sleep, not spin, while a worker group's ranks compute on the same CPU
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     register_speculator                    `vllm serve HEADS` finds the target by itself
 
@@ -156,23 +155,6 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     return _validate_params
 
 
-def _start_engine_core(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        from vllm.platforms import current_platform
-
-        from vllm_ppd.vllm_plugins.activation import active_config
-
-        config = active_config(vllm_config)
-        if config is not None and config.stages > 1 and current_platform.is_cpu():
-            from vllm_ppd.vllm_plugins.cpu_mends import sleep_while_ranks_compute
-
-            sleep_while_ranks_compute(self.model_executor)
-
-    return __init__
-
-
 def _post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
@@ -224,6 +206,5 @@ SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
-    ("vllm.v1.engine.core:EngineCore", "__init__", _start_engine_core),
     ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
 ]
