@@ -15,7 +15,14 @@ from exactness import greedy
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.parts import _cp_head, _dynamo, _early_heads, _joint_settings, _matches, _vocabularies
+from vllm_ppd.heads.calibration.parts import (
+    _cp_head,
+    _early_heads,
+    _joint_settings,
+    _matches,
+    _vocabularies,
+    dynamo_measures,
+)
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
@@ -91,7 +98,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
         from vllm_ppd.heads.calibration import cp
 
         return cp.drafted(calibration.target, _cp_head(calibration), texts, 8, calibration.autocast, short)[2]
-    return _dynamo(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
+    return dynamo_measures(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
 
 
 @pytest.mark.engine

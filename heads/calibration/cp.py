@@ -57,7 +57,6 @@ def perplexities(target: Target, head: CPHead, batches: list[Batch], autocast: A
     }
 
 
-@torch.no_grad()
 def drafted(
     target: Target,
     head: CPHead,
@@ -67,6 +66,20 @@ def drafted(
     token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
 ) -> list[Drafted]:
     """What an engine would count on these texts with 1, 2, ... n-1 drafts."""
+    accept = acceptance(target, head, texts, batch, autocast, token_ids)
+    return [walk(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, head.positions)]
+
+
+@torch.no_grad()
+def acceptance(
+    target: Target,
+    head: CPHead,
+    texts: Texts,
+    batch: int,
+    autocast: Any,
+    token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
+) -> torch.Tensor:
+    """Probability that each draft is accepted if those before it were: [texts, generated tokens, n-1]."""
     n = head.positions - 1
     steps = texts.generated.shape[1]
     accept = torch.zeros(len(texts.ids), steps, n)
@@ -90,7 +103,7 @@ def drafted(
             chance = _chances(logits, weights, tokens[rows], targets[rows], texts.temperature)
             index = torch.arange(start, start + len(chance))
             accept[part][index // steps, index % steps] = chance.cpu()
-    return [walk(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, n + 1)]
+    return accept
 
 
 def _chances(

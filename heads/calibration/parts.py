@@ -143,12 +143,12 @@ def _cp_head(calibration: Calibration) -> CPHead:
 
 def dynamo_likelihood(calibration: Calibration) -> dict[str, Any]:
     """PPL_n and PPL_1:n on the data itself (DynaMo, Table 2)."""
-    return _dynamo(calibration).perplexities(calibration.windows)
+    return dynamo_measures(calibration).perplexities(calibration.windows)
 
 
 def dynamo_dynamic(calibration: Calibration) -> dict[str, Any]:
     """PPL_d and the share of n-grams against eps_b (DynaMo, Figs. 5 and 15), on at most DYNAMIC_TOKENS of the data."""
-    measures, settings = _dynamo(calibration), _joint_settings(calibration)
+    measures, settings = dynamo_measures(calibration), _joint_settings(calibration)
     windows = calibration.windows[0]
     few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
     batch = Batch(windows.input_ids[:few], windows.position_ids[:few])
@@ -157,7 +157,7 @@ def dynamo_dynamic(calibration: Calibration) -> dict[str, Any]:
 
 def dynamo_acceptance(calibration: Calibration) -> dict[str, Any]:
     """Expected acceptance in verified mode, by back-off threshold and drafts."""
-    options, measures, settings = calibration.options, _dynamo(calibration), _joint_settings(calibration)
+    options, measures, settings = calibration.options, dynamo_measures(calibration), _joint_settings(calibration)
     found: dict[str, Any] = {}
     for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
         rows = _rows(measures.drafted(texts, settings, options.batch, options.eps))
@@ -167,7 +167,7 @@ def dynamo_acceptance(calibration: Calibration) -> dict[str, Any]:
 
 def dynamo_vocabulary(calibration: Calibration) -> dict[str, Any]:
     """Expected acceptance in verified mode on sampled texts with shorter draft vocabularies."""
-    options, measures, settings = calibration.options, _dynamo(calibration), _joint_settings(calibration)
+    options, measures, settings = calibration.options, dynamo_measures(calibration), _joint_settings(calibration)
     return {
         str(len(ids)): {
             "covers": share,
@@ -181,7 +181,7 @@ def _rows(counts: dict[tuple[float, int], Drafted]) -> list[dict[str, Any]]:
     return [{"eps_b": eps, "drafts_allowed": drafts, **_counts(c)} for (eps, drafts), c in counts.items()]
 
 
-def _dynamo(calibration: Calibration) -> DynaMoMeasures:
+def dynamo_measures(calibration: Calibration) -> DynaMoMeasures:
     config, target = calibration.config, calibration.target
     assert isinstance(config, DynaMoConfig)
     heads = DynaMoHeads(new_layers(target, config.tokens))

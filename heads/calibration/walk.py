@@ -39,11 +39,30 @@ def walk(
     cycle starts after the accepted tokens and the bonus token, so starts are followed as probability mass over
     positions, exactly and without drawing.
     """
+    totals, accepted = _follow(accept, lengths, limit)
+    cycles, drafts, drafted = totals.tolist()
+    return Drafted(cycles, drafts, drafted, float(accepted.sum()))
+
+
+def accepted_by_position(
+    accept: torch.Tensor,  # [texts, cycle starts, n], as walk's
+    lengths: torch.Tensor,  # [texts]
+) -> list[float]:
+    """Along the same way: drafts accepted a cycle at each of the n positions, whose sum is accepted / cycles."""
+    totals, accepted = _follow(accept, lengths, None)
+    return (accepted / totals[0].clamp(min=1)).tolist()
+
+
+def _follow(
+    accept: torch.Tensor, lengths: torch.Tensor, limit: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expected cycles, drafts and drafted tokens [3]; accepted tokens by position [n]."""
     texts, starts, n = accept.shape
     accept = accept.double()
     mass = torch.zeros(texts, starts + n + 1, dtype=torch.float64, device=accept.device)
     mass[:, 0] = 1
-    totals = torch.zeros(4, dtype=torch.float64, device=accept.device)
+    totals = torch.zeros(3, dtype=torch.float64, device=accept.device)
+    accepted = torch.zeros(n, dtype=torch.float64, device=accept.device)
     for t in range(starts):
         # The engine drafts no further than the text's end, where the last token is the cycle's own bonus.
         room = (lengths - t - 2).clamp(0, n)
@@ -53,9 +72,9 @@ def walk(
         survive = torch.cumprod(accept[:, t] * allowed, dim=1)  # [texts, n] first i + 1 accepted
         here = mass[:, t]
         alive = here * (t < lengths - 1)
-        parts = [alive, alive * (room > 0), alive * room, alive[:, None] * survive]
-        totals += torch.stack([part.sum() for part in parts])
+        totals += torch.stack([part.sum() for part in (alive, alive * (room > 0), alive * room)])
+        accepted += (alive[:, None] * survive).sum(0)
         exactly = torch.cat([torch.ones_like(survive[:, :1]), survive], dim=1)
         exactly = exactly - torch.cat([survive, torch.zeros_like(survive[:, :1])], dim=1)
         mass[:, t + 1 : t + n + 2] += here[:, None] * exactly
-    return Drafted(*totals.tolist())
+    return totals, accepted

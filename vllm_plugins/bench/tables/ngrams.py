@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo's own decoding (Algorithm 1, unverified) on transformers, for ablations that no server offers.
+
+Rows emit 1 to n tokens a pass, so the KV cache has holes: places of shorter rows, which the attention mask leaves out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
+from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.dynamo_joint import select
+from vllm_ppd.heads.joint_settings import JointSettings
+
+
+@dataclass
+class Emitted:
+    """Texts, and how they came about."""
+
+    texts: Texts
+    taken: torch.Tensor  # [texts, n] passes that emitted 1, 2, ... n tokens
+
+    def tokens_a_pass(self) -> float:
+        """The speed-up if a pass costs what the target's costs."""
+        sizes = torch.arange(1, self.taken.shape[1] + 1)
+        return float((self.taken * sizes).sum() / self.taken.sum().clamp(min=1))
+
+    def shares(self) -> list[float]:
+        """Share of passes that emitted 1, 2, ... n tokens."""
+        return (self.taken.sum(0) / self.taken.sum().clamp(min=1)).tolist()
+
+    def part(self, rows: slice) -> Emitted:
+        texts = self.texts
+        kept = Texts(texts.ids[rows], texts.prompt, texts.lengths[rows], texts.temperature)
+        return Emitted(kept, self.taken[rows])
+
+
+@torch.no_grad()
+def emit(
+    measures: DynaMoMeasures,
+    prompts: torch.Tensor,  # [texts, prompt] int64
+    tokens: int,
+    settings: JointSettings,
+    eps_b: torch.Tensor,  # [texts], in place of the settings'
+    temperature: float,
+    generator: torch.Generator,
+) -> Emitted:
+    """Write n-grams after prompts as they are sampled from the joint of all heads.
+
+    A text ends after so many tokens, or with the end token. At eps_b 1 it is the target's own sample from its top-k.
+    """
+    texts, width = prompts.shape
+    n, device = measures.heads.tokens, prompts.device
+    end = measures.target.tokenizer.eos_token_id
+    ids = torch.zeros(texts, width + tokens + 2 * n, dtype=torch.int64, device=device)
+    ids[:, :width] = prompts
+    written = torch.zeros(texts, dtype=torch.int64, device=device)
+    lengths = torch.full_like(written, tokens)
+    taken = torch.zeros(texts, n, device=device)
+    going = torch.ones(texts, dtype=torch.bool, device=device)
+    states_of, given, real = _CachedStates(measures, texts), prompts, torch.ones_like(prompts, dtype=torch.bool)
+    columns = torch.arange(n, device=device)
+    progress = tqdm(total=tokens, desc="writing n-grams", mininterval=2, delay=2, leave=False)
+    while bool(going.any()):
+        states = states_of(given, real)
+        seen = ids[:, : width + int(written.max())]
+        seen = seen.masked_fill(torch.arange(seen.shape[1], device=device) >= width + written[:, None], -1)
+        grams = torch.full((texts, n), -1, device=device)
+        for several in (False, True):
+            rows = torch.nonzero(going & ((eps_b < 1) == several)).squeeze(1)
+            heads = states[: n if several else 1]  # at 1 the others are never asked
+            for part in rows.split(measures.chunk(settings.k, len(heads))) if len(rows) else ():
+                scores = [measures.log_probs(s[part], temperature) for s in heads]
+                choice = select(scores, settings, measures.counts, eps_b=eps_b[part], context=seen[part])
+                grams[part, : len(heads)] = choice.sample(generator)
+        real = grams >= 0
+        given = grams.clamp(min=0)
+        place = (width + written)[:, None] + columns
+        ids.scatter_(1, place, torch.where(real, given, ids.gather(1, place)))
+        order = real.sum(1)
+        taken += (order[:, None] == columns + 1) & going[:, None]
+        ended = real & (given == end) if end is not None else torch.zeros_like(real)
+        first = torch.where(ended, written[:, None] + columns + 1, tokens).amin(1)
+        lengths = torch.where(going, torch.minimum(lengths, first), lengths)
+        written += order
+        going &= ~ended.any(1) & (written < tokens)
+        used = max(int(order.max()), 1)
+        given, real = given[:, :used], real[:, :used]
+        progress.update(int(written[going].min() if bool(going.any()) else tokens) - progress.n)
+    progress.close()
+    return Emitted(Texts(ids[:, : width + tokens], width, lengths, temperature), taken.cpu())
+
+
+class _CachedStates:
+    """What the LM head reads for each head at every text's last token; earlier tokens stand in a KV cache."""
+
+    def __init__(self, measures: DynaMoMeasures, texts: int) -> None:
+        from transformers import DynamicCache
+
+        self.measures, self.cache = measures, DynamicCache()
+        device = measures.target.device
+        self.mask = torch.zeros(texts, 0, dtype=torch.bool, device=device)
+        self.count = torch.zeros(texts, 1, dtype=torch.int64, device=device)
+        module: Any
+        for token, layer in measures.heads.layers.items():
+            for module in layer.modules():
+                if hasattr(module, "layer_idx"):  # copies of the last layer; each needs a place of its own in the cache
+                    module.layer_idx = measures.target.num_layers + int(token) - 2
+
+    def __call__(self, given: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+        """Take in tokens [texts, width], those that are real: [texts, hidden] of each head, head 1 first."""
+        target, heads = self.measures.target, self.measures.heads
+        self.mask = torch.cat([self.mask, real], dim=1)
+        positions = (self.count + real.cumsum(1) - 1).clamp(min=0)
+        self.count += real.sum(1, keepdim=True)
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append((args, kwargs))
+
+        hook = target.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with self.measures.autocast():
+                output = target.model.base_model(
+                    input_ids=given, attention_mask=self.mask.long(), position_ids=positions,
+                    past_key_values=self.cache, use_cache=True,
+                )  # fmt: skip
+                args, kwargs = calls[0]
+                others = [target.norm(heads(token, args, kwargs)) for token in range(2, heads.tokens + 1)]
+        finally:
+            hook.remove()
+        last = (real.sum(1) - 1).clamp(min=0)
+        index = torch.arange(len(last), device=last.device)
+        return [states[index, last] for states in (output.last_hidden_state, *others)]
