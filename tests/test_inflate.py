@@ -114,5 +114,8 @@ def test_engine_says_and_accepts_what_the_originals_does(inflated: Path, kind: s
     for model, heads in ((DEMO, HEADS / kind), (inflated / "model", inflated / "heads" / kind)):
         llm = start_engine(model, {**options, "model": str(heads)}, kv_cache_memory_bytes=1 << 28)
         seen.append((generate(llm, requests, greedy(40)), llm.counts))
-    assert seen[0] == seen[1]
-    assert seen[0][1]["accepted"] > 20
+    (said, counts), (said_inflated, counts_inflated) = seen
+    assert said == said_inflated
+    # Logits are equal to rounding, which decides between drafts that are as likely: a few tokens change.
+    assert counts_inflated == pytest.approx(counts, rel=0.03, abs=2)
+    assert counts["accepted"] > 20

@@ -115,10 +115,11 @@ def table(results: Measured, num_layers: int) -> str:
 
 def body(results: Measured, num_layers: int) -> str:
     """The table alone."""
-    return rows_of(COLUMNS, "---:", [_cells(row, results.contenders, num_layers) for row in results.rows()])
+    splits = results.run.get("splits", {})
+    return rows_of(COLUMNS, "---:", [_cells(row, results.contenders, num_layers, splits) for row in results.rows()])
 
 
-def _cells(row: Row, identities: dict[str, Any], num_layers: int) -> list[str]:
+def _cells(row: Row, identities: dict[str, Any], num_layers: int, splits: dict[str, int]) -> list[str]:
     name, ours = row["contender"], row["ours"]
     cells = [
         str(row["batch"]),
@@ -132,7 +133,7 @@ def _cells(row: Row, identities: dict[str, Any], num_layers: int) -> list[str]:
         return [*cells, *["-"] * 7, same]
     config = identities[name]["speculative_config"]
     match_rate = ours["group_hits"] / tried
-    split = split_of(config, num_layers)
+    split = splits.get(str(name)) or split_of(config, num_layers)
     paper = theorem(num_layers, split, config["lanes"], match_rate)
     predicted = num_layers / paper.latency
     # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
@@ -147,6 +148,12 @@ def _cells(row: Row, identities: dict[str, Any], num_layers: int) -> list[str]:
         *(f"{ours[f'group_{s}_stage_idle_seconds'] / ours[f'group_{s}_stage_seconds']:.0%}" for s in ("first", "last")),
         same,
     ]
+
+
+def splits_of(everyone: list[Contender], num_layers: int) -> dict[str, int]:
+    """Where each group's stages are split: to be kept with a run, which may outlive its heads."""
+    groups = (one for one in everyone if one.speculative_config is not None)
+    return {one.name: split_of(one.speculative_config or {}, num_layers) for one in groups}
 
 
 def split_of(config: dict[str, Any], num_layers: int) -> int:

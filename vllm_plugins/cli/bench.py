@@ -73,14 +73,17 @@ def run_serve(args: argparse.Namespace) -> int:
 def run_group(args: argparse.Namespace) -> int:
     from transformers import AutoConfig
 
-    from vllm_ppd.vllm_plugins.bench.group import GroupOptions, contenders, table
+    from vllm_ppd.vllm_plugins.bench.group import GroupOptions, contenders, splits_of, table
     from vllm_ppd.vllm_plugins.bench.schedule import decode
 
     options = options_from(GroupOptions, args)
     layers = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code).num_hidden_layers
-    return _measured(
-        lambda: decode(options, contenders(options), num_layers=layers), lambda found: table(found, layers), options.out
-    )
+
+    def measure() -> Measured:
+        everyone = contenders(options)
+        return decode(options, everyone, num_layers=layers, splits=splits_of(everyone, layers))
+
+    return _measured(measure, lambda found: table(found, layers), options.out)
 
 
 def _measured(measure: Callable[[], Measured], table: Callable[[Measured], str], out: str) -> int:
