@@ -161,7 +161,6 @@ def test_heads_on_the_first_stage(
         )
         assert got == CASES["batch_1"](engine())
         rates.append(hits / (hits + misses))
-        print("RATES", rates)
     assert rates[1] > rates[0] + 0.05
 
 

@@ -68,6 +68,7 @@ def test_two_ranks(
     assert deferred > 0
 
 
+@pytest.mark.full
 def test_two_ranks_adaptive(tiny_model: Callable[..., Path], engine: Callable[..., Any]) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
