@@ -84,14 +84,20 @@ def write_kv(cache: torch.Tensor, slots: torch.Tensor, key: torch.Tensor, value:
     ops.cpu_attn_reshape_and_cache(key, value, *parts, slots, isa)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copied_blocks_are_those_vllm_would_have_written(dtype: torch.dtype) -> None:
+def three_full_blocks(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Keys, values, and the caches of two layers that hold them."""
     generator = torch.Generator().manual_seed(0)
     key, value = (torch.randn(3 * SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
     layers = [torch.zeros(3, HEADS, SIZE, 2 * HEAD_DIM, dtype=dtype) for _ in range(2)]
-    expected = torch.zeros_like(layers[0])
     for layer in layers:
         write_kv(layer, torch.arange(3 * SIZE), key, value)
+    return key, value, layers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copied_blocks_are_those_vllm_would_have_written(dtype: torch.dtype) -> None:
+    key, value, layers = three_full_blocks(dtype)
+    expected = torch.zeros_like(layers[0])
     for tensor in (key, value):
         tensor[:SIZE] = tensor[2 * SIZE :]
     write_kv(expected, torch.arange(3 * SIZE), key, value)
@@ -101,12 +107,8 @@ def test_copied_blocks_are_those_vllm_would_have_written(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copied_entries_are_those_vllm_would_have_written(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(3 * SIZE, HEADS, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
-    layers = [torch.zeros(3, HEADS, SIZE, 2 * HEAD_DIM, dtype=dtype) for _ in range(2)]
+    key, value, layers = three_full_blocks(dtype)
     expected = torch.zeros_like(layers[0])
-    for layer in layers:
-        write_kv(layer, torch.arange(3 * SIZE), key, value)
     source, target = torch.tensor([5, SIZE]), torch.tensor([2 * SIZE + 31, SIZE + 8])
     for tensor in (key, value):
         tensor[target] = tensor[source]

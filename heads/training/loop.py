@@ -147,7 +147,7 @@ class _Run:
                     if stop or (self.step % options.save_every == 0 and self.step > self.saved):
                         self._save(self.seconds + time.monotonic() - started)
                     if stop:
-                        raise Stopped(f"stopped at step {self.step} of {self.steps}")
+                        raise Stopped(f"stopped at step {self.step} of {self.steps}; the same command continues it")
                     self._update(optimizer)
                     self.step += 1
                     progress.update(tokens)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -87,15 +86,8 @@ def run_group(args: argparse.Namespace) -> int:
 
 
 def _measured(measure: Callable[[], Measured], table: Callable[[Measured], str], out: str) -> int:
-    """Measure and print the table; 130 for a run that was stopped."""
-    from vllm_ppd.vllm_plugins.bench.turns import Stopped
-
-    try:
-        results = measure()
-    except Stopped as stopped:
-        print(f"ppd: {stopped}", file=sys.stderr)
-        return 130
-    print(table(results))
+    """Measure and print the table."""
+    print(table(measure()))
     print(f"\nwrote {out}")
     return 0
 
@@ -104,14 +96,9 @@ def run_tables(args: argparse.Namespace) -> int:
     from vllm_ppd.vllm_plugins.bench.tables.options import TablesOptions
     from vllm_ppd.vllm_plugins.bench.tables.render import render
     from vllm_ppd.vllm_plugins.bench.tables.run import make_tables
-    from vllm_ppd.vllm_plugins.bench.turns import Stopped
 
     options = options_from(TablesOptions, args)
-    try:
-        tables, left_out = make_tables(options)
-    except Stopped as stopped:
-        print(f"ppd: {stopped}", file=sys.stderr)
-        return 130
+    tables, left_out = make_tables(options)
     print("\n\n".join([*map(render, tables), *(f"left out: {key}: {reason}" for key, reason in left_out.items())]))
     print(f"\nwrote {options.out}" if tables else "\nnothing was measured")
     return 0 if tables else 1

@@ -25,8 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except KeyboardInterrupt as stopped:
-        reason = str(stopped) or "stopped"
-        print(f"ppd: {reason}; the same command continues it", file=sys.stderr)
+        print(f"ppd: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         if not _is_ours(error):
