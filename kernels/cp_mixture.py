@@ -13,6 +13,9 @@ from torch.nn import functional
 
 from vllm_ppd.kernels.sampling import divisor, draw, is_greedy
 
+# Log-probability below which experts that rule a token out are not told apart, so that their weights stay finite.
+RULED_OUT = -1e5
+
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float32, or in float64 if it is."""
@@ -97,8 +100,8 @@ def draft_chain(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
 
-    The weights move in log space. The mixture of a position is formed of probabilities, one product of [r] and [r, V]:
-    an expert that gives a token less than float32 can hold adds nothing to a sum that another one leads.
+    The first token, which another than the mixture chose, moves the weights in log space. From there on probabilities
+    do: an expert that gives a token less than float32 can hold adds nothing to a sum that another one leads.
 
     Args:
         log_weights: the experts' weights given the context alone.
@@ -112,17 +115,16 @@ def draft_chain(
         (token ids [rows, n - 1] int64, the probabilities they were drawn with [rows, n - 1, vocab]; the mixture's own
         where the arg-max was taken).
     """
+    # Few calls: after a pass over the model's weights each one's own code comes from memory again.
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token.clamp(min=0))
+    seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
+    # Relative to the best, or what all experts rule out would round their weights.
+    weights = torch.softmax(at_least_float32(log_weights) + seen.sub_(seen.amax(dim=-1, keepdim=True)), dim=-1)
+    every = torch.softmax(logits[:, 1:], dim=-1, dtype=dtype)
     tokens, distributions = [], []
-    positions = logits.shape[1]
-    raw = at_least_float32(logits[:, 0])
-    index = first_token.clamp(min=0)[:, None, None].expand(-1, raw.shape[1], 1)
-    seen = raw.gather(-1, index).squeeze(-1) - torch.logsumexp(raw, dim=-1)
-    seen = seen.masked_fill((first_token < 0)[:, None], 0.0)
-    for position in range(1, positions):
-        log_weights = posterior(log_weights, seen)
-        # Position by position: the float32 copy is twice the size of half-precision logits.
-        factors = torch.softmax(at_least_float32(logits[:, position]), dim=-1)
-        probs = torch.bmm(log_weights.exp().unsqueeze(1), factors).squeeze(1)
+    for left, factors in zip(reversed(range(every.shape[1])), every.unbind(dim=1), strict=True):
+        probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
         token = probs.argmax(dim=-1)
         if temperature is not None:
             # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
@@ -131,6 +133,13 @@ def draft_chain(
             token = torch.where(is_greedy(temperature), token, draw(probs, generator))
         tokens.append(token)
         distributions.append(probs)
-        if position < positions - 1:
-            seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1).log()
+        if left:
+            # Some expert gives it a probability, or it would not have been taken: the sum is above 0.
+            weights = weights * _of_token(factors, token)
+            weights = weights / weights.sum(dim=-1, keepdim=True)
     return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)
+
+
+def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Each expert's entry [rows, r] of a token [rows] in factors [rows, r, vocab]."""
+    return factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)

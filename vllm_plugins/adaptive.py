@@ -90,7 +90,7 @@ class AdaptiveDrafts:
         """
         self._steps += 1
         size = self.costs.size(emitting)
-        if self._steps % REFRESH_EVERY == 0:
+        if self._steps % REFRESH_EVERY == 0 or self.costs.due:
             self.costs.refresh()
         free = np.where(fixed, 0, allowed)
         self.probing = False

@@ -81,7 +81,9 @@ class DraftPlanner:
         self._look_up_changed()
         end = np.minimum(batch.num_prompt_tokens[:num_reqs] + self._max_output, self.runner.max_model_len)
         remaining = end - batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
-        drafts = np.clip(remaining - reserved, 0, config.num_speculative_tokens) * (emitted & self._allowed)
+        # Not np.clip, which takes ten times as long for a few numbers.
+        drafts = np.minimum(np.maximum(remaining - reserved, 0), config.num_speculative_tokens)
+        drafts *= emitted & self._allowed
         if config.disable_by_batch_size is not None and num_reqs > config.disable_by_batch_size:
             drafts[:] = 0
         if config.max_drafting_requests is not None:

@@ -30,6 +30,7 @@ class StepCosts:
         self._latest = np.full((*shape, KEPT), np.nan)
         self._counts = np.zeros(shape, dtype=np.int64)
         self._changed: set[tuple[int, int]] = set()
+        self.due = False  # whether a kind of step can be told for the first time
         self._medians = np.full(shape, np.nan)
         self._agreed = self._medians.copy()
         self._relative: dict[int, np.ndarray | None] = {}
@@ -44,6 +45,7 @@ class StepCosts:
         self._latest[size, drafts, self._counts[size, drafts] % KEPT] = seconds
         self._counts[size, drafts] += 1
         self._changed.add((size, drafts))
+        self.due |= bool(self._counts[size, drafts] == ENOUGH)
 
     def count(self, size: int, drafts: int) -> int:
         """Steps of a kind seen so far; the same on every rank."""
@@ -55,6 +57,7 @@ class StepCosts:
             if self._counts[cell] >= ENOUGH:
                 self._medians[cell] = np.median(self._latest[cell][: self._counts[cell]])
         self._changed.clear()
+        self.due = False
         self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
         self._relative.clear()
 

@@ -16,7 +16,7 @@ from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import Results, Turn
 from vllm_ppd.vllm_plugins.bench.turns import Session
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 48  # enough for adaptive drafting to have timed its steps, which a server does once
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 
 
@@ -84,7 +84,7 @@ class _Session(Session[Engine, int]):
 
     def warm_up(self, one: Engine, load: int) -> None:
         backwards = [prompt[::-1] for prompt in self.batches[load, 0]]  # other text than what is measured
-        one.turn(backwards, WARM_UP_TOKENS, self.temperature)
+        one.turn(backwards, min(WARM_UP_TOKENS, self.new_tokens), self.temperature)
 
     def turn(self, one: Engine, load: int, number: int) -> Turn:
         if any(other.ranks > 1 for other in self.alive if other is not one):
