@@ -202,6 +202,8 @@ def test_weights_are_counted() -> None:
         (["--hardware", "4800,990"], "--hardware 4800,990: give GB/s, TFLOP/s and microseconds, as 4800,990,10"),
         (["--hardware", "0,990,1"], "--hardware 0,990,1: bandwidth and TFLOP/s must be above 0"),
         (["--hardware", "4800,990,1"], "target 'the/target' has no safetensors on this disk"),
+        (["--hardware", "4800,990,1", "--timings", "x"], "--timings x: a roofline says the machine, too; give one of"),
+        (["--timings", "nowhere.json"], "'nowhere.json' holds no results of `ppd bench decode`"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -231,6 +233,32 @@ def test_command_line_prints_a_table_and_how_to_serve(early: str, capsys: pytest
     assert "a roofline of 4800 GB/s and 990 TFLOP/s, link 10 us" in printed
     line = printed.strip().splitlines()[-1].strip()
     assert line.startswith(f"vllm serve {DEMO} --speculative-model {early} --spec-tokens ")
+
+
+def decoded(path: Path, target: str, steps: dict[int, list[float]]) -> str:
+    """Results of `ppd bench decode`: mean seconds of vLLM's own steps by batch size, a turn each."""
+    turns = [
+        {"contender": name, "batch": size, "window_seconds": factor * 10 * mean, "steps": 10}
+        for name, factor in (("vLLM", 1), ("cp", 7))
+        for size, means in steps.items()
+        for mean in means
+    ]
+    runs = [{"options": {"model": model, "temperature": 0}, "turns": turns} for model in (target, "another")]
+    path.write_text(json.dumps({"benchmark": "decode", "runs": runs}))
+    return str(path)
+
+
+def test_steps_that_a_benchmark_timed_are_shared_out(early: str, tmp_path: Path) -> None:
+    file = decoded(tmp_path / "decode.json", "the/target", {1: [9e-3, 12e-3, 13e-3], 4: [12e-3], 8: [24e-3]})
+    best = plan(early, timings=file).ways[0].way
+    assert isinstance(best, Drafting)
+    assert best.plain(1) == pytest.approx(12e-3)
+    assert best.plain(6) == pytest.approx(18e-3)
+    # As TIMES has it: a millisecond a layer, and an LM head worth two.
+    assert best.machine.layer(1) == pytest.approx(1e-3)
+    assert best.machine.lm_head(8) == pytest.approx(4e-3)
+    with pytest.raises(HeadsError, match="has no turns of the/target; run `ppd bench decode --model the/target`"):
+        plan(early, timings=decoded(tmp_path / "other.json", "another", {1: [1e-3]}))
 
 
 # ---- the fleet

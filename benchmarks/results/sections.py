@@ -124,6 +124,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "serve": ("Servers under load", _serve),
     "fleet_check": ("The fleets of `ppd plan`, held against servers", row_files.anything),
     "decode": ("Offline decoding", _decode),
+    "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
     "group": ("The worker group", _group),
     "tables": ("The papers' tables", row_files.paper_tables),
     "paradecode_ablation": ("ParaDecode's ablations", row_files.ablation),

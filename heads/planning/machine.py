@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a decoder layer and of a read of the LM head by rows: as measured, or by a machine's roofline."""
+"""Seconds of a decoder layer and of a read of the LM head by rows: as measured, as served, or by a roofline."""
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.heads.planning.options import PlanOptions
 
 # Of safetensors' types.
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
@@ -39,6 +43,48 @@ class Measured:
 
     def lm_head(self, rows: float) -> float:
         return _on_line(*self._lm_head, rows)
+
+
+class Served:
+    """A server's own steps without drafting, shared out among its layers and the LM head.
+
+    Args:
+        steps: seconds of a decode step by requests in it.
+        num_layers: of the target.
+        head_share: h, what a read of the LM head is of a full pass.
+        link: seconds of one message between pipeline stages.
+    """
+
+    def __init__(self, steps: dict[str, float], num_layers: int, head_share: float, link: float = 0.0) -> None:
+        self.num_layers, self.head_share, self.link = num_layers, head_share, link
+        self._steps = _ascending(steps)
+
+    def layer(self, rows: float) -> float:
+        return (1 - self.head_share) * _on_line(*self._steps, rows) / self.num_layers
+
+    def lm_head(self, rows: float) -> float:
+        return self.head_share * _on_line(*self._steps, rows)
+
+
+def steps_of(file: str, target: str) -> dict[str, float]:
+    """Median seconds of vLLM's own decode step by batch size, of the target's newest run of `ppd bench decode`.
+
+    Raises:
+        HeadsError: if the file holds none.
+    """
+    try:
+        runs = [run for run in json.loads(Path(file).read_text())["runs"] if run["options"]["model"] == target]
+        own = [(run["options"], [turn for turn in run["turns"] if turn["contender"] == "vLLM"]) for run in runs]
+        own = [(options | {"temperature": 0}, turns) for options, turns in own if turns]
+        found: dict[str, list[float]] = defaultdict(list)
+        for options, turns in own:
+            for turn in turns if options == own[-1][0] else []:
+                found[str(turn["batch"])].append(turn["window_seconds"] / turn["steps"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HeadsError(f"{file!r} holds no results of `ppd bench decode` ({error!r}); give its --out") from None
+    if not found:
+        raise HeadsError(f"{file!r} has no turns of {target}; run `ppd bench decode --model {target}` with that --out")
+    return {size: statistics.median(seconds) for size, seconds in found.items()}
 
 
 class Weights(NamedTuple):
@@ -123,8 +169,11 @@ def _on_line(rows: np.ndarray, seconds: np.ndarray, wanted: float) -> float:
     return float(seconds[-1] + slope * (wanted - rows[-1]))
 
 
-def machine_of(hardware: tuple[float, float, float] | None, timing: dict[str, Any], target: str) -> Machine:
-    """The machine by (GB/s, TFLOP/s, link microseconds) for a target on this disk, or the calibration's own."""
-    if hardware is None:
-        return Measured(timing["seconds"])
-    return Roofline(weights_of(target), 1e9 * hardware[0], 1e12 * hardware[1], 1e-6 * hardware[2])
+def machine_of(options: PlanOptions, timing: dict[str, Any], target: str, num_layers: int) -> Machine:
+    """The machine of the options: a roofline, a server's own steps, or the calibration's times."""
+    if options.hardware is not None:
+        bandwidth, peak, link = options.hardware
+        return Roofline(weights_of(target), 1e9 * bandwidth, 1e12 * peak, 1e-6 * link)
+    if options.timings is not None:
+        return Served(steps_of(options.timings, target), num_layers, timing["lm_head_share"])
+    return Measured(timing["seconds"])

@@ -33,6 +33,11 @@ class PlanOptions(BaseModel):
         description="GB/s of memory, TFLOP/s and link latency in microseconds, as 4800,990,10: a machine by its "
         "roofline (default: the calibration's own times)",
     )
+    timings: str | None = Field(
+        None,
+        description="results of `ppd bench decode` on this machine: its steps without drafting say what a layer takes "
+        "(default: the calibration's own times)",
+    )
     model: str | None = Field(None, description="target (none: the one that the heads name)")
     top: int = Field(8, ge=1, description="settings shown")
     largest: int = Field(512, ge=1, description="largest batch size considered")
@@ -51,6 +56,13 @@ class PlanOptions(BaseModel):
     def _sound(cls, value: tuple[float, float, float] | None) -> tuple[float, float, float] | None:
         if value is not None and (value[0] <= 0 or value[1] <= 0 or value[2] < 0):
             raise ValueError("bandwidth and TFLOP/s must be above 0, link latency at least 0")
+        return value
+
+    @field_validator("timings")
+    @classmethod
+    def _one_machine(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("hardware") is not None:
+            raise ValueError("a roofline says the machine, too; give one of --hardware and --timings")
         return value
 
     @field_validator("latency")

@@ -111,7 +111,7 @@ def _calibration(folder: str) -> dict[str, Any]:
 
 def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, options: PlanOptions) -> Iterator[Way]:
     depth = config.target.num_hidden_layers
-    machine = machine_of(options.hardware, parts["timing"], target)
+    machine = machine_of(options, parts["timing"], target, depth)
     if options.stages == "2":
         if not isinstance(config, EarlyConfig):
             raise HeadsError(f"{folder!r} has {config.kind} heads; a worker group drafts with early heads")

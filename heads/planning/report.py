@@ -36,9 +36,9 @@ def report(plan: Plan, options: PlanOptions) -> str:
     load = f"{options.rate:g} requests a second of {options.new_tokens} tokens" if options.rate else (
         f"batch {options.batch or 1}"
     )  # fmt: skip
-    machine = "times of the calibration" if options.hardware is None else (
-        "a roofline of {:g} GB/s and {:g} TFLOP/s, link {:g} us".format(*options.hardware)
-    )  # fmt: skip
+    machine = "times of the calibration" if options.timings is None else f"vLLM's own steps in {options.timings}"
+    if options.hardware is not None:
+        machine = "a roofline of {:g} GB/s and {:g} TFLOP/s, link {:g} us".format(*options.hardware)
     header = ["heads", "setting", "tokens a step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
     rows = [
         [
