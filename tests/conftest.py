@@ -184,8 +184,9 @@ def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
     def get(family: str = "llama") -> list[list[int]]:
         if family not in made:
             requests = prompts(16) + [{"prompt_token_ids": [7, 40, 3, 99, 12]}] * 48
-            sampled = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True)
-            outputs = engine(family=family).generate(requests, [greedy()] * 16 + [sampled] * 48, use_tqdm=False)
+            # Seeded, or what heads are fitted to would depend on the tests before.
+            sampled = [SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=i) for i in range(48)]
+            outputs = engine(family=family).generate(requests, [greedy()] * 16 + sampled, use_tqdm=False)
             made[family] = [
                 request["prompt_token_ids"] + list(output.outputs[0].token_ids)
                 for request, output in zip(requests, outputs, strict=True)

@@ -144,11 +144,11 @@ def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Callable[..., Any], vari
     """The threshold of a request decides: none, some or all drafts; requests of one batch may differ."""
     llm = engine(variant("dynamo"))
     drafted = {}
-    for eps_b in (0.0, 0.9, 1.0):
+    for eps_b in (0.0, 0.6, 1.0):
         before = llm.counts.copy()
         generate(llm, prompts(4), greedy(extra_args={"ppd_eps_b": eps_b}))
         drafted[eps_b] = (llm.counts - before)["drafted"]
-    assert drafted[1.0] == 0 < drafted[0.9] < drafted[0.0]
+    assert drafted[1.0] == 0 < drafted[0.6] < drafted[0.0]
     before = llm.counts.copy()
     generate(llm, prompts(4), [greedy(extra_args={"ppd_eps_b": 1.0})] * 3 + [greedy(extra_args={"ppd_eps_b": 0.0})])
     assert 0 < (llm.counts - before)["drafted"] < drafted[0.0]
