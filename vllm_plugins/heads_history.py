@@ -62,15 +62,17 @@ class HeadsHistory:
         starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
         ends = starts + np.diff(self.runner.query_start_loc.np[: rows + 1])
         tables = [self._table(gid, window) for gid, window in self._groups]
+        for table in tables:
+            # Before anyone is looked at: a block that one request fills may be another's prefix in the same step.
+            self.whole[table.between(-(-starts // table.block_size), -(-ends // table.block_size))] = True
         self.known = np.zeros(rows, dtype=bool)
         if not crowded:
             self.known = np.logical_and.reduce([self._whole_rows(table, starts) for table in tables])
-        rests = not self.known.any()
+        if self.known.any():
+            return False
         for table in tables:
-            size = table.block_size
-            first = starts // size if rests else -(-starts // size)  # with the heads: blocks written from their start
-            self.whole[table.between(first, -(-ends // size))] = not rests
-        return rests
+            self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
+        return True
 
     def _whole_rows(self, table: BlockTable, starts: np.ndarray) -> np.ndarray:
         """Rows of which every block that the token at `starts` attends to is whole: [rows] bool."""
