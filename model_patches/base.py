@@ -13,6 +13,8 @@ Branches are further layers that read the state before the last stack (DynaMo's 
 
     ... -> (hidden, residual) -> [last stack: layer L, norm] -> hidden
                               -> [branch: a token head's layer, norm] -> hidden
+
+A forward may leave them out.
 """
 
 from __future__ import annotations
@@ -168,13 +170,14 @@ class ModelCut:
             for start, stop in itertools.pairwise(bounds)
         ]
         self.branches: list[Stack] = []
-        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last full forward
+        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
+        self.resting = False  # whether forwards leave the branches out
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None
         self.adapter.replace_forward(self)
 
     def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
-        """Run further layers beside the last stack, in every full forward.
+        """Run further layers beside the last stack, in every full forward unless they rest.
 
         Args:
             layers: of the target's kind, one a branch.
@@ -224,8 +227,10 @@ class ModelCut:
         for stack in stacks[:-1]:
             state = stack(positions, *self.at_junction(state))
         # vLLM's norms overwrite what they are given, so each branch reads a copy.
-        stem = _copied(state) if self.branches else state
+        stem = _copied(state) if self.branches and not self.resting else state
         output = stacks[-1](positions, *self.at_junction(state))
+        if self.resting:
+            return output
         for branch, hidden in zip(self.branches, () if self.branch_hidden is None else self.branch_hidden, strict=True):
             state = _copied(stem) if self.junction is None else self.at_junction(stem)
             hidden[: output.shape[0]].copy_(branch(positions, *state))

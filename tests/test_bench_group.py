@@ -28,6 +28,8 @@ def test_theorem() -> None:
             assert found.latency == pytest.approx(40 * (1 - p / 2))
             assert found.compute == pytest.approx(((k + 1) * 40 + 40 * (1 - p)) / 2)
     assert theorem(40, 30, 5, 1.0).latency == 30
+    # Stages that halve each other's speed gain nothing where every token takes both all the time.
+    assert theorem(40, 20, 1, 1.0, slowed=2.0).latency == 40
 
 
 def test_contenders(heads_folder: Callable[..., Path], fitted_heads: Callable[..., str]) -> None:
@@ -57,16 +59,16 @@ def test_table(tmp_path: Path) -> None:
         "peak_bytes": 5, "drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "repeated_4_grams": 0, "all_4_grams": 0,
     }  # fmt: skip
     ours = {
-        "group_hits": 10.0, "group_misses": 10.0, "group_lanes": 40.0, "group_lanes_discarded": 30.0,
+        "group_ticks": 22.0, "group_hits": 10.0, "group_misses": 10.0, "group_lanes": 40.0, "group_lanes_discarded": 30.0,
         "group_first_stage_seconds": 1.0, "group_first_stage_idle_seconds": 0.25,
         "group_last_stage_seconds": 1.0, "group_last_stage_idle_seconds": 0.5,
     }  # fmt: skip
     results.add({**turn, "contender": BASE, "ours": {}})
-    results.add({**turn, "contender": "group, k = 2", "window_seconds": 0.8, "ours": ours})
+    results.add({**turn, "contender": "group, k = 2", "window_seconds": 0.8, "drafts": 2, "ours": ours})
     base, group = table(results, 6).splitlines()[4:6]
     assert base.startswith("| 1 | PP 2 | 20.0 (20.0-20.0) | 1.000 (1.000-1.000) | - |")
     cells = [cell.strip() for cell in group.strip("|").split("|")]
     assert cells == [
-        "1", "group, k = 2", "25.0 (25.0-25.0)", "1.250 (1.250-1.250)", "0.500", "1.333", "0.938", "10.5", "10.5",
-        "25%", "50%", "90.00%",
+        "1", "group, k = 2", "25.0 (25.0-25.0)", "1.250 (1.250-1.250)", "0.500", "1.333", "0.938", "1.00", "0.938", "10.5",
+        "10.5", "25%", "50%", "90.00%",
     ]  # fmt: skip

@@ -42,6 +42,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": ("cp", {"rank": 2, "factorised": False})},
     "dynamo-short": {"method": "dynamo", "draft_vocab_size": 100, "eps_b": 0.1, "heads": ("dynamo", {})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
+    "dynamo-cut-off": {
+        "method": "dynamo",
+        "max_drafting_requests": 3,
+        "disable_by_batch_size": 9,
+        "eps_b": 0.1,
+        "heads": ("dynamo", {}),
+    },
     "dynamo-2": {
         "method": "dynamo",
         "num_speculative_tokens": 1,
@@ -53,7 +60,7 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("exits", "batch_16"), ("exits", "more_than_fit"), ("exits", "arrivals_and_aborts"), ("exits", "model_length"),
     ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
     ("last", "batch_16"), ("last", "model_length"),
-    ("cut-off", "more_than_fit"),
+    ("cut-off", "more_than_fit"), ("dynamo-cut-off", "more_than_fit"),
     ("parallel", "batch_1"), ("parallel", "batch_16"), ("parallel", "more_than_fit"), ("parallel", "model_length"),
     ("parallel", "structured_output"), ("parallel", "penalties"), ("parallel", "arrivals_and_aborts"),
     ("parallel-exits", "batch_16"), ("parallel-exits", "mixed_lengths"), ("parallel-heads", "batch_16"),
@@ -201,7 +208,7 @@ def test_one_read_of_the_lm_head_serves_all_experts(engine: Callable[..., Any], 
     assert max(steps) > 8
 
 
-@pytest.mark.parametrize("name", ["middle", "exits", "parallel", "cp", "dynamo"])
+@pytest.mark.parametrize("name", ["middle", "exits", "parallel", "cp", "dynamo", "dynamo-cut-off"])
 def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed."""
     small = {"kv_cache_memory_bytes": 12 * 2 * 6 * 2 * 32 * 32 * 4, "enable_prefix_caching": True}
@@ -213,9 +220,10 @@ def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], nam
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.parametrize(
-    "name", ["middle", "dynamo", *(pytest.param(n, marks=pytest.mark.full) for n in ("exits", "parallel", "cp"))]
-)
+FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "parallel", "cp", "dynamo-cut-off")]
+
+
+@pytest.mark.parametrize("name", ["middle", "dynamo", *FULL_ONLY])
 def test_compiled(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """The default compilation mode: each stack is compiled by itself."""
     expected = CASES["batch_16"](engine(enforce_eager=False)), CASES["arrivals_and_aborts"](engine(enforce_eager=False))

@@ -127,7 +127,10 @@ def test_seam_runner() -> None:
     assert parameters(GPUModelRunner._update_states) == ["self", "scheduler_output"]
     assert parameters(GPUModelRunner._input_fits_in_drafter) == ["self", "common_attn_metadata"]
     source = inspect.getsource(GPUModelRunner)
-    for attribute in ("self._draft_probs", "self._draft_prob_req_ids", "self.attn_groups", "self.query_start_loc"):
+    for attribute in (
+        "self._draft_probs", "self._draft_prob_req_ids", "self.attn_groups", "self.query_start_loc",
+        "self.kv_cache_config.kv_cache_groups", "self.kv_cache_config.num_blocks",
+    ):  # fmt: skip
         assert attribute in source, f"{attribute} is gone from the runner"
 
 

@@ -161,6 +161,13 @@ def test_soft_cut_off_counts_drafting_requests_only() -> None:
     assert drafts_of(made.plan(emitted)) == {0: 0, 1: 3, 3: 3, 4: 0}
 
 
+def test_rows_that_cannot_draft_leave_the_soft_cut_off_to_others() -> None:
+    made, emitted = planner([{"prompt": 9}] * 4, max_drafting_requests=2)
+    able = np.array([True, False, True, True])
+    assert drafts_of(made.plan(emitted, able=able)) == {0: 3, 1: 0, 2: 3, 3: 0}
+    assert made.plan(emitted, able=np.zeros(4, dtype=bool)) is None
+
+
 def test_hard_cut_off() -> None:
     requests = [{"prompt": 9}] * 3
     assert drafts_of(planner(requests, disable_by_batch_size=3)[0].plan([[1]] * 3)) == {0: 3, 1: 3, 2: 3}

@@ -122,8 +122,8 @@ class DraftingOptions(BaseModel):
     disable_by_batch_size: int | None = Field(
         None,
         ge=1,
-        description="hard batch cut-off: in batches of more requests than this none drafts (default: none; 8 with "
-        "pipeline parallelism)",
+        description="hard batch cut-off: in batches of more requests than this none drafts, and dynamo's heads rest "
+        "(default: none; 8 with pipeline parallelism)",
         json_schema_extra={"flag": True},
     )
 

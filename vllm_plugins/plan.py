@@ -44,13 +44,20 @@ class DraftPlanner:
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
         self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
 
-    def plan(self, sampled_token_ids: list[list[int]], now: float = 0.0, decoding: bool = False) -> Plan | None:
+    def plan(
+        self,
+        sampled_token_ids: list[list[int]],
+        now: float = 0.0,
+        decoding: bool = False,
+        able: np.ndarray | None = None,
+    ) -> Plan | None:
         """The plan, or None if nobody drafts: then the next step is vLLM's own full forward.
 
         Args:
             sampled_token_ids: what each batch row emits in the step that ends.
             now: seconds on a clock.
             decoding: whether the step was one of decoding alone.
+            able: as for most_drafts.
         """
         batch = self.runner.input_batch
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
@@ -59,19 +66,22 @@ class DraftPlanner:
             self._look_up_changed()
             self.adaptive.observe(batch.req_ids, counts, self._greedy, now, decoding)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
-        drafts, remaining = self.most_drafts(emitted, reserved=1)
+        drafts, remaining = self.most_drafts(emitted, reserved=1, able=able)
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
         base = batch.num_tokens_no_spec[rows].astype(np.int64) - 1
         return Plan(rows, base, batch.token_ids_cpu[rows, base].astype(np.int64), drafts[rows])
 
-    def most_drafts(self, emitted: np.ndarray, reserved: int) -> tuple[np.ndarray, np.ndarray]:
+    def most_drafts(
+        self, emitted: np.ndarray, reserved: int, able: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """How many drafts each row of the batch may make.
 
         Args:
             emitted: [batch rows] bool, whether the row emits a token in this step.
             reserved: tokens up to a request's end that are not to be drafted.
+            able: [batch rows] bool, rows that the method can draft for (None: all).
 
         Returns:
             (drafts [batch rows], tokens that each row has left to its end [batch rows]).
@@ -84,6 +94,8 @@ class DraftPlanner:
         # Not np.clip, which takes ten times as long for a few numbers.
         drafts = np.minimum(np.maximum(remaining - reserved, 0), config.num_speculative_tokens)
         drafts *= emitted & self._allowed
+        if able is not None:
+            drafts[~able] = 0
         if config.disable_by_batch_size is not None and num_reqs > config.disable_by_batch_size:
             drafts[:] = 0
         if config.max_drafting_requests is not None:

@@ -71,7 +71,7 @@ class Theorem(NamedTuple):
     compute: float  # layers a token in all: d - (d - d_bar) p + k (d - d_bar)
 
 
-def theorem(num_layers: int, split: int, lanes: int, match_rate: float) -> Theorem:
+def theorem(num_layers: int, split: int, lanes: int, match_rate: float, slowed: float = 1.0) -> Theorem:
     """Expected latency and compute a token.
 
     Args:
@@ -79,20 +79,26 @@ def theorem(num_layers: int, split: int, lanes: int, match_rate: float) -> Theor
         split: d_bar, from d/2 up.
         lanes: k.
         match_rate: p_correct.
+        slowed: what a layer takes beside the other stage's, in units of a layer alone (the paper's is 1): d - d_bar
+            layers of each token run so.
     """
-    latency = num_layers - (num_layers - split) * match_rate
-    return Theorem(latency, latency + lanes * (num_layers - split))
+    late = num_layers - split
+    latency = num_layers - late * match_rate
+    return Theorem(latency + (slowed - 1) * late, latency + lanes * late)
 
 
 COLUMNS = (
     "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "p", "Theorem 4.1", "measured / theorem",
-    "layers a token", "by the theorem", "first stage idle", "last stage idle", "same tokens",
+    "stage slowed", "measured / theorem, slowed", "layers a token", "by the theorem", "first stage idle",
+    "last stage idle", "same tokens",
 )  # fmt: skip
 
 LEGEND = """\
 speed-up: over vLLM's own two pipeline stages without speculation, whose turn is in the same round.
 p: tokens that a lane had started before the target chose them, of all that lanes were made for.
 Theorem 4.1: d / (d - (d - d_bar) p), the speed-up that the paper's latency gives for this p and batch 1.
+stage slowed: what the last stage computes a tick, beside the first one's work, in units of half a token's time in the base;
+stages that share memory or power slow each other, and "theorem, slowed" is the theorem with layers that take so long.
 layers a token: computed on both stages, lanes that were thrown away included; beside the theorem's compute.
 idle: of the time in ticks, waiting for the other stage.
 same tokens: equal to the base's at their place (greedy); "vLLM, again" is what numerics alone change."""
@@ -116,10 +122,15 @@ def table(results: Measured, num_layers: int) -> str:
 def body(results: Measured, num_layers: int) -> str:
     """The table alone."""
     splits = results.run.get("splits", {})
-    return rows_of(COLUMNS, "---:", [_cells(row, results.contenders, num_layers, splits) for row in results.rows()])
+    rows = results.rows()
+    stages = {row["batch"]: row["batch"] / row["tokens_per_second"][0] / 2 for row in rows if row["contender"] == BASE}
+    return rows_of(COLUMNS, "---:", [_cells(row, results.contenders, num_layers, splits, stages) for row in rows])
 
 
-def _cells(row: Row, identities: dict[str, Any], num_layers: int, splits: dict[str, int]) -> list[str]:
+def _cells(
+    row: Row, identities: dict[str, Any], num_layers: int, splits: dict[str, int], stages: dict[int, float]
+) -> list[str]:
+    """Cells of a row; stages are the seconds of one stage's pass in the base, by batch size."""
     name, ours = row["contender"], row["ours"]
     cells = [
         str(row["batch"]),
@@ -130,12 +141,16 @@ def _cells(row: Row, identities: dict[str, Any], num_layers: int, splits: dict[s
     same = "-" if row["consistency"] is None else f"{row['consistency']:.2%}"
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
     if not tried:
-        return [*cells, *["-"] * 7, same]
+        return [*cells, *["-"] * 9, same]
     config = identities[name]["speculative_config"]
     match_rate = ours["group_hits"] / tried
     split = splits.get(str(name)) or split_of(config, num_layers)
     paper = theorem(num_layers, split, config["lanes"], match_rate)
     predicted = num_layers / paper.latency
+    busy = ours["group_last_stage_seconds"] - ours["group_last_stage_idle_seconds"]
+    # The last stage's time leaves each step's first tick out.
+    slowed = busy / max(ours["group_ticks"] - row["drafts"] / row["batch"], 1) / stages[row["batch"]]
+    late = num_layers / theorem(num_layers, split, config["lanes"], match_rate, slowed).latency
     # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
     measured = num_layers + (ours["group_lanes_discarded"] / tried) * (num_layers - split)
     return [
@@ -143,6 +158,8 @@ def _cells(row: Row, identities: dict[str, Any], num_layers: int, splits: dict[s
         f"{match_rate:.3f}",
         f"{predicted:.3f}",
         f"{row['speed_up'][0] / predicted:.3f}",
+        f"{slowed:.2f}",
+        f"{row['speed_up'][0] / late:.3f}",
         f"{measured:.1f}",
         f"{paper.compute:.1f}",
         *(f"{ours[f'group_{s}_stage_idle_seconds'] / ours[f'group_{s}_stage_seconds']:.0%}" for s in ("first", "last")),

@@ -153,6 +153,7 @@ def summarise(runs: list[Run], name: str, batch: int) -> Row | None:
         "turns": len(turns),
         "tokens_per_second": quartiles([_speed(turn) for turn in turns]),
         "speed_up": quartiles([_speed(turn) / _speed(base) for turn, base in pairs]),
+        "drafts": sums["drafts"],
         "step_ms": 1e3 * statistics.median(turn["step_seconds"] for turn in turns),
         "length": 1 + sums["accepted_tokens"] / sums["drafts"] if sums["drafts"] else None,
         "rate": sums["accepted_tokens"] / sums["draft_tokens"] if sums["draft_tokens"] else None,

@@ -52,7 +52,7 @@ class Proposer(ABC):
     """The base of all drafting methods."""
 
     runner: Any
-    decoding = False  # whether the step that runs now takes no prompt in
+    decoding = False  # whether the step that runs now takes no prompt in, and its time is that of others of its size
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
 
     def __init__(self, vllm_config: Any) -> None:
@@ -106,13 +106,17 @@ class Proposer(ABC):
         """What the step emits: vLLM's own SamplerOutput, which sample() gives, or a method's change of it."""
         return sample()
 
+    def drafting_rows(self) -> np.ndarray | None:
+        """Which rows of the batch have what it takes to draft: [batch rows] bool; None: all."""
+        return None
+
     @torch.inference_mode()
     def draft(self, step: Step) -> list[list[int]]:
         """Draft token ids, a list a batch row; empty where a request does not draft."""
         started = time.perf_counter()
         self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
-        plan = self.planner.plan(step.sampled_token_ids, started, self.decoding)
+        plan = self.planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows())
         if plan is not None:
             tokens, made = self.draft_plan(plan, step)
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):

@@ -2,7 +2,8 @@
 """DynaMo drafting: token heads beside the target's last layer, and as many drafts as their joint is sure of.
 
     forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
-             a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's
+             a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
+             above the hard cut-off they rest, and requests that this leaves with holes do not draft (heads_history.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
@@ -24,6 +25,7 @@ from vllm_ppd.kernels.sampling import divisor, is_greedy
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
+from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
@@ -37,6 +39,7 @@ class DynaMoProposer(Proposer):
     """Drafts with DynaMo token heads; each is one more layer in the target's forward."""
 
     emission: NGramEmission | None = None
+    history: HeadsHistory | None = None  # without a hard cut-off the heads never rest
 
     def load_model(self, model: Any) -> None:
         config, vllm_config = self.config, self.vllm_config
@@ -64,8 +67,21 @@ class DynaMoProposer(Proposer):
             self.vocabulary = DraftVocabulary(frequent, config.draft_vocab_size, self.lm_head, vllm_config, device)
         if config.verify:
             self.allocate_probs()
+            if config.disable_by_batch_size is not None:
+                self.history = HeadsHistory(self.runner, config.num_layers, config.disable_by_batch_size)
         else:
             self.emission = NGramEmission(self)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
+        if self.history is not None:
+            self.cut.resting = self.history.begin_step()
+            if self.cut.resting:
+                self.counters.add("resting_steps")
+                self.decoding = False  # its time must not pass for that of a step with the heads
+        return None
+
+    def drafting_rows(self) -> np.ndarray | None:
+        return None if self.history is None else self.history.known
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)

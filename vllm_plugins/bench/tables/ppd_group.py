@@ -38,7 +38,8 @@ def implementation(context: Context) -> PaperTable:
         "ppd-3", "PPD", "Table 3: the implementation result", COLUMNS, tuple(rows),
         f"Ours: vLLM's own two pipeline stages without drafting, and a worker group over them split at layer {split} "
         f"of {depth}, with early heads, one request at a time, in turns; latency is of {tokens} tokens at the median "
-        "speed, compute counts the layers that ran for a token, lanes thrown away included. Theirs: LLaMA-2 13B, 128 "
+        "speed, compute counts the layers that ran for a token, lanes thrown away included. The theorem counts layers "
+        f"alone; a group also spreads a step's host work over up to {TICKS} tokens. Theirs: LLaMA-2 13B, 128 "
         "tokens, two to four GPUs; ratios and theorem computed from its match rates at the middle layer.",
         FORMS, context.settings("rounds", "prompt_tokens", "new_tokens", "engine_dtype") | {"eager": False},
     )  # fmt: skip

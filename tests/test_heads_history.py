@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may draft with DynaMo's heads after they have rested: vLLM's own KV blocks against a slot-by-slot account."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import drafter_of, our_counter, runner_of
+from exactness import generate, greedy, prompts
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.request import Request
+
+from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
+
+BLOCK = 4  # tokens
+LAYERS = 6
+CUT_OFF = 2
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=10)
+
+
+def layers(*numbers: int) -> list[str]:
+    return [f"model.layers.{number}.self_attn.attn" for number in numbers]
+
+
+class Server:
+    """vLLM's KV cache manager and what its runner keeps of a batch; counts which slots hold the heads' KV.
+
+    A request is computed by step(), which takes {request id: (tokens scheduled, tokens that count)}.
+    """
+
+    def __init__(self, groups: list[KVCacheGroupSpec], num_blocks: int) -> None:
+        init_none_hash(sha256)
+        self.kv_cache_config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = KVCacheManager(self.kv_cache_config, max_model_len=96, scheduler_block_size=BLOCK,
+                                      hash_block_size=BLOCK)  # fmt: skip
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.requests: dict[str, Request] = {}
+        self.blocks: dict[str, list[list[int]]] = {}  # as the runner has them: those behind a window stay
+        self.held = np.zeros((num_blocks, BLOCK), dtype=bool)
+        self.heads = [gid for gid, group in enumerate(groups) if any(".6." in name for name in group.layer_names)]
+        self.history = HeadsHistory(self, LAYERS, CUT_OFF)
+
+    def add(self, name: str, tokens: list[int]) -> None:
+        params = SamplingParams(max_tokens=90)
+        self.requests[name] = Request(name, tokens, params, None, block_hasher=self.hasher)
+
+    def end(self, name: str) -> None:
+        self.preempt(name)
+        del self.requests[name]
+
+    def preempt(self, name: str) -> None:
+        self.manager.free(self.requests[name])
+        self.requests[name].num_computed_tokens = 0
+        self.blocks.pop(name, None)
+
+    def allocate(self, name: str, scheduled: int) -> int | None:
+        """Give a request its blocks; returns the tokens that it may compute, None if there is no room."""
+        request, hit, cached = self.requests[name], 0, None
+        new = name not in self.blocks
+        if new:
+            cached, hit, _ = self.manager.get_computed_blocks(request)
+        scheduled = min(scheduled, request.num_tokens - hit) if new else scheduled
+        given = self.manager.allocate_slots(request, scheduled, hit, cached, num_lookahead_tokens=0)
+        if given is None:
+            return None
+        if new:
+            self.blocks[name] = [list(ids) for ids in self.manager.get_block_ids(name)]
+            request.num_computed_tokens = hit
+        else:
+            for ids, more in zip(self.blocks[name], given.get_block_ids(), strict=True):
+                ids.extend(more)
+        return scheduled
+
+    def step(self, plan: dict[str, tuple[int, int]]) -> tuple[bool, dict[str, bool]]:
+        """Run a step: (whether the heads rested, which requests may draft after it)."""
+        scheduled = {name: self.allocate(name, count) for name, (count, _) in plan.items()}
+        names = [name for name, count in scheduled.items() if count is not None]
+        if not names:
+            return False, {}
+        lengths = np.array([scheduled[name] for name in names])
+        starts = np.array([self.requests[name].num_computed_tokens for name in names], dtype=np.int32)
+        self.query_start_loc = SimpleNamespace(np=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        tables = []
+        for gid in range(len(self.kv_cache_config.kv_cache_groups)):
+            table = np.zeros((len(names), 32), dtype=np.int32)
+            for row, name in enumerate(names):
+                table[row, : len(self.blocks[name][gid])] = self.blocks[name][gid]
+            tables.append(SimpleNamespace(get_numpy_array=lambda table=table: table, block_size=BLOCK))
+        self.input_batch = SimpleNamespace(num_reqs=len(names), num_computed_tokens_cpu=starts, block_table=tables)
+        self.run(names, starts, lengths, heads=True)
+        expected = [len(names) <= CUT_OFF and self.holds_past(name) for name in names]
+        rests = self.history.begin_step()
+        may = dict.fromkeys(names, True)
+        if self.history.known is not None:
+            may = dict(zip(names, self.history.known.tolist(), strict=True))
+            assert list(may.values()) == expected
+            assert rests == (not any(expected))
+        self.run(names, starts, lengths, heads=not rests)
+        for name, length in zip(names, lengths, strict=True):
+            request = self.requests[name]
+            request.num_computed_tokens += min(int(length), plan[name][1])
+            if request.num_computed_tokens >= request.num_tokens:
+                request.append_output_token_ids([7] * (request.num_computed_tokens + 1 - request.num_tokens))
+        return rests, may
+
+    def run(self, names: list[str], starts: np.ndarray, lengths: np.ndarray, heads: bool) -> None:
+        """Write the KV of a step, in the heads' layers or not."""
+        for name, start, length in zip(names, starts, lengths, strict=True):
+            places = np.arange(start, start + length)
+            for gid in self.heads:
+                self.held[np.array(self.blocks[name][gid])[places // BLOCK], places % BLOCK] = heads
+
+    def holds_past(self, name: str) -> bool:
+        """Whether every slot that the request's next token attends to, to the block, holds the heads' KV."""
+        end = self.requests[name].num_computed_tokens
+        for gid in self.heads:
+            window = getattr(self.kv_cache_config.kv_cache_groups[gid].kv_cache_spec, "sliding_window", None)
+            first = 0 if window is None else max(0, end + 1 - window) // BLOCK * BLOCK
+            places = np.arange(first, end)
+            blocks = np.array(self.blocks[name][gid], dtype=np.int64)
+            if not self.held[blocks[places // BLOCK], places % BLOCK].all():
+                return False
+        return True
+
+
+def one_group() -> list[KVCacheGroupSpec]:
+    return [KVCacheGroupSpec(layers(*range(8)), FULL)]
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return [1000 * (seed + 1) + i for i in range(count)]
+
+
+@pytest.fixture
+def crowd() -> Server:
+    """Three requests of 10 tokens whose prompts were computed together, while the heads rested."""
+    server = Server(one_group(), 40)
+    for i in range(3):
+        server.add(f"r{i}", tokens(i, 10))
+    assert server.step({f"r{i}": (10, 10) for i in range(3)}) == (True, {"r0": False, "r1": False, "r2": False})
+    return server
+
+
+def test_nothing_is_looked_at_before_a_step_has_rested() -> None:
+    server = Server(one_group(), 40)
+    server.add("a", tokens(0, 10))
+    server.step({"a": (10, 10)})
+    assert server.history.whole is None and server.history.known is None
+
+
+def test_what_was_computed_without_the_heads_never_drafts(crowd: Server) -> None:
+    """Also after blocks of its own that are whole; where nobody else is there, the heads go on resting."""
+    crowd.end("r2")
+    assert crowd.step({"r0": (1, 1), "r1": (1, 1)}) == (True, {"r0": False, "r1": False})
+    crowd.end("r1")
+    crowd.add("new", tokens(9, 10))
+    for step in range(8):
+        assert crowd.step({"r0": (1, 1), "new": (10 if step == 0 else 1, 10)}) == (False, {"r0": False, "new": True})
+
+
+def test_request_from_before_the_crowd_has_holes_too() -> None:
+    server = Server(one_group(), 40)
+    for i in range(3):
+        server.add(f"r{i}", tokens(i, 10))
+    server.step({"r0": (10, 10)})
+    server.step({"r0": (3, 1), "r1": (10, 10), "r2": (10, 10)})  # in the middle of a block, two drafts rejected
+    server.end("r1")
+    server.end("r2")
+    server.add("new", tokens(9, 10))
+    assert server.step({"r0": (1, 1), "new": (10, 10)}) == (False, {"r0": False, "new": True})
+
+
+def test_blocks_taken_anew_are_whole(crowd: Server) -> None:
+    for i in range(3):
+        crowd.end(f"r{i}")
+    assert not crowd.history.whole.all()
+    for i in range(30):  # every block comes around
+        crowd.add(f"n{i}", tokens(100 + i, 10))
+        assert crowd.step({f"n{i}": (10, 10)}) == (False, {f"n{i}": True})
+        crowd.end(f"n{i}")
+    assert crowd.history.whole.all()
+
+
+def test_prefix_hit_on_holes_does_not_draft_and_one_on_whole_blocks_does(crowd: Server) -> None:
+    crowd.add("hit", tokens(0, 10))
+    crowd.add("other", tokens(9, 14))
+    assert crowd.step({"hit": (10, 10), "other": (14, 14)}) == (False, {"hit": False, "other": True})
+    assert crowd.query_start_loc.np.tolist() == [0, 2, 16]  # 8 tokens of the hit came from the cache
+    crowd.end("hit")
+    crowd.add("hit", tokens(9, 14))
+    assert crowd.step({"hit": (14, 14)}) == (False, {"hit": True})
+
+
+def test_preempted_and_resumed_request(crowd: Server) -> None:
+    """It drafts again if its blocks were given away meanwhile, and not if they are found in the prefix cache."""
+    for i in range(1, 3):
+        crowd.end(f"r{i}")
+    crowd.preempt("r0")
+    assert crowd.step({"r0": (11, 11)}) == (True, {"r0": False})
+    crowd.preempt("r0")
+    crowd.manager.reset_prefix_cache()
+    assert crowd.step({"r0": (11, 11)}) == (False, {"r0": True})
+
+
+GROUPS = {
+    "one": one_group(),
+    "full of two": [KVCacheGroupSpec(layers(0, 1, 3, 4), SLIDING), KVCacheGroupSpec(layers(2, 5, 6, 7), FULL)],
+    "sliding of two": [KVCacheGroupSpec(layers(0, 1, 2, 3), FULL), KVCacheGroupSpec(layers(4, 5, 6, 7), SLIDING)],
+    "spread": [
+        KVCacheGroupSpec(layers(0, 1), FULL),
+        KVCacheGroupSpec(layers(2, 3, 6), SLIDING),
+        KVCacheGroupSpec(layers(4, 5, 6), SLIDING),
+    ],
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kept", [20, 400])  # steps that two common beginnings of prompts are in use
+def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
+    """Random requests, drafts, prefix hits, preemptions and ends: step() compares with the slots at every step."""
+    rng = np.random.default_rng(seed)
+    server = Server(GROUPS[groups], 45)
+    count = Counter({"rests": 0, "may": 0, "may not": 0, "hits": 0})
+    names: list[str] = []
+    for step in range(400):
+        if len(names) < 4 and rng.random() < 0.25:
+            names.append(f"r{step}")
+            shared = step // kept * 2 + int(rng.integers(2))
+            prompt = tokens(shared, int(rng.integers(2, 24)))
+            server.add(names[-1], prompt + rng.integers(0, 50, int(rng.integers(1, 4))).tolist())
+        plan = {}
+        for name in names:
+            request = server.requests[name]
+            missing = request.num_tokens - request.num_computed_tokens
+            if rng.random() < 0.7:
+                drafts = int(rng.integers(3)) if missing == 1 else 0
+                chunk = int(rng.integers(1, 12)) if missing > 1 else 1 + drafts
+                chunk = min(chunk, missing + drafts)
+                plan[name] = (chunk, chunk if missing > 1 else int(rng.integers(1, chunk + 1)))
+        fresh = [name for name in plan if name not in server.blocks]
+        if plan:
+            rests, may = server.step(plan)
+            count["rests"] += rests
+            count["may"] += sum(may.values())
+            count["may not"] += len(may) - sum(may.values())
+            starts = dict(zip(may, server.input_batch.num_computed_tokens_cpu.tolist(), strict=True)) if may else {}
+            count["hits"] += sum(starts.get(name, 0) > 0 for name in fresh)
+        for name in list(names):
+            if rng.random() < 0.03 or server.requests[name].num_tokens > 80:
+                server.end(name)
+                names.remove(name)
+            elif rng.random() < 0.02:
+                server.preempt(name)
+    assert min(count.values()) > 3, count
+
+
+@pytest.mark.engine
+def test_heads_rest_in_batches_above_the_cut_off(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their layers are left out there; who was there does not draft afterwards, others do; tokens are vLLM's own."""
+    options = {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": CUT_OFF}
+    llm = engine(options, enable_prefix_caching=True)
+    drafter, runner = drafter_of(llm), runner_of(llm)
+    original, branches = drafter.draft, drafter.cut.branches
+    ran: Counter[int] = Counter()
+    steps: list[tuple[dict[int, int], int]] = []  # ({length of the prompt: drafts made}, branches run)
+
+    def counted(number: int) -> Callable[..., Any]:
+        return lambda *state: ran.update([number]) or branches[number](*state)
+
+    def draft(step: Any) -> Any:
+        made = original(step)
+        lengths = [len(runner.requests[req_id].prompt_token_ids) for req_id in runner.input_batch.req_ids]
+        steps.append((dict(zip(lengths, map(len, made), strict=True)), ran.total()))
+        assert ran.total() or not drafter.decoding  # such a step is not timed
+        ran.clear()
+        return made
+
+    monkeypatch.setattr(drafter, "draft", draft)
+    monkeypatch.setattr(drafter.cut, "branches", [counted(number) for number in range(len(branches))])
+    requests, limits = prompts(5), [greedy(8)] * 3 + [greedy(30)] * 2
+    resting = our_counter("resting_steps")
+    assert generate(llm, requests, limits) == generate(engine(), requests, limits)
+    crowded = [len(made) > CUT_OFF for made, _ in steps]
+    assert crowded[0] and not crowded[-1]
+    # The two requests that are left all have holes: nobody drafts, and the heads go on resting.
+    assert all(not any(made.values()) and run == 0 for made, run in steps)
+    assert our_counter("resting_steps") - resting == len(steps)
+
+    steps.clear()
+    hit, new = requests[2], {"prompt_token_ids": [(13 * j + 5) % 250 + 2 for j in range(40)]}
+    outputs = llm.generate([hit, new], greedy(), use_tqdm=False)
+    assert [output.num_cached_tokens for output in outputs] == [64, 0]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == generate(engine(), [hit, new], greedy())
+    assert {made.get(75, 0) for made, _ in steps} == {0}
+    assert {made[40] for made, _ in steps if 40 in made} == {0, 1, 2}  # one draft, and none, at the request's end
+    assert all(run == (len(branches) if 40 in made else 0) for made, run in steps)
