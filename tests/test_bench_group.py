@@ -59,7 +59,8 @@ def test_table(tmp_path: Path) -> None:
         "peak_bytes": 5, "drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "repeated_4_grams": 0, "all_4_grams": 0,
     }  # fmt: skip
     ours = {
-        "group_ticks": 22.0, "group_hits": 10.0, "group_misses": 10.0, "group_lanes": 40.0, "group_lanes_discarded": 30.0,
+        "group_ticks": 22.0, "group_hits": 10.0, "group_misses": 10.0,
+        "group_lanes": 40.0, "group_lanes_discarded": 30.0,
         "group_first_stage_seconds": 1.0, "group_first_stage_idle_seconds": 0.25,
         "group_last_stage_seconds": 1.0, "group_last_stage_idle_seconds": 0.5,
     }  # fmt: skip
@@ -69,6 +70,6 @@ def test_table(tmp_path: Path) -> None:
     assert base.startswith("| 1 | PP 2 | 20.0 (20.0-20.0) | 1.000 (1.000-1.000) | - |")
     cells = [cell.strip() for cell in group.strip("|").split("|")]
     assert cells == [
-        "1", "group, k = 2", "25.0 (25.0-25.0)", "1.250 (1.250-1.250)", "0.500", "1.333", "0.938", "1.00", "0.938", "10.5",
-        "10.5", "25%", "50%", "90.00%",
+        "1", "group, k = 2", "25.0 (25.0-25.0)", "1.250 (1.250-1.250)", "0.500", "1.333", "0.938", "1.00", "0.938",
+        "10.5", "10.5", "25%", "50%", "90.00%",
     ]  # fmt: skip

@@ -97,8 +97,8 @@ LEGEND = """\
 speed-up: over vLLM's own two pipeline stages without speculation, whose turn is in the same round.
 p: tokens that a lane had started before the target chose them, of all that lanes were made for.
 Theorem 4.1: d / (d - (d - d_bar) p), the speed-up that the paper's latency gives for this p and batch 1.
-stage slowed: what the last stage computes a tick, beside the first one's work, in units of half a token's time in the base;
-stages that share memory or power slow each other, and "theorem, slowed" is the theorem with layers that take so long.
+stage slowed: what the last stage computes a tick, beside the first one's work, in units of half a token's time in the
+base; stages that share memory slow each other, and "theorem, slowed" is the theorem with layers that take so long.
 layers a token: computed on both stages, lanes that were thrown away included; beside the theorem's compute.
 idle: of the time in ticks, waiting for the other stage.
 same tokens: equal to the base's at their place (greedy); "vLLM, again" is what numerics alone change."""
