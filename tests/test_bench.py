@@ -20,7 +20,7 @@ from vllm_ppd.vllm_plugins.bench.contenders import BASE, CONTROL, contenders
 from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import Results, summarise
-from vllm_ppd.vllm_plugins.bench.table import table
+from vllm_ppd.vllm_plugins.bench.table import overview, table
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
@@ -113,6 +113,20 @@ def turn(contender: str, number: int, tokens: int, seconds: float, **changes: An
         "window_seconds": seconds, "step_seconds": seconds / 10, "worker_seconds": seconds / 2, "draft_seconds": 0.0,
         "same_tokens": 9, "compared_tokens": 10, "peak_bytes": 5, **zero, **changes,
     }  # fmt: skip
+
+
+def test_overview_has_a_column_a_batch_size(tmp_path: Path) -> None:
+    given = options(out=str(tmp_path / "bench.json"), also=('a={"method": "ppd"}',))
+    results = Results(given, contenders(given))
+    drafted = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": 5}
+    results.add(turn(BASE, 0, 20, 1.0))
+    results.add(turn("a", 0, 30, 1.0, **drafted))
+    results.add(turn(BASE, 0, 40, 1.0, batch=16))
+    assert overview(results).splitlines()[2:] == [
+        "| vLLM | 1.00 (1.00-1.00) | 1.00 (1.00-1.00) | - |",
+        "| a | 1.50 (1.50-1.50) | - | 1.50 |",
+    ]
+    assert overview(results).splitlines()[0] == "| contender | batch 2 | batch 16 | length, batch 2 |"
 
 
 def test_ratios_are_paired_by_round() -> None:

@@ -59,7 +59,7 @@ def _decode(path: Path) -> Parts:
                   _by_contender(one.rows(), "batch", "tokens_per_second")),
         ])  # fmt: skip
 
-    return _several(path, table.table, table.body, draw)
+    return _several(path, table.table, table.overview, draw)
 
 
 def _by_contender(rows: list[Row], x: str, y: str) -> list[Line]:

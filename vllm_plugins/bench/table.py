@@ -44,6 +44,23 @@ def body(results: Measured) -> str:
     return rows_of(COLUMNS, "---:", [_cells(row) for row in results.rows()])
 
 
+def overview(results: Measured) -> str:
+    """Speed-ups alone: a row a contender, a column a batch size; lengths are of the first one."""
+    rows = results.rows()
+    sizes = sorted({row["batch"] for row in rows})
+    cells = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        own = {row["batch"]: row for row in rows if row["contender"] == name}
+        speeds = [
+            "{:.2f} ({:.2f}-{:.2f})".format(*own[size]["speed_up"]) if size in own else "-" for size in sizes
+        ]  # fmt: skip
+        length = number(own[sizes[0]]["length"], "{:.2f}") if sizes[0] in own else "-"
+        cells.append([name, *speeds, length])
+    header = ["contender", *(f"batch {size}" for size in sizes), f"length, batch {sizes[0]}"]
+    lines = [f"| {' | '.join(header)} |", f"| --- |{' ---: |' * (len(header) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in cells)])
+
+
 def rows_of(columns: Sequence[str], first: str, cells: Iterable[Sequence[str]]) -> str:
     """Markdown: the first column stands as told, the second left, the others right."""
     lines = [f"| {' | '.join(columns)} |", f"| {first} | --- |{' ---: |' * (len(columns) - 2)}"]
