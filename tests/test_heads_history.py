@@ -98,15 +98,26 @@ class Server:
             for row, name in enumerate(names):
                 table[row, : len(self.blocks[name][gid])] = self.blocks[name][gid]
             tables.append(SimpleNamespace(get_numpy_array=lambda table=table: table, block_size=BLOCK))
-        self.input_batch = SimpleNamespace(num_reqs=len(names), num_computed_tokens_cpu=starts, block_table=tables)
+        requests = [self.requests[name] for name in names]
+        self.input_batch = SimpleNamespace(
+            num_reqs=len(names),
+            num_computed_tokens_cpu=starts,
+            num_prompt_tokens=np.array([request.num_prompt_tokens for request in requests], dtype=np.int32),
+            num_tokens_no_spec=np.array([request.num_tokens for request in requests], dtype=np.int32),
+            block_table=tables,
+        )
         self.run(names, starts, lengths, heads=True)
         expected = [len(names) <= CUT_OFF and self.holds_past(name) for name in names]
+        decoding = all(
+            request.num_output_tokens > 0 and start == request.num_tokens - 1
+            for request, start in zip(requests, starts.tolist(), strict=True)
+        )
         rests = self.history.begin_step()
+        assert rests == (decoding and not any(expected))
         may = dict.fromkeys(names, True)
         if self.history.known is not None:
             may = dict(zip(names, self.history.known.tolist(), strict=True))
             assert list(may.values()) == expected
-            assert rests == (not any(expected))
         self.run(names, starts, lengths, heads=not rests)
         for name, length in zip(names, lengths, strict=True):
             request = self.requests[name]
@@ -145,19 +156,51 @@ def tokens(seed: int, count: int) -> list[int]:
 
 @pytest.fixture
 def crowd() -> Server:
-    """Three requests of 10 tokens whose prompts were computed together, while the heads rested."""
+    """Three requests of 10 tokens that have emitted 4 more together; the heads rested when they took in 3 of these."""
     server = Server(one_group(), 40)
     for i in range(3):
         server.add(f"r{i}", tokens(i, 10))
-    assert server.step({f"r{i}": (10, 10) for i in range(3)}) == (True, {"r0": False, "r1": False, "r2": False})
+    server.step({f"r{i}": (10, 10) for i in range(3)})
+    for _ in range(3):
+        assert server.step({f"r{i}": (1, 1) for i in range(3)}) == (True, {"r0": False, "r1": False, "r2": False})
     return server
 
 
 def test_nothing_is_looked_at_before_a_step_has_rested() -> None:
     server = Server(one_group(), 40)
-    server.add("a", tokens(0, 10))
-    server.step({"a": (10, 10)})
+    for i in range(3):
+        server.add(f"r{i}", tokens(i, 10))
+    server.step({"r0": (10, 10)})
+    server.step({"r0": (1, 1)})
+    server.step({"r0": (1, 1), "r1": (10, 10), "r2": (9, 9)})
+    server.step({"r0": (1, 1), "r1": (1, 1), "r2": (1, 1)})
     assert server.history.whole is None and server.history.known is None
+    server.step({"r0": (1, 1), "r1": (1, 1), "r2": (1, 1)})
+    assert server.history.whole is not None and server.history.known is not None
+
+
+@pytest.mark.parametrize("chunks", [[10], [1, 9], [9, 1], [4, 1, 5]])
+def test_prompt_computed_in_a_crowd_drafts_once_the_batch_is_small(crowd: Server, chunks: list[int]) -> None:
+    """And so does another that begins alike; those that decode beside it keep their holes."""
+    crowd.end("r2")
+    crowd.add("new", tokens(9, 10))
+    for chunk in chunks:
+        ran = crowd.step({"r0": (1, 1), "r1": (1, 1), "new": (chunk, chunk)})
+        assert ran == (False, {"r0": False, "r1": False, "new": False})
+    crowd.end("r1")
+    assert crowd.step({"r0": (1, 1), "new": (1, 1)}) == (False, {"r0": False, "new": True})
+    crowd.end("new")
+    crowd.add("alike", tokens(9, 12))
+    assert crowd.step({"r0": (1, 1), "alike": (12, 12)}) == (False, {"r0": False, "alike": True})
+    assert crowd.query_start_loc.np.tolist() == [0, 1, 5]
+
+
+def test_prompt_alone_with_requests_that_cannot_draft_runs_through_the_heads(crowd: Server) -> None:
+    """Its holes leave nobody to draft, but what it computes may begin another's prompt."""
+    crowd.add("next turn", [*tokens(0, 10), 7, 7, *tokens(8, 9)])
+    assert crowd.step({"next turn": (5, 5)}) == (False, {"next turn": False})
+    assert crowd.step({"next turn": (4, 4)}) == (False, {"next turn": False})
+    assert crowd.step({"next turn": (1, 1)}) == (True, {"next turn": False})
 
 
 def test_what_was_computed_without_the_heads_never_drafts(crowd: Server) -> None:
@@ -175,7 +218,9 @@ def test_request_from_before_the_crowd_has_holes_too() -> None:
     for i in range(3):
         server.add(f"r{i}", tokens(i, 10))
     server.step({"r0": (10, 10)})
-    server.step({"r0": (3, 1), "r1": (10, 10), "r2": (10, 10)})  # in the middle of a block, two drafts rejected
+    server.step({"r0": (1, 1), "r1": (10, 10), "r2": (10, 10)})
+    rests, _ = server.step({"r0": (3, 1), "r1": (1, 1), "r2": (1, 1)})  # in the middle of a block, two drafts rejected
+    assert rests
     server.end("r1")
     server.end("r2")
     server.add("new", tokens(9, 10))
@@ -194,13 +239,11 @@ def test_blocks_taken_anew_are_whole(crowd: Server) -> None:
 
 
 def test_prefix_hit_on_holes_does_not_draft_and_one_on_whole_blocks_does(crowd: Server) -> None:
-    crowd.add("hit", tokens(0, 10))
-    crowd.add("other", tokens(9, 14))
-    assert crowd.step({"hit": (10, 10), "other": (14, 14)}) == (False, {"hit": False, "other": True})
-    assert crowd.query_start_loc.np.tolist() == [0, 2, 16]  # 8 tokens of the hit came from the cache
-    crowd.end("hit")
-    crowd.add("hit", tokens(9, 14))
-    assert crowd.step({"hit": (14, 14)}) == (False, {"hit": True})
+    crowd.add("next turn", [*tokens(0, 10), 7, 7, 7, 7])
+    crowd.add("same prompt", tokens(0, 10))
+    ran = crowd.step({"next turn": (14, 14), "same prompt": (10, 10)})
+    assert ran == (False, {"next turn": False, "same prompt": True})
+    assert crowd.query_start_loc.np.tolist() == [0, 2, 4]  # 12 and 8 tokens came from the cache
 
 
 def test_preempted_and_resumed_request(crowd: Server) -> None:
@@ -208,10 +251,11 @@ def test_preempted_and_resumed_request(crowd: Server) -> None:
     for i in range(1, 3):
         crowd.end(f"r{i}")
     crowd.preempt("r0")
-    assert crowd.step({"r0": (11, 11)}) == (True, {"r0": False})
+    assert crowd.step({"r0": (14, 14)}) == (False, {"r0": False})  # 12 of them from the cache: two are left, a prompt
+    assert crowd.step({"r0": (1, 1)}) == (True, {"r0": False})
     crowd.preempt("r0")
     crowd.manager.reset_prefix_cache()
-    assert crowd.step({"r0": (11, 11)}) == (False, {"r0": True})
+    assert crowd.step({"r0": (16, 16)}) == (False, {"r0": True})
 
 
 GROUPS = {
@@ -232,14 +276,16 @@ GROUPS = {
 def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
     """Random requests, drafts, prefix hits, preemptions and ends: step() compares with the slots at every step."""
     rng = np.random.default_rng(seed)
-    server = Server(GROUPS[groups], 45)
-    count = Counter({"rests": 0, "may": 0, "may not": 0, "hits": 0})
+    server = Server(GROUPS[groups], 60)
+    count = Counter({"rests": 0, "may": 0, "may not": 0, "hits": 0, "hits on holes": 0, "crowds with prompts": 0})
     names: list[str] = []
-    for step in range(400):
+    for step in range(500):
         if len(names) < 4 and rng.random() < 0.25:
-            names.append(f"r{step}")
             shared = step // kept * 2 + int(rng.integers(2))
             prompt = tokens(shared, int(rng.integers(2, 24)))
+            if names and rng.random() < 0.5:  # one that goes on from another's text
+                prompt = list(server.requests[names[-1]].all_token_ids)[:60]
+            names.append(f"r{step}")
             server.add(names[-1], prompt + rng.integers(0, 50, int(rng.integers(1, 4))).tolist())
         plan = {}
         for name in names:
@@ -256,8 +302,11 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
             count["rests"] += rests
             count["may"] += sum(may.values())
             count["may not"] += len(may) - sum(may.values())
+            count["crowds with prompts"] += len(may) > CUT_OFF and not rests
             starts = dict(zip(may, server.input_batch.num_computed_tokens_cpu.tolist(), strict=True)) if may else {}
-            count["hits"] += sum(starts.get(name, 0) > 0 for name in fresh)
+            hits = [name for name in fresh if starts.get(name, 0) > 0]
+            count["hits"] += len(hits)
+            count["hits on holes"] += sum(not may[name] for name in hits) if len(may) <= CUT_OFF else 0
         for name in list(names):
             if rng.random() < 0.03 or server.requests[name].num_tokens > 80:
                 server.end(name)
@@ -271,13 +320,14 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
 def test_heads_rest_in_batches_above_the_cut_off(
     engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their layers are left out there; who was there does not draft afterwards, others do; tokens are vLLM's own."""
+    """While all decode; who was there does not draft afterwards, nor whoever goes on from it; tokens are vLLM's own."""
     options = {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": CUT_OFF}
     llm = engine(options, enable_prefix_caching=True)
     drafter, runner = drafter_of(llm), runner_of(llm)
     original, branches = drafter.draft, drafter.cut.branches
     ran: Counter[int] = Counter()
-    steps: list[tuple[dict[int, int], int]] = []  # ({length of the prompt: drafts made}, branches run)
+    # ({length of the prompt: drafts made}, branches run, whether prompts were taken in)
+    steps: list[tuple[dict[int, int], int, bool]] = []
 
     def counted(number: int) -> Callable[..., Any]:
         return lambda *state: ran.update([number]) or branches[number](*state)
@@ -285,27 +335,33 @@ def test_heads_rest_in_batches_above_the_cut_off(
     def draft(step: Any) -> Any:
         made = original(step)
         lengths = [len(runner.requests[req_id].prompt_token_ids) for req_id in runner.input_batch.req_ids]
-        steps.append((dict(zip(lengths, map(len, made), strict=True)), ran.total()))
+        prompts = any(len(runner.requests[req_id].output_token_ids) <= 1 for req_id in runner.input_batch.req_ids)
+        steps.append((dict(zip(lengths, map(len, made), strict=True)), ran.total(), prompts))
         assert ran.total() or not drafter.decoding  # such a step is not timed
         ran.clear()
         return made
 
     monkeypatch.setattr(drafter, "draft", draft)
     monkeypatch.setattr(drafter.cut, "branches", [counted(number) for number in range(len(branches))])
-    requests, limits = prompts(5), [greedy(8)] * 3 + [greedy(30)] * 2
+    requests, limits = prompts(5), [greedy(12)] * 3 + [greedy(40)] * 2
     resting = our_counter("resting_steps")
-    assert generate(llm, requests, limits) == generate(engine(), requests, limits)
-    crowded = [len(made) > CUT_OFF for made, _ in steps]
-    assert crowded[0] and not crowded[-1]
-    # The two requests that are left all have holes: nobody drafts, and the heads go on resting.
-    assert all(not any(made.values()) and run == 0 for made, run in steps)
-    assert our_counter("resting_steps") - resting == len(steps)
+    outputs = generate(llm, requests, limits)
+    assert outputs == generate(engine(), requests, limits)
+    # After the crowd two requests are left that have holes: nobody drafts, and the heads go on resting.
+    together = [len(made) > CUT_OFF and not reading for made, _, reading in steps].index(True)
+    assert {len(made) for made, _, _ in steps[together:]} >= {5, 2}
+    assert not any(any(made.values()) or run for made, run, _ in steps[together:])
+    assert any(len(made) > CUT_OFF and reading for made, _, reading in steps)
+    assert all(run == (len(branches) if reading else 0) for made, run, reading in steps if len(made) > CUT_OFF)
+    assert our_counter("resting_steps") - resting == sum(run == 0 for _, run, _ in steps)
 
     steps.clear()
-    hit, new = requests[2], {"prompt_token_ids": [(13 * j + 5) % 250 + 2 for j in range(40)]}
-    outputs = llm.generate([hit, new], greedy(), use_tqdm=False)
-    assert [output.num_cached_tokens for output in outputs] == [64, 0]
-    assert [list(output.outputs[0].token_ids) for output in outputs] == generate(engine(), [hit, new], greedy())
-    assert {made.get(75, 0) for made, _ in steps} == {0}
-    assert {made[40] for made, _ in steps if 40 in made} == {0, 1, 2}  # one draft, and none, at the request's end
-    assert all(run == (len(branches) if 40 in made else 0) for made, run in steps)
+    # Both begin with a whole prompt of the crowd's; one goes on with what was decoded there.
+    next_turn = {"prompt_token_ids": requests[3]["prompt_token_ids"] + outputs[3][:30]}
+    again = [next_turn, requests[4]]
+    results = llm.generate(again, greedy(), use_tqdm=False)
+    assert [result.num_cached_tokens for result in results] == [128, 96]
+    assert [list(result.outputs[0].token_ids) for result in results] == generate(engine(), again, greedy())
+    assert {made.get(132, 0) for made, _, _ in steps} == {0}
+    assert {made[123] for made, _, _ in steps if 123 in made} == {0, 1, 2}  # one draft, and none, at the request's end
+    assert all(run == (len(branches) if 123 in made else 0) for made, run, _ in steps)

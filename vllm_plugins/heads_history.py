@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """When DynaMo's heads rest, and which KV blocks lack their KV because of it.
 
-Above the hard cut-off nobody drafts, so the heads' layers are left out of such a step. Its tokens then have no KV in
-those layers: their blocks have holes, and whoever reads them, by the same request or by a prefix-cache hit, does not
-draft. A block is whole again once it is taken anew. Where no request of a step could draft, the heads rest, too.
+Above the hard cut-off nobody drafts, so the heads' layers are left out of a step of decoding. Its tokens then have no
+KV in those layers: their blocks have holes, and whoever reads them, by the same request or by a prefix-cache hit, does
+not draft. A block is whole again once it is taken anew. Where no request of a step could draft, the heads rest, too.
+
+In a step that takes prompts in they never rest: a prompt may be the beginning of many others', which would then not
+draft until its blocks are given away.
 
 Nothing is looked at until a step has rested for the first time.
 """
@@ -54,12 +57,13 @@ class HeadsHistory:
         batch = self.runner.input_batch
         rows = batch.num_reqs
         crowded = rows > self.most_requests
+        starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
+        decoding = self._decoding(starts)
         if self.whole is None:
-            if not crowded:
+            if not (crowded and decoding):
                 return False
             self.whole = np.ones(self.runner.kv_cache_config.num_blocks, dtype=bool)
             self._groups = self._find_groups()
-        starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
         ends = starts + np.diff(self.runner.query_start_loc.np[: rows + 1])
         tables = [self._table(gid, window) for gid, window in self._groups]
         for table in tables:
@@ -68,11 +72,19 @@ class HeadsHistory:
         self.known = np.zeros(rows, dtype=bool)
         if not crowded:
             self.known = np.logical_and.reduce([self._whole_rows(table, starts) for table in tables])
-        if self.known.any():
+        if not decoding or self.known.any():
             return False
         for table in tables:
             self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
         return True
+
+    def _decoding(self, starts: np.ndarray) -> bool:
+        """Whether every row takes in its last token, one that it emitted, and drafts at most.
+
+        A single token of a prompt is a prompt, and so is what a request that was preempted computes again.
+        """
+        batch, rows = self.runner.input_batch, len(starts)
+        return bool((starts >= np.maximum(batch.num_prompt_tokens[:rows], batch.num_tokens_no_spec[:rows] - 1)).all())
 
     def _whole_rows(self, table: BlockTable, starts: np.ndarray) -> np.ndarray:
         """Rows of which every block that the token at `starts` attends to is whole: [rows] bool."""

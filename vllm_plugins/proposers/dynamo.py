@@ -3,7 +3,8 @@
 
     forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
              a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
-             above the hard cut-off they rest, and requests that this leaves with holes do not draft (heads_history.py)
+             above the hard cut-off they rest while all decode; requests that this leaves with holes do not draft
+             (heads_history.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
