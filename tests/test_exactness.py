@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import drafter_of
+from conftest import drafter_of, runner_of
 from exactness import CASES, generate, greedy, prompts
 
 pytestmark = pytest.mark.engine
@@ -159,6 +159,20 @@ def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Callable[..., Any], vari
     before = llm.counts.copy()
     generate(llm, prompts(4), [greedy(extra_args={"ppd_eps_b": 1.0})] * 3 + [greedy(extra_args={"ppd_eps_b": 0.0})])
     assert 0 < (llm.counts - before)["drafted"] < drafted[0.0]
+
+
+def test_steps_without_drafts_are_sampled_as_vllm_does(
+    engine: Callable[..., Any], variant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's rejection sampler costs time even with nothing to reject; it runs only where a request has drafts."""
+    llm = engine(variant("middle"))
+    sampler, rejected = runner_of(llm).rejection_sampler, []
+    original = sampler.forward
+    monkeypatch.setattr(sampler, "forward", lambda metadata, *args: rejected.append(1) or original(metadata, *args))
+    generate(llm, prompts(2), greedy(extra_args={"ppd_draft": False}))
+    assert not rejected
+    generate(llm, prompts(2), [greedy(extra_args={"ppd_draft": draft}) for draft in (False, True)])
+    assert rejected
 
 
 def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:

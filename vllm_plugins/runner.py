@@ -5,7 +5,7 @@ Overrides, each of which calls vLLM's unless we draft:
 
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
-    _sample                    tokens that a method adds to the sampled ones
+    _sample                    tokens that a method adds to the sampled ones; no rejection where none was drafted
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
 """
@@ -51,7 +51,10 @@ class DraftingRunnerMixin:
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         stock = super()._sample  # type: ignore[misc]
-        return self.drafter.after_sampling(logits, lambda: stock(logits, spec_decode_metadata))
+        # vLLM's rejection sampler also runs where nobody has a draft, and takes a twentieth of a small model's step.
+        drafted = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        metadata = spec_decode_metadata if drafted else None
+        return self.drafter.after_sampling(logits, lambda: stock(logits, metadata))
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None

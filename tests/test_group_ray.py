@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker group under vLLM's Ray executor: its two stages are actors. Needs ray (`pip install 'vllm-ppd[ray]'`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from conftest import our_counter, start_engine
+from exactness import CASES
+
+pytestmark = [pytest.mark.engine, pytest.mark.full]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray of this machine with two devices; vLLM's CPU backend has no name for Ray's, so it borrows that of GPUs."""
+    ray = pytest.importorskip("ray")
+    from vllm.platforms.cpu import CpuPlatform
+
+    def name_devices() -> None:  # in the workers; a nested function travels by value
+        from vllm.platforms.cpu import CpuPlatform
+
+        CpuPlatform.ray_device_key = "GPU"
+
+    monkeypatch.setattr(CpuPlatform, "ray_device_key", "GPU")
+    ray.init(
+        address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20,
+        runtime_env={"worker_process_setup_hook": name_devices},
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+def test_same_tokens(engine: Callable[..., Any], tiny_model: Callable[..., Any], cluster: None) -> None:
+    expected = {case: CASES[case](engine()) for case in ("batch_1", "batch_16", "structured_output")}
+    before = our_counter("group_hits")
+    llm = start_engine(
+        tiny_model(), {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5},
+        pipeline_parallel_size=2, distributed_executor_backend="ray",
+    )  # fmt: skip
+    try:
+        assert type(llm.llm_engine.engine_core.engine_core.model_executor).__name__ == "RayExecutorV2"
+        assert {case: CASES[case](llm) for case in expected} == expected
+        assert llm.counts["accepted"] > 0
+        assert our_counter("group_hits") > before  # the workers are on this machine, and so are their counters
+    finally:
+        llm.llm_engine.engine_core.shutdown()
