@@ -6,8 +6,8 @@ batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) toke
 is taken; n = 0, vLLM's own step, is one of them. Requests of which too little is accepted get fewer drafts than others.
 
 What is not done cannot be measured, so it is done now and then: a step without drafts while drafting, one with drafts
-while not, one with a draft more than usual. Each comes once in PROBE_EVERY steps at most, and a step that drafts after
-a pause is repeated at once only while what was accepted pays for it.
+while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are, the
+more often a pause is broken. A step that drafts after a pause is repeated at once only while what was accepted pays for it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
+SHORTEST_PAUSE = 16  # steps, however cheap drafts are
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
 REFRESH_EVERY = 16  # steps between two looks at the clock
 MEMORY = 32  # drafts of a request that count, at each position
@@ -115,7 +116,7 @@ class AdaptiveDrafts:
             return np.zeros_like(allowed) if self.costs.count(size, 0) < ENOUGH else allowed
         due = False
         if self._pausing:
-            due = self._steps - self._last_drafted >= PROBE_EVERY * max(1.0, relative[1] - 1)
+            due = self._steps - self._last_drafted >= max(SHORTEST_PAUSE, PROBE_EVERY * (relative[1] - 1))
             if not (due or self._paid or self._changed):
                 return np.zeros_like(allowed)
             if due:

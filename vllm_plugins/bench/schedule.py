@@ -34,8 +34,9 @@ def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **fa
     """
     everyone = everyone or contenders(options)
     results = Results(options, everyone)
+    others = max(options.batch_sizes)  # to warm up with: other texts than what is measured, of the same kind
     wanted = options.rounds * sum(options.batch_sizes)
-    skipped = wanted * len(results.earlier)  # a further run takes further prompts
+    skipped = others + wanted * len(results.earlier)  # a further run takes further prompts
     prompts = read_prompts(
         options.data, options.model, options.prompt_tokens, skipped + wanted, options.trust_remote_code
     )
@@ -46,7 +47,7 @@ def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **fa
         (size, number): [prompts[(skipped + start + i) % len(prompts)] for i in range(size)]
         for size, number, start in _places(options)
     }
-    _Session(options, results, batches).measure(everyone)
+    _Session(options, results, batches, [prompts[i % len(prompts)] for i in range(others)]).measure(everyone)
     return results
 
 
@@ -63,10 +64,15 @@ class _Session(Session[Engine, int]):
     """Engines; a load is a batch size."""
 
     def __init__(
-        self, options: DecodeOptions, results: Results, batches: dict[tuple[int, int], list[list[int]]]
+        self,
+        options: DecodeOptions,
+        results: Results,
+        batches: dict[tuple[int, int], list[list[int]]],
+        others: list[list[int]],
     ) -> None:
         super().__init__(options, results, options.batch_sizes)
-        self.batches, self.new_tokens, self.temperature = batches, options.new_tokens, options.temperature
+        self.batches, self.others = batches, others
+        self.new_tokens, self.temperature = options.new_tokens, options.temperature
         self.arguments = options.engine_arguments
         self.said: list[list[int]] = []  # by the base in this round
 
@@ -83,8 +89,7 @@ class _Session(Session[Engine, int]):
         return engine
 
     def warm_up(self, one: Engine, load: int) -> None:
-        backwards = [prompt[::-1] for prompt in self.batches[load, 0]]  # other text than what is measured
-        one.turn(backwards, min(WARM_UP_TOKENS, self.new_tokens), self.temperature)
+        one.turn(self.others[:load], min(WARM_UP_TOKENS, self.new_tokens), self.temperature)
 
     def turn(self, one: Engine, load: int, number: int) -> Turn:
         if any(other.ranks > 1 for other in self.alive if other is not one):
