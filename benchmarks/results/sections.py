@@ -126,6 +126,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "decode": ("Offline decoding", _decode),
     "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
     "group": ("The worker group", _group),
+    "group_cut_off": ("The worker group above its cut-off", _decode),
     "tables": ("The papers' tables", row_files.paper_tables),
     "paradecode_ablation": ("ParaDecode's ablations", row_files.ablation),
     "demo_acceptance": ("Acceptance of the demo model's heads", row_files.demo_acceptance),
