@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_config import from_dict, from_flags
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins.activation import active_config
@@ -82,6 +82,7 @@ def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pyte
         from_dict(tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2)
     with pytest.raises(OptionError, match=r"have no exit in 3\.\.5, where a worker group's stages can be split"):
         from_dict(tiny_model(), {"model": str(heads_folder(exit_layers=(2,)))}, pipeline_parallel_size=2)
+    envs.disable_envs_cache()  # an engine of a test before may have switched it on
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     model_config = from_dict(tiny_model(), None).model_config
     ray = SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1, distributed_executor_backend="ray")

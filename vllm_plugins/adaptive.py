@@ -6,8 +6,9 @@ batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) toke
 is taken; n = 0, vLLM's own step, is one of them. Requests of which too little is accepted get fewer drafts than others.
 
 What is not done cannot be measured, so it is done now and then: a step without drafts while drafting, one with drafts
-while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are, the
-more often a pause is broken. A step that drafts after a pause is repeated at once only while what was accepted pays for it.
+while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
+the more often a pause is broken. A step that drafts after a pause is repeated at once only while what was accepted
+pays for it.
 """
 
 from __future__ import annotations

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import tempfile
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -44,6 +47,7 @@ class Session(ABC, Generic[Running, Load]):
         self.options, self.results, self.loads = options, results, loads
         self.alive: list[Running] = []
         self.started = 0
+        self.asked_to_stop = False
 
     @abstractmethod
     def start(self, contender: Contender, log: Path) -> Running:
@@ -70,13 +74,31 @@ class Session(ABC, Generic[Running, Load]):
         """
         with tempfile.TemporaryDirectory(prefix="ppd-bench-") as folder:
             try:
-                self._measure(everyone, Path(folder))
+                with self._listening():
+                    self._measure(everyone, Path(folder))
             except KeyboardInterrupt:
                 kept, out = len(self.results.run["turns"]), self.options.out
                 raise Stopped(f"stopped; {kept} turns are kept in {out}, the same command adds to them") from None
             finally:
                 self._close()
         self.results.finish()
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Remember Ctrl-C: Python drops the exception where it comes while an object is being finalised."""
+
+        def stop(number: int, frame: Any) -> None:
+            self.asked_to_stop = True
+            raise KeyboardInterrupt
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     def _measure(self, everyone: list[Contender], logs: Path) -> None:
         """The base stays; the others come in groups of as many as there is room for."""
@@ -118,6 +140,8 @@ class Session(ABC, Generic[Running, Load]):
 
     def _tried(self, one: Running, work: Any) -> Any:
         """What the work returns; a contender that fails is left out, the base is not."""
+        if self.asked_to_stop:
+            raise KeyboardInterrupt
         try:
             return work()
         except BenchError as error:
