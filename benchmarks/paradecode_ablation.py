@@ -62,6 +62,9 @@ FIGURE_6 = (
 )
 
 
+ALIKE = ("git", "versions", "machine", "settings")  # what runs share that are shown together
+
+
 class Setting(NamedTuple):
     """A row of the table."""
 
@@ -173,8 +176,7 @@ class Record:
         varying = ("out", "rounds", "minutes", "gamma", "schedule")
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in varying}
         self.run = provenance(settings=settings, turns=[])
-        alike = ("git", "versions", "machine", "settings")
-        self.runs = [run for run in self.data["runs"] if all(run[key] == self.run[key] for key in alike)] + [self.run]
+        self.runs = [run for run in self.data["runs"] if all(run[key] == self.run[key] for key in ALIKE)] + [self.run]
         self.data["runs"].append(self.run)
 
     def add(self, setting: Setting, **measured: Any) -> None:
@@ -192,7 +194,7 @@ class Record:
         """Every setting that has turns, both schedules'."""
         fields = Setting._fields
         found = {Setting(*(turn[name] for name in fields)) for run in self.runs for turn in run["turns"]}
-        return sorted(found, key=lambda s: (s.schedule, s.T != "trained", not s.verified, s.gamma))
+        return sorted(found, key=_order)
 
 
 def measure(args: argparse.Namespace, record: Record) -> None:
@@ -240,6 +242,19 @@ def row(setting: Setting, turns: list[dict[str, Any]]) -> dict[str, Any]:
         f"{rejected / predicted:.1%}" if predicted and setting.verified else "",
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))
+
+
+def stored(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Of a file of results the newest run, and the rows of it and those like it."""
+    runs = json.loads(path.read_text())["runs"]
+    alike = [run for run in runs if all(run[key] == runs[-1][key] for key in ALIKE)]
+    turns = [turn for run in alike for turn in run["turns"]]
+    found = sorted({Setting(*(turn[name] for name in Setting._fields)) for turn in turns}, key=_order)
+    return runs[-1], [row(one, [turn for turn in turns if one._asdict().items() <= turn.items()]) for one in found]
+
+
+def _order(setting: Setting) -> tuple[str, bool, bool, float]:
+    return setting.schedule, setting.T != "trained", not setting.verified, setting.gamma
 
 
 def show(record: Record) -> None:

@@ -94,17 +94,19 @@ def demo_acceptance(path: Path) -> Parts:
 
 
 def ablation(path: Path) -> Parts:
-    data, rows = _read(path)
-    shown = markdown(list(rows[0]), [["" if value is None else value for value in row.values()] for row in rows])
-    names = list(rows[0])
-    schedule, heads, gamma, ratio = names[:4]
-    curves = dict.fromkeys((row[schedule], row[heads]) for row in rows)
+    from paradecode_ablation import FIGURE_6, stored
+
+    run, rows = stored(path)
+    shown = markdown(list(rows[0]), [list(row.values()) for row in rows])
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        without = "" if row["verified"] == "yes" else ", not verified"
+        curves.setdefault(f"{row['schedule']}, T {row['T']}{without}", []).append(row)
     lines = [
-        Line(f"{curve[0]}, heads: {curve[1]}", [row[gamma] for row in own], [row[ratio] for row in own])
-        for curve in curves
-        for own in [[row for row in rows if (row[schedule], row[heads]) == curve]]
+        Line(name, [row["gamma"] for row in own], [row["speed-up"] for row in own]) for name, own in curves.items()
     ]
-    return f"{_source(data)}\n\n{shown}", shown, [panels([Panel(ratio, gamma, lines, level=1.0)])]
+    text = f"{_source(run)}\n\n{shown}\n\n{FIGURE_6}"
+    return text, shown, [panels([Panel("speed-up over vLLM alone", "gamma", lines, level=1.0)])]
 
 
 def paper_tables(path: Path) -> Parts:
