@@ -82,6 +82,13 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     return llm
 
 
+def end_workers(llm: Any) -> None:
+    """End an engine whose workers are processes; its own shutdown would take this process's groups from the others."""
+    core = llm.llm_engine.engine_core.engine_core
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+
+
 def _count(scheduler: Any) -> Counter[str]:
     """Count what the scheduler tells vLLM's metrics (their registry knows the newest engine of a process only)."""
     counts: Counter[str] = Counter()

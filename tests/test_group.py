@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import our_counter, start_engine
+from conftest import end_workers, our_counter, start_engine
 from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
@@ -38,7 +38,7 @@ def group(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
 
     yield get
     for llm in started.values():
-        llm.llm_engine.engine_core.shutdown()  # its workers are processes of their own
+        end_workers(llm)
 
 
 def counted(run: Callable[[], Any], *names: str) -> tuple[Any, list[float]]:

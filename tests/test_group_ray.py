@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest import our_counter, start_engine
+from conftest import end_workers, our_counter, start_engine
 from exactness import CASES
 
 pytestmark = [pytest.mark.engine, pytest.mark.full]
@@ -46,4 +46,4 @@ def test_same_tokens(engine: Callable[..., Any], tiny_model: Callable[..., Any],
         assert llm.counts["accepted"] > 0
         assert our_counter("group_hits") > before  # the workers are on this machine, and so are their counters
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        end_workers(llm)
