@@ -187,14 +187,11 @@ class Record:
 
     def turns(self, setting: Setting) -> list[dict[str, Any]]:
         """Of this run and of those like it."""
-        wanted = setting._asdict().items()
-        return [turn for run in self.runs for turn in run["turns"] if wanted <= turn.items()]
+        return turns_of(self.runs, setting)
 
     def settings(self) -> list[Setting]:
         """Every setting that has turns, both schedules'."""
-        fields = Setting._fields
-        found = {Setting(*(turn[name] for name in fields)) for run in self.runs for turn in run["turns"]}
-        return sorted(found, key=_order)
+        return settings_of(self.runs)
 
 
 def measure(args: argparse.Namespace, record: Record) -> None:
@@ -244,13 +241,26 @@ def row(setting: Setting, turns: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(zip(COLUMNS, values, strict=True))
 
 
+def settings_of(runs: list[dict[str, Any]]) -> list[Setting]:
+    """Every setting that has turns in some runs, in the order of the table."""
+    found = {Setting(*(turn[name] for name in Setting._fields)) for run in runs for turn in run["turns"]}
+    return sorted(found, key=_order)
+
+
+def rows_of(runs: list[dict[str, Any]]) -> dict[Setting, dict[str, Any]]:
+    """A row a setting that has turns in some runs."""
+    return {one: row(one, turns_of(runs, one)) for one in settings_of(runs)}
+
+
+def turns_of(runs: list[dict[str, Any]], setting: Setting) -> list[dict[str, Any]]:
+    return [turn for run in runs for turn in run["turns"] if setting._asdict().items() <= turn.items()]
+
+
 def stored(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of a file of results the newest run, and the rows of it and those like it."""
     runs = json.loads(path.read_text())["runs"]
     alike = [run for run in runs if all(run[key] == runs[-1][key] for key in ALIKE)]
-    turns = [turn for run in alike for turn in run["turns"]]
-    found = sorted({Setting(*(turn[name] for name in Setting._fields)) for turn in turns}, key=_order)
-    return runs[-1], [row(one, [turn for turn in turns if one._asdict().items() <= turn.items()]) for one in found]
+    return runs[-1], list(rows_of(alike).values())
 
 
 def _order(setting: Setting) -> tuple[str, bool, bool, float]:
@@ -259,7 +269,7 @@ def _order(setting: Setting) -> tuple[str, bool, bool, float]:
 
 def show(record: Record) -> None:
     """All rows, then Table 3 beside the paper's."""
-    rows = {setting: row(setting, record.turns(setting)) for setting in record.settings()}
+    rows = rows_of(record.runs)
     print(f"\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     for found in rows.values():
         print(f"| {' | '.join(str(found[column]) for column in COLUMNS)} |")

@@ -16,7 +16,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import HeadsError, load_config
@@ -60,8 +60,8 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
 
 def ways_of(config: dict[str, Any], heads: HeadsConfig, file: Path, options: dict[str, Any]) -> list[Drafting]:
     """The calibrated settings that a contender may draft with."""
-    texts = "sampled" if options["temperature"] else "greedy"
-    plan = PlanOptions(heads=(config["model"],), texts=texts, timings=str(file), model=options["model"])  # type: ignore[arg-type]
+    texts: Literal["sampled", "greedy"] = "sampled" if options["temperature"] else "greedy"
+    plan = PlanOptions(heads=(config["model"],), texts=texts, timings=str(file), model=options["model"])
     most = config.get("num_speculative_tokens", heads.num_speculative_tokens)
     wanted: dict[str, Any] = {"exit_layer": None, "eps_b": None}
     if hasattr(heads, "default_exit_layers"):
@@ -73,9 +73,8 @@ def ways_of(config: dict[str, Any], heads: HeadsConfig, file: Path, options: dic
     for way in all_ways(plan)[1]:
         drafts = way.options["num_speculative_tokens"]
         fits = drafts <= most if config.get("adaptive", True) else drafts == most
-        if not (
-            fits and "model" in way.options and wanted.items() <= ({**dict.fromkeys(wanted), **way.options}).items()
-        ):
+        same = all(way.options.get(name) == value for name, value in wanted.items())
+        if not (fits and same and "model" in way.options):
             continue
         assert isinstance(way, Drafting)
         if way.options.get("draft_vocab_size") == size:
