@@ -21,10 +21,17 @@ MOST = 4
 
 
 class Simulation:
-    """Requests whose drafts are accepted with given probabilities, in steps of given seconds, with noise."""
+    """Requests whose drafts are accepted with given probabilities, in steps of given seconds, with noise.
 
-    def __init__(self, cost: Cost, requests: int = 1, noise: float = 0.1, seed: int = 0) -> None:
-        self.cost, self.requests, self.noise = cost, requests, noise
+    With heads that take `extra` seconds of every step but those in which they rest, a request drafts no more once they
+    did, and others come after `life` steps.
+    """
+
+    def __init__(
+        self, cost: Cost, requests: int = 1, noise: float = 0.1, seed: int = 0, extra: float = 0.0, life: int = 1 << 40
+    ) -> None:
+        self.cost, self.requests, self.noise, self.extra, self.life = cost, requests, noise, extra, life
+        self.steps, self.holes, self.rested = 0, False, 0
         self.rng, self.clocks = np.random.default_rng(seed), np.random.default_rng(seed + 1)
         self.adaptive = AdaptiveDrafts(MOST)
         self.drafts = np.zeros(requests, dtype=np.int64)
@@ -35,17 +42,22 @@ class Simulation:
     def run(self, steps: int, acceptance: float | list[float]) -> list[int]:
         """Run some steps; returns the most drafts of each."""
         rates = np.broadcast_to(np.asarray(acceptance, dtype=float), self.requests)
-        names = [f"r{i}" for i in range(self.requests)]
         sampled = np.zeros(self.requests, dtype=bool)
         most = []
         for _ in range(steps):
-            took = self.cost(self.requests, int(self.drafts.max()))
+            resting = bool(self.extra) and self.adaptive.resting
+            self.steps, self.rested = self.steps + 1, self.rested + resting
+            self.holes = (self.holes or resting) and self.steps % self.life != 0
+            names = [f"r{i} of {self.steps // self.life}" for i in range(self.requests)]
+            took = self.cost(self.requests, int(self.drafts.max())) + self.extra * (not resting)
             self.now += took * float(np.exp(self.noise * self.clocks.standard_normal()))
             right = self.rng.random((self.requests, MOST)) < rates[:, None]
             accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
             self.tokens, self.seconds = self.tokens + int((1 + accepted).sum()), self.seconds + took
-            self.adaptive.observe(names, 1 + accepted, sampled, self.now, True)
-            self.drafts = self.adaptive.choose(np.full(self.requests, MOST), self.requests, sampled, self.fixed)
+            own = 1.0 if resting else 1 / (1 + self.extra)
+            self.adaptive.observe(names, 1 + accepted, sampled, self.now, True, own)
+            allowed = np.full(self.requests, 0 if self.holes else MOST)
+            self.drafts = self.adaptive.choose(allowed, self.requests, sampled, self.fixed)
             most.append(int(self.drafts.max()))
             self.chosen.append(self.drafts.tolist())
         return most
@@ -117,6 +129,21 @@ def test_comes_back_when_the_text_changes(requests: int) -> None:
         back = np.array(engine.run(10 * PROBE_EVERY, 0.9))
         assert (back[-PROBE_EVERY:] > 1).mean() > 0.9
         assert engine.speed(1000, 0.9) > 0.9 * max(predicted(0.9, 0.25))
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_heads_that_run_in_every_step_rest_in_pauses(requests: int) -> None:
+    """A pause costs nothing then, and requests that come later draft again."""
+    for seed in range(5):
+        engine = Simulation(shallow(0.1), requests, seed=seed, extra=0.15, life=100)
+        assert engine.speed(3000, 0.02) > 0.97
+        rested = engine.rested
+        assert engine.speed(3000, 0.02) > 0.98
+        assert engine.rested - rested > 2600
+        engine.run(1000, 0.9)
+        rested = engine.rested
+        assert engine.speed(1000, 0.9) > 0.9 * max(predicted(0.9, 0.1)) / 1.15
+        assert engine.rested - rested < 50
 
 
 def test_comes_back_when_the_load_changes() -> None:

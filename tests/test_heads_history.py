@@ -83,8 +83,8 @@ class Server:
                 ids.extend(more)
         return scheduled
 
-    def step(self, plan: dict[str, tuple[int, int]]) -> tuple[bool, dict[str, bool]]:
-        """Run a step: (whether the heads rested, which requests may draft after it)."""
+    def step(self, plan: dict[str, tuple[int, int]], paused: bool = False) -> tuple[bool, dict[str, bool]]:
+        """Run a step, of a pause in drafting or not: (whether the heads rested, which requests may draft after it)."""
         scheduled = {name: self.allocate(name, count) for name, (count, _) in plan.items()}
         names = [name for name, count in scheduled.items() if count is not None]
         if not names:
@@ -112,8 +112,9 @@ class Server:
             request.num_output_tokens > 0 and start == request.num_tokens - 1
             for request, start in zip(requests, starts.tolist(), strict=True)
         )
-        rests = self.history.begin_step()
-        assert rests == (decoding and not any(expected))
+        rests = self.history.begin_step(paused)
+        assert rests == (decoding and (paused or not any(expected)))
+        expected = [one and not rests for one in expected]
         may = dict.fromkeys(names, True)
         if self.history.known is not None:
             may = dict(zip(names, self.history.known.tolist(), strict=True))
@@ -277,7 +278,9 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
     """Random requests, drafts, prefix hits, preemptions and ends: step() compares with the slots at every step."""
     rng = np.random.default_rng(seed)
     server = Server(GROUPS[groups], 60)
-    count = Counter({"rests": 0, "may": 0, "may not": 0, "hits": 0, "hits on holes": 0, "crowds with prompts": 0})
+    count = Counter(
+        {"rests": 0, "may": 0, "may not": 0, "hits": 0, "hits on holes": 0, "crowds with prompts": 0, "pauses": 0}
+    )
     names: list[str] = []
     for step in range(500):
         if len(names) < 4 and rng.random() < 0.25:
@@ -298,7 +301,9 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
                 plan[name] = (chunk, chunk if missing > 1 else int(rng.integers(1, chunk + 1)))
         fresh = [name for name in plan if name not in server.blocks]
         if plan:
-            rests, may = server.step(plan)
+            paused = rng.random() < 0.1
+            rests, may = server.step(plan, paused)
+            count["pauses"] += rests and paused
             count["rests"] += rests
             count["may"] += sum(may.values())
             count["may not"] += len(may) - sum(may.values())
@@ -337,7 +342,6 @@ def test_heads_rest_in_batches_above_the_cut_off(
         lengths = [len(runner.requests[req_id].prompt_token_ids) for req_id in runner.input_batch.req_ids]
         prompts = any(len(runner.requests[req_id].output_token_ids) <= 1 for req_id in runner.input_batch.req_ids)
         steps.append((dict(zip(lengths, map(len, made), strict=True)), ran.total(), prompts))
-        assert ran.total() or not drafter.decoding  # such a step is not timed
         ran.clear()
         return made
 
@@ -365,3 +369,26 @@ def test_heads_rest_in_batches_above_the_cut_off(
     assert {made.get(132, 0) for made, _, _ in steps} == {0}
     assert {made[123] for made, _, _ in steps if 123 in made} == {0, 1, 2}  # one draft, and none, at the request's end
     assert all(run == (len(branches) if 123 in made else 0) for made, run, _ in steps)
+
+
+@pytest.mark.engine
+def test_heads_rest_while_drafts_do_not_pay(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are vLLM's own, and who comes once they pay drafts again."""
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    costs = drafter_of(llm).planner.adaptive.costs
+    requests = prompts(6)
+    expected = [generate(engine(), requests[i : i + 2], greedy(60)) for i in (0, 2, 4)]
+
+    def generated(price: float) -> list[float]:
+        """Generate in three batches; returns (steps that rested, drafts accepted)."""
+        monkeypatch.setattr(costs, "relative", lambda size: 1 + price * np.arange(3))
+        before = our_counter("resting_steps"), llm.counts["accepted"]
+        assert [generate(llm, requests[i : i + 2], greedy(60)) for i in (0, 2, 4)] == expected
+        return [our_counter("resting_steps") - before[0], llm.counts["accepted"] - before[1]]
+
+    rested, accepted = generated(8.0)
+    assert rested > 120 and accepted < 10
+    rested, accepted = generated(0.01)
+    assert rested < 60 and accepted > 20

@@ -9,6 +9,8 @@ What is not done cannot be measured, so it is done now and then: a step without 
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
 the more often a pause is broken. A step that drafts after a pause is repeated at once only while what was accepted
 pays for it.
+
+A pause that has lasted for SHORTEST_PAUSE steps lets a method leave out what only drafts need, until the next trial.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class AdaptiveDrafts:
         self.costs = StepCosts(most, agree)
         self.probing = False  # whether the last choice was made to measure
         self.withheld = 0  # drafts that the last choice left out
+        self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
         self._req_ids: list[str] = []
         self._hits = np.zeros((0, most))  # [rows, N] accepted drafts by position, fading
         self._trials = np.zeros((0, most))  # [rows, N] and those whose predecessors were accepted
@@ -52,13 +55,22 @@ class AdaptiveDrafts:
         # By batch size: the latest step without drafts, and how many were made to time them.
         self._last_without, self._timings = np.zeros((2, len(SIZES)), dtype=np.int64)
         self._pausing = False  # drafts do not pay
+        self._paused_at = 0  # the step at which they were found not to
         self._changed = False  # requests came or went
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
         self._price = 1.0  # seconds of that probe, in units of a step without drafts
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
 
-    def observe(self, req_ids: list[str], emitted: np.ndarray, greedy: np.ndarray, now: float, decoding: bool) -> None:
+    def observe(
+        self,
+        req_ids: list[str],
+        emitted: np.ndarray,
+        greedy: np.ndarray,
+        now: float,
+        decoding: bool,
+        own: float = 1.0,
+    ) -> None:
         """Learn from the step that ended.
 
         Args:
@@ -67,12 +79,13 @@ class AdaptiveDrafts:
             greedy: [rows] bool, whether the request decodes greedily: such drafts are accepted more often.
             now: seconds on a clock, at the same point of every step.
             decoding: whether every row took its last token and its drafts in, and no prompt.
+            own: what the step would take without anything that only drafts need, in units of its time.
         """
         self._align(req_ids)
         self._paid = False
         if self._timed is not None and decoding:
             size, drafts, started = self._timed
-            self.costs.add(size, drafts, now - started)
+            self.costs.add(size, drafts, (now - started) * (1.0 if drafts else own))
         self._timed = None
         if self._drafts.any():
             self._learn(np.where(emitted > 0, self._drafts, 0), emitted - 1, greedy)
@@ -105,6 +118,8 @@ class AdaptiveDrafts:
         else:
             self._last_drafted = self._steps
         self._drafts, self._changed = drafts, False
+        lasted = self._steps - self._paused_at
+        self.resting = self._pausing and chosen == 0 and lasted >= SHORTEST_PAUSE
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         self._timed = None if fixed.any() else (size, chosen, self._now)
         return drafts
@@ -130,7 +145,8 @@ class AdaptiveDrafts:
         if gain >= (WORTH if self._pausing else 1.0):
             self._pausing = False
             return self._or_probe(allowed, drafts, best, size)
-        self._pausing = True
+        if not self._pausing:
+            self._pausing, self._paused_at = True, self._steps
         if due or self._paid:
             self._price = float(relative[best])
             return self._probe(np.minimum(allowed, best))

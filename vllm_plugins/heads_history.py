@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """When DynaMo's heads rest, and which KV blocks lack their KV because of it.
 
-Above the hard cut-off nobody drafts, so the heads' layers are left out of a step of decoding. Its tokens then have no
-KV in those layers: their blocks have holes, and whoever reads them, by the same request or by a prefix-cache hit, does
-not draft. A block is whole again once it is taken anew. Where no request of a step could draft, the heads rest, too.
+Above the hard cut-off nobody drafts, nor does anybody while drafts do not pay, so the heads' layers are left out of a
+step of decoding. Its tokens then have no KV in those layers: their blocks have holes, and whoever reads them, by the
+same request or by a prefix-cache hit, does not draft. A block is whole again once it is taken anew. Where no request of
+a step could draft, the heads rest, too.
 
 In a step that takes prompts in they never rest: a prompt may be the beginning of many others', which would then not
 draft until its blocks are given away.
@@ -41,26 +42,30 @@ class HeadsHistory:
     Args:
         runner: vLLM's model runner; its KV cache may come later.
         first_layer: number of the heads' first layer.
-        most_requests: the hard cut-off.
+        most_requests: the hard cut-off (None: there is none).
     """
 
-    def __init__(self, runner: Any, first_layer: int, most_requests: int) -> None:
+    def __init__(self, runner: Any, first_layer: int, most_requests: int | None) -> None:
         self.runner = runner
         self.first_layer = first_layer
         self.most_requests = most_requests
         self.whole: np.ndarray | None = None  # [KV blocks] bool; None: all, as no step has rested yet
-        self.known: np.ndarray | None = None  # [batch rows] bool, of the step that runs now; None: all
+        self.known: np.ndarray | None = None  # [batch rows] bool, after the step that runs now; None: all
         self._groups: list[tuple[int, int | None]] = []  # the heads' KV cache groups, and the window of each
 
-    def begin_step(self) -> bool:
-        """Take in the step that is about to run; returns whether the heads rest in it."""
+    def begin_step(self, paused: bool = False) -> bool:
+        """Take in the step that is about to run; returns whether the heads rest in it.
+
+        Args:
+            paused: whether drafts that could be made do not pay.
+        """
         batch = self.runner.input_batch
         rows = batch.num_reqs
-        crowded = rows > self.most_requests
+        crowded = self.most_requests is not None and rows > self.most_requests
         starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
         decoding = self._decoding(starts)
         if self.whole is None:
-            if not (crowded and decoding):
+            if not ((crowded or paused) and decoding):
                 return False
             self.whole = np.ones(self.runner.kv_cache_config.num_blocks, dtype=bool)
             self._groups = self._find_groups()
@@ -72,8 +77,9 @@ class HeadsHistory:
         self.known = np.zeros(rows, dtype=bool)
         if not crowded:
             self.known = np.logical_and.reduce([self._whole_rows(table, starts) for table in tables])
-        if not decoding or self.known.any():
+        if not decoding or (self.known.any() and not paused):
             return False
+        self.known[:] = False  # of the tokens that this step takes in
         for table in tables:
             self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
         return True

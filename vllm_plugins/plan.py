@@ -50,6 +50,7 @@ class DraftPlanner:
         now: float = 0.0,
         decoding: bool = False,
         able: np.ndarray | None = None,
+        own: float = 1.0,
     ) -> Plan | None:
         """The plan, or None if nobody drafts: then the next step is vLLM's own full forward.
 
@@ -58,13 +59,14 @@ class DraftPlanner:
             now: seconds on a clock.
             decoding: whether the step was one of decoding alone.
             able: as for most_drafts.
+            own: as for AdaptiveDrafts.observe.
         """
         batch = self.runner.input_batch
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
         emitted = counts > 0
         if self.adaptive is not None:
             self._look_up_changed()
-            self.adaptive.observe(batch.req_ids, counts, self._greedy, now, decoding)
+            self.adaptive.observe(batch.req_ids, counts, self._greedy, now, decoding, own)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
         drafts, remaining = self.most_drafts(emitted, reserved=1, able=able)
         if not drafts.any():

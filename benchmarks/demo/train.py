@@ -2,6 +2,7 @@
 """Train the demo model from nothing on the standard library's sources.
 
     python benchmarks/demo/train.py                # about an hour on two cores
+    python benchmarks/demo/train.py --vocabulary 257 --out build/bytes/model    # of bytes: see README.md
     python benchmarks/demo/train.py --steps 20 --out /tmp/try
 
 Stopped (Ctrl-C, kill) it continues from its last checkpoint when started again with the same command.
@@ -28,17 +29,16 @@ from vllm_ppd.heads.training.provenance import provenance
 
 HERE = Path(__file__).resolve().parent
 END = "<|endoftext|>"
-VOCAB = 4096
 CONTEXT = 1024
 
 
-def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE: any text can be written, so structured output and any prompt work."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=vocabulary,
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -52,7 +52,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     """12 layers, so that exits mean something; 4.6M parameters, so that it lives in a repository."""
     return LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=len(tokenizer),
         hidden_size=192,
         intermediate_size=384,
         num_hidden_layers=12,
@@ -94,6 +94,7 @@ def save_atomically(state: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "model")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the BPE; 257 leaves bytes alone")
     parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=4, help="windows of 1024 tokens a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW: embeddings and norms")
@@ -103,7 +104,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     train_texts, validation_texts = split()
-    tokenizer = build_tokenizer(train_texts)
+    tokenizer = build_tokenizer(train_texts, args.vocabulary)
     train_ids, validation_ids = encode(tokenizer, train_texts), encode(tokenizer, validation_texts)
     model = LlamaForCausalLM(build_config(tokenizer))
     parameters = sum(p.numel() for p in model.parameters())
@@ -173,6 +174,7 @@ def main() -> None:
         validation_loss_nats_per_token=round(loss, 4),
         validation_perplexity=round(math.exp(loss), 3),
         settings={
+            "vocabulary": len(tokenizer),
             "steps": args.steps,
             "batch": args.batch,
             "context": CONTEXT,

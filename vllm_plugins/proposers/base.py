@@ -53,6 +53,7 @@ class Proposer(ABC):
 
     runner: Any
     decoding = False  # whether the step that runs now takes no prompt in, and its time is that of others of its size
+    own_share = 1.0  # of the step that runs now, what it would take without anything that only drafts need
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
 
     def __init__(self, vllm_config: Any) -> None:
@@ -116,7 +117,7 @@ class Proposer(ABC):
         started = time.perf_counter()
         self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
-        plan = self.planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows())
+        plan = self.planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
         if plan is not None:
             tokens, made = self.draft_plan(plan, step)
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):

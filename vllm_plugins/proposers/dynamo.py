@@ -3,8 +3,8 @@
 
     forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
              a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
-             above the hard cut-off they rest while all decode; requests that this leaves with holes do not draft
-             (heads_history.py)
+             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest while all decode; requests
+             that this leaves with holes do not draft (heads_history.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
@@ -40,7 +40,7 @@ class DynaMoProposer(Proposer):
     """Drafts with DynaMo token heads; each is one more layer in the target's forward."""
 
     emission: NGramEmission | None = None
-    history: HeadsHistory | None = None  # without a hard cut-off the heads never rest
+    history: HeadsHistory | None = None  # without a cut-off and adaptive drafting the heads never rest
 
     def load_model(self, model: Any) -> None:
         config, vllm_config = self.config, self.vllm_config
@@ -68,17 +68,17 @@ class DynaMoProposer(Proposer):
             self.vocabulary = DraftVocabulary(frequent, config.draft_vocab_size, self.lm_head, vllm_config, device)
         if config.verify:
             self.allocate_probs()
-            if config.disable_by_batch_size is not None:
+            if config.adaptive or config.disable_by_batch_size is not None:
                 self.history = HeadsHistory(self.runner, config.num_layers, config.disable_by_batch_size)
         else:
             self.emission = NGramEmission(self)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.history is not None:
-            self.cut.resting = self.history.begin_step()
-            if self.cut.resting:
-                self.counters.add("resting_steps")
-                self.decoding = False  # its time must not pass for that of a step with the heads
+            adaptive, layers = self.planner.adaptive, self.config.num_layers
+            self.cut.resting = self.history.begin_step(paused=adaptive is not None and adaptive.resting)
+            self.counters.add("resting_steps", self.cut.resting)
+            self.own_share = 1.0 if self.cut.resting else layers / (layers + len(self.cut.branches))
         return None
 
     def drafting_rows(self) -> np.ndarray | None:
