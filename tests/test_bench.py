@@ -165,6 +165,23 @@ def test_runs_alike_are_summarised_together(tmp_path: Path) -> None:
         Results(options(out=out), [])
 
 
+def test_a_run_each_temperature(tmp_path: Path) -> None:
+    """All in one file, each with turns that were before."""
+    given = options(out=str(tmp_path / "bench.json"), temperatures="0,0.7")
+    for times in (1, 2):
+        first = Results(given.runs[0], contenders(given))
+        second = Results(given.runs[1], contenders(given), first)
+        second.add(turn(BASE, 0, 20, 1.0))
+        first.add(turn(BASE, 0, 40, 1.0))
+        assert [row["turns"] for row in first.rows() + second.rows()] == [times, times]
+    runs = json.loads((tmp_path / "bench.json").read_text())["runs"]
+    found = [(run["options"]["temperature"], run["turns"][0]["window_tokens"]) for run in runs]
+    assert found == [(0.0, 40), (0.7, 20)] * 2
+    assert [run.temperature for run in options(temperature=0.3).runs] == [0.3]
+    with pytest.raises(ValueError, match="each given once"):
+        options(temperatures="1,1")
+
+
 def test_contenders(fitted_heads: Callable[..., str], tmp_path: Path) -> None:
     cp = fitted_heads("cp")
     found = {c.name: c for c in contenders(options(heads=(cp,), plain="ppd,ngram", drafts=16))}

@@ -77,13 +77,16 @@ class DecodeOptions(BenchOptions):
     """Batches that are decoded offline."""
 
     benchmark = "decode"
-    apart = BenchOptions.apart | {"batch_sizes"}
+    apart = BenchOptions.apart | {"batch_sizes", "temperatures"}
 
     batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), min_length=1, description="requests decoded together")
     prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
     new_tokens: int = Field(128, ge=8, description="tokens each request generates")
+    temperatures: tuple[float, ...] = Field(
+        (), description="decode at each of these with the same engines, instead of at one temperature; a run each"
+    )
 
-    @field_validator("batch_sizes", mode="before")
+    @field_validator("batch_sizes", "temperatures", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return split(value)
@@ -94,6 +97,18 @@ class DecodeOptions(BenchOptions):
         if min(value) < 1:
             raise ValueError("a batch holds at least one request")
         return value
+
+    @field_validator("temperatures")
+    @classmethod
+    def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if min(value, default=0) < 0 or len(set(value)) < len(value):
+            raise ValueError("temperatures must be 0 or more, each given once")
+        return value
+
+    @property
+    def runs(self) -> list[DecodeOptions]:
+        """The options of each run."""
+        return [self.model_copy(update={"temperature": one}) for one in self.temperatures or (self.temperature,)]
 
     @property
     def engine_arguments(self) -> dict[str, Any]:

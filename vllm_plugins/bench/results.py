@@ -67,15 +67,22 @@ class Measured:
 class Results(Measured):
     """The JSON file, and the run that is being measured."""
 
-    def __init__(self, options: BenchOptions, contenders: Iterable[Contender]) -> None:
+    def __init__(self, options: BenchOptions, contenders: Iterable[Contender], beside: Results | None = None) -> None:
         """Add a run to the file.
+
+        Args:
+            options: of the run.
+            contenders: of the run.
+            beside: another run of the same file that is being measured.
 
         Raises:
             BenchError: if the file holds something else.
         """
         self.path = Path(options.out)
         self.data: dict[str, Any] = {"benchmark": options.benchmark, "runs": []}
-        if self.path.exists():
+        if beside is not None:
+            self.data = beside.data
+        elif self.path.exists():
             self.data = _read(self.path)
             if self.data["benchmark"] != options.benchmark:
                 raise BenchError(f"{self.path} holds results of another benchmark; give another --out")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import Contender, contenders
@@ -20,35 +20,48 @@ WARM_UP_TOKENS = 48  # enough for adaptive drafting to have timed its steps, whi
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 
 
-def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **facts: Any) -> Results:
-    """Measure every contender at every batch size, and keep each turn in options.out.
+class Load(NamedTuple):
+    """What all contenders decode in a round."""
+
+    temperature: float
+    batch: int  # requests
+
+
+def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **facts: Any) -> list[Results]:
+    """Measure every contender at every temperature and batch size, and keep each turn in options.out.
 
     Args:
         options: of the run.
         everyone: who is compared, the base first (None: whom the options name).
         facts: to be kept with the run.
 
+    Returns:
+        The run of each temperature.
+
     Raises:
         BenchError, HeadsError, TrainingError: on input that does not fit, or if the base does not start.
         Stopped: on Ctrl-C.
     """
     everyone = everyone or contenders(options)
-    results = Results(options, everyone)
+    runs: list[Results] = []
+    for run in options.runs:
+        runs.append(Results(run, everyone, runs[0] if runs else None))
     others = max(options.batch_sizes)  # to warm up with: other texts than what is measured, of the same kind
     wanted = options.rounds * sum(options.batch_sizes)
-    skipped = others + wanted * len(results.earlier)  # a further run takes further prompts
+    skipped = others + wanted * max(len(run.earlier) for run in runs)  # a further run takes further prompts
     prompts = read_prompts(
         options.data, options.model, options.prompt_tokens, skipped + wanted, options.trust_remote_code
     )
-    results.run |= {"distinct_prompts": min(len(prompts), wanted), **facts}
+    for results in runs:
+        results.run |= {"distinct_prompts": min(len(prompts), wanted), **facts}
     if len(prompts) < wanted:
         print(f"{len(prompts)} prompts for {wanted} requests: they come again, which flatters suffix decoding")
     batches = {
         (size, number): [prompts[(skipped + start + i) % len(prompts)] for i in range(size)]
         for size, number, start in _places(options)
     }
-    _Session(options, results, batches, [prompts[i % len(prompts)] for i in range(others)]).measure(everyone)
-    return results
+    _Session(options, runs, batches, [prompts[i % len(prompts)] for i in range(others)]).measure(everyone)
+    return runs
 
 
 def _places(options: DecodeOptions) -> Iterator[tuple[int, int, int]]:
@@ -60,25 +73,29 @@ def _places(options: DecodeOptions) -> Iterator[tuple[int, int, int]]:
             start += size
 
 
-class _Session(Session[Engine, int]):
-    """Engines; a load is a batch size."""
+class _Session(Session[Engine, Load]):
+    """Engines; every temperature has the same prompts."""
 
     def __init__(
         self,
         options: DecodeOptions,
-        results: Results,
+        runs: list[Results],
         batches: dict[tuple[int, int], list[list[int]]],
         others: list[list[int]],
     ) -> None:
-        super().__init__(options, results, options.batch_sizes)
-        self.batches, self.others = batches, others
-        self.new_tokens, self.temperature = options.new_tokens, options.temperature
+        loads = {
+            Load(run.temperature, size): results
+            for run, results in zip(options.runs, runs, strict=True)
+            for size in options.batch_sizes
+        }
+        super().__init__(options, list(loads.values()), list(loads))
+        self.batches, self.others, self.new_tokens = batches, others, options.new_tokens
         self.arguments = options.engine_arguments
         self.said: list[list[int]] = []  # by the base in this round
 
     def start(self, contender: Contender, log: Path) -> Engine:
         engine = Engine(contender, self.arguments, log)
-        needed = max(self.loads) * self.arguments["max_model_len"]
+        needed = max(load.batch for load in self.loads) * self.arguments["max_model_len"]
         room = engine.facts["kv_cache_tokens"]
         if room < needed:
             engine.close()
@@ -88,17 +105,17 @@ class _Session(Session[Engine, int]):
             )
         return engine
 
-    def warm_up(self, one: Engine, load: int) -> None:
-        one.turn(self.others[:load], min(WARM_UP_TOKENS, self.new_tokens), self.temperature)
+    def warm_up(self, one: Engine, load: Load) -> None:
+        one.turn(self.others[: load.batch], min(WARM_UP_TOKENS, self.new_tokens), load.temperature)
 
-    def turn(self, one: Engine, load: int, number: int) -> Turn:
+    def turn(self, one: Engine, load: Load, number: int) -> Turn:
         if any(other.ranks > 1 for other in self.alive if other is not one):
             time.sleep(SPIN_SECONDS)
-        turn = one.turn(self.batches[load, number], self.new_tokens, self.temperature)
+        turn = one.turn(self.batches[load.batch, number], self.new_tokens, load.temperature)
         ids = turn.pop("token_ids")
         if one is self.alive[0]:
             self.said = ids
-        return {"batch": load} | turn | _same(self.said, ids, self.temperature) | _repeats(ids)
+        return {"batch": load.batch} | turn | _same(self.said, ids, load.temperature) | _repeats(ids)
 
 
 def _same(said: list[list[int]], ids: list[list[int]], temperature: float) -> dict[str, int]:

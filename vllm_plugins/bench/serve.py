@@ -36,7 +36,7 @@ class _Session(Session[Server, Load]):
     """Servers under a load."""
 
     def __init__(self, options: ServeOptions, results: Results, texts: Texts) -> None:
-        super().__init__(options, results, options.loads)
+        super().__init__(options, [results] * len(options.loads), options.loads)
         self.model, self.temperature, self.arguments = options.model, options.temperature, options.engine_arguments
         self.texts = texts
         self.run = len(results.earlier)  # a further run draws further requests

@@ -8,7 +8,7 @@ import signal
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,14 +37,20 @@ class Runs(Protocol):
 
 
 Running = TypeVar("Running", bound=Runs)
-Load = TypeVar("Load")
+Load = TypeVar("Load", bound=Hashable)
 
 
 class Session(ABC, Generic[Running, Load]):
-    """The contenders that are alive, and their turns."""
+    """The contenders that are alive, and their turns.
 
-    def __init__(self, options: BenchOptions, results: Results, loads: Sequence[Load]) -> None:
-        self.options, self.results, self.loads = options, results, loads
+    Args:
+        options: of all.
+        results: that turns are kept in, one for each load.
+        loads: that each contender is put under.
+    """
+
+    def __init__(self, options: BenchOptions, results: Sequence[Results], loads: Sequence[Load]) -> None:
+        self.options, self.results, self.loads = options, dict(zip(loads, results, strict=True)), loads
         self.alive: list[Running] = []
         self.started = 0
         self.asked_to_stop = False
@@ -77,11 +83,15 @@ class Session(ABC, Generic[Running, Load]):
                 with self._listening():
                     self._measure(everyone, Path(folder))
             except KeyboardInterrupt:
-                kept, out = len(self.results.run["turns"]), self.options.out
+                kept, out = sum(len(one.run["turns"]) for one in self._runs()), self.options.out
                 raise Stopped(f"stopped; {kept} turns are kept in {out}, the same command adds to them") from None
             finally:
                 self._close()
-        self.results.finish()
+        for results in self._runs():
+            results.finish()
+
+    def _runs(self) -> list[Results]:
+        return list({id(one): one for one in self.results.values()}.values())
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -135,7 +145,7 @@ class Session(ABC, Generic[Running, Load]):
             for one in list(self.alive):
                 turn = self._tried(one, lambda one=one, number=number: self.turn(one, load, number))
                 if turn is not None:
-                    self.results.add({"contender": one.name, "group": group, "round": number} | turn)
+                    self.results[load].add({"contender": one.name, "group": group, "round": number} | turn)
                     progress.update(one is not self.alive[0])
 
     def _tried(self, one: Running, work: Any) -> Any:
@@ -154,7 +164,8 @@ class Session(ABC, Generic[Running, Load]):
 
     def _failed(self, name: str, error: BenchError) -> None:
         tqdm.write(f"left out: {error}")
-        self.results.fail(name, str(error))
+        for results in self._runs():
+            results.fail(name, str(error))
 
     def _close(self, keep: int = 0) -> None:
         for one in self.alive[keep:]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.bench.results import Measured
+
+Found = TypeVar("Found")
 
 
 def add(subparsers: Any) -> None:
@@ -41,7 +43,9 @@ def add(subparsers: Any) -> None:
         description="Decode with vLLM's own two pipeline stages, with a worker group over them, and with two "
         "tensor-parallel ranks, in turns, beside the paper's Theorem 4.1.",
     )  # fmt: skip
-    add_fields(sub, GroupOptions, frozenset({"plain", "medusa", "eagle", "draft_model", "also", "drafts"}))
+    add_fields(
+        sub, GroupOptions, frozenset({"plain", "medusa", "eagle", "draft_model", "also", "drafts", "temperatures"})
+    )
     sub.set_defaults(run=run_group)
     sub = kinds.add_parser(
         "tables", help="the papers' tables and figures, beside what they report",
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_ppd.vllm_plugins.bench.table import table
 
     options = options_from(DecodeOptions, args)
-    return _measured(lambda: decode(options), table, options.out)
+    return _measured(lambda: decode(options), lambda runs: "\n\n".join(map(table, runs)), options.out)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -80,12 +84,12 @@ def run_group(args: argparse.Namespace) -> int:
 
     def measure() -> Measured:
         everyone = contenders(options)
-        return decode(options, everyone, num_layers=layers, splits=splits_of(everyone, layers))
+        return decode(options, everyone, num_layers=layers, splits=splits_of(everyone, layers))[0]
 
     return _measured(measure, lambda found: table(found, layers), options.out)
 
 
-def _measured(measure: Callable[[], Measured], table: Callable[[Measured], str], out: str) -> int:
+def _measured(measure: Callable[[], Found], table: Callable[[Found], str], out: str) -> int:
     """Measure and print the table."""
     print(table(measure()))
     print(f"\nwrote {out}")

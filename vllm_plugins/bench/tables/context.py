@@ -113,7 +113,7 @@ class Context:
         )  # fmt: skip
         own = {"batch_sizes": (1,), "dtype": self.options.engine_dtype, "out": str(self.turns)}
         options = kind(**{**same, **own, **changes})
-        return {(row["contender"], row["batch"]): row for row in decode(options, everyone).rows()}
+        return {(row["contender"], row["batch"]): row for row in decode(options, everyone)[0].rows()}
 
     @staticmethod
     def quartiles(summary: Row | None) -> str | None:
