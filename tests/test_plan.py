@@ -114,6 +114,23 @@ def test_memory_bound_cycles_are_those_of_the_recommendation(early: str) -> None
     assert {s.trained for s in settings(config, parts)} == {True, False}
 
 
+def test_transforms_are_part_of_the_price() -> None:
+    """Each a tenth of a layer: one an early draft, one an expert and position of a CP head; none of untrained exits."""
+    early, cp = early_parts(0.8), cp_parts(0.6)
+    config = CPConfig(
+        verifier="the/target", positions=3, rank=2, num_speculative_tokens=2, token_counts=True, target=TARGET
+    )
+    plain = [setting.layers for setting in settings(early_config(), early)]
+    assert [setting.layers for setting in settings(config, cp)] == [0] * 3
+    for parts in (early, cp):
+        parts["timing"]["transform_in_layers"] = 0.1
+    found = list(settings(early_config(), early))
+    added = [setting.layers - before for setting, before in zip(found, plain, strict=True)]
+    assert added == pytest.approx([0.1 * setting.drafts * setting.trained for setting in found])
+    # One or two drafts, and the token before them.
+    assert [setting.layers for setting in settings(config, cp)] == pytest.approx([0.4, 0.6, 0.4])
+
+
 def test_cp_by_hand(folder: Callable[..., str]) -> None:
     config = CPConfig(
         verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, token_counts=True, target=TARGET

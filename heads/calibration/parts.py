@@ -28,8 +28,17 @@ DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries a token
 
 
 def timing(calibration: Calibration) -> dict[str, Any]:
-    """Seconds a layer and an LM head by batch size; h, the LM head's share of a pass."""
-    return {"seconds": calibration.times, "lm_head_share": round(calibration.head_share, 4)}
+    """Seconds of a layer and an LM head by batch size; h, the LM head's share of a pass; a d x d matrix in layers.
+
+    What a transform costs is told by its weights: timed by itself it would be read from the processor's cache.
+    """
+    target = calibration.target
+    weights = sum(parameter.numel() for parameter in target.layers[-1].parameters())
+    return {
+        "seconds": calibration.times,
+        "lm_head_share": round(calibration.head_share, 4),
+        "transform_in_layers": round(target.hidden_size**2 / weights, 4),
+    }
 
 
 def early_matches(calibration: Calibration) -> dict[str, Any]:

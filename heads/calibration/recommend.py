@@ -16,7 +16,7 @@ class Setting(NamedTuple):
     drafts: int  # most drafts a cycle, n
     drafted: float  # drafts a cycle, on average
     length: float  # tokens a cycle
-    layers: float  # decoder layers that drafting adds to a pass
+    layers: float  # decoder layers that drafting adds to a pass, the heads' own d x d transforms among them
     reads: float  # reads of the whole LM head that it adds
     rows: int = 1  # hidden states of a request in each such read
     exit_layer: int | None = None  # where early drafts are read
@@ -46,22 +46,29 @@ def settings(config: HeadsConfig, parts: dict[str, Any], greedy: bool = False) -
 
     n early drafts at layer l add n l layers and n reads of the LM head, beside the pass; a CP head adds one read, which
     all its states share; DynaMo's n token heads add n - 1 layers, which run over every token, and as many reads. Of s
-    tokens in the draft vocabulary that share of the LM head is read.
+    tokens in the draft vocabulary that share of the LM head is read. A transform is read for each early draft, and for
+    each expert and position of a CP head.
     """
+    transform = parts["timing"].get("transform_in_layers", 0.0)
     if isinstance(config, EarlyConfig):
         for form, by_layer in _of(parts["matches"]["acceptance"], greedy).items():
+            own = transform if form == "Y" and config.head == "transform" else 0.0
             for layer, by_n in by_layer.items():
                 for n, counts in enumerate(by_n, start=1):
                     options = {"default_exit_layers": [int(layer)], "num_speculative_tokens": n}
                     drafted = counts["drafted"] / max(counts["cycles"], 1)
-                    reads = {"layers": n * int(layer), "reads": n, "exit_layer": int(layer), "trained": form == "Y"}
-                    yield Setting(options, n, drafted, counts["length"], **reads)
+                    layers = n * (int(layer) + own)
+                    yield Setting(
+                        options, n, drafted, counts["length"], layers, n, exit_layer=int(layer), trained=form == "Y"
+                    )
     elif isinstance(config, CPConfig):
         for size, part, found in _by_vocabulary(config, parts, greedy):
             for n, counts in enumerate(found["by_drafts"], start=1):
                 options = {"num_speculative_tokens": n, "draft_vocab_size": size}
                 drafted = counts["drafted"] / max(counts["cycles"], 1)
-                yield Setting(options, n, drafted, counts["length"], 0, part, rows=config.rank * (n + 1))
+                states = config.rank * (n + 1)
+                layers = states * transform if config.factorised else 0.0
+                yield Setting(options, n, drafted, counts["length"], layers, part, rows=states)
     else:
         assert isinstance(config, DynaMoConfig)
         heads = config.tokens - 1
