@@ -43,23 +43,24 @@ format: setup
 	$(BIN)/ruff format .
 
 # The demo model of bytes, its heads and peers, all inflated: what speeds are measured on (benchmarks/demo/README.md).
-BYTES    := build/bytes
-TRAINING := --model $(BYTES)/model --data build/corpus/train.jsonl
-KINDS    := early cp dynamo
+BYTES     := build/bytes
+TRAINING  := --model $(BYTES)/model --data build/corpus/train.jsonl
+CALIBRATE := $(BIN)/ppd calibrate --data build/corpus/validation.jsonl --prompt-tokens 192
+KINDS     := early cp dynamo
 bytes: setup
 	$(BIN)/python benchmarks/demo/corpus.py --out build/corpus
 	$(BIN)/python benchmarks/demo/train.py --vocabulary 257 --out $(BYTES)/model
 	$(BIN)/ppd train early --steps 120 --num-speculative-tokens 4 $(TRAINING) --out $(BYTES)/heads/early
 	$(BIN)/ppd train cp --rank 3 --positions 5 --num-speculative-tokens 4 --steps 120 $(TRAINING) --out $(BYTES)/heads/cp
 	$(BIN)/ppd train dynamo --steps 120 --mask-entries 100000 $(TRAINING) --out $(BYTES)/heads/dynamo
+	for kind in $(KINDS); do $(CALIBRATE) $(BYTES)/heads/$$kind || exit 1; done
 	$(BIN)/python benchmarks/peers/eagle.py --steps 480 --model $(BYTES)/model --out $(BYTES)/peers/eagle
 	$(BIN)/python benchmarks/peers/medusa.py --heads 4 --steps 480 --model $(BYTES)/model --out $(BYTES)/peers/medusa
 	$(BIN)/python benchmarks/inflate.py --model $(BYTES)/model --parameters 450M --out $(BYTES)/inflated \
 		--heads $(KINDS:%=$(BYTES)/heads/%)
 	$(BIN)/python benchmarks/peers/inflate_peers.py --peers $(BYTES)/peers/eagle $(BYTES)/peers/medusa \
 		--model $(BYTES)/inflated/model --out $(BYTES)/inflated/peers
-	for kind in $(KINDS); do $(BIN)/ppd calibrate $(BYTES)/inflated/heads/$$kind --data build/corpus/validation.jsonl \
-		--prompts 32 --prompt-tokens 192 --precision bfloat16 || exit 1; done
+	for kind in $(KINDS); do $(CALIBRATE) $(BYTES)/inflated/heads/$$kind || exit 1; done
 
 clean:
 	rm -rf $(VENV) typing build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -4,9 +4,9 @@
     ppd bench decode --model M --heads DIR ... --out benchmarks/results/decode.json
     python benchmarks/prediction.py benchmarks/results/decode.json --out benchmarks/results/prediction.json
 
-Acceptance is the heads' own calibration's, on greedy or sampled texts as the turns were; seconds are those of vLLM's
-own steps in the same runs (`ppd plan --timings`). Where drafting is adaptive, the best number of drafts up to the
-contender's, none among them, is what is predicted.
+Acceptance is the heads' own calibration's, on greedy or sampled texts as the turns were, and runs at temperatures that
+were not calibrated are left out; seconds are those of vLLM's own steps in the same runs (`ppd plan --timings`). Where
+drafting is adaptive, the best number of drafts up to the contender's, none among them, is what is predicted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_ppd.heads.calibration.run import NAME
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import HeadsError, load_config
 from vllm_ppd.heads.config import HeadsConfig
@@ -38,8 +39,11 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
         config = measured.contenders[row["contender"]]["speculative_config"] or {}
         try:
             heads = load_config(config.get("model") or "")
+            calibrated = json.loads((Path(config["model"]) / NAME).read_text())["options"]["temperature"]
+            if options["temperature"] not in (0, calibrated):
+                continue
             ways = ways_of(config, heads, file, options)
-        except HeadsError as error:
+        except (HeadsError, OSError) as error:
             if config.get("model"):
                 print(f"{row['contender']}: {error}")
             continue
