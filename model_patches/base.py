@@ -172,6 +172,8 @@ class ModelCut:
         self.branches: list[Stack] = []
         self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
         self.resting = False  # whether forwards leave the branches out
+        self.keeps_stem = False  # whether they leave what the branches are fed with in `stem`
+        self.stem: CutState | None = None
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None
         self.adapter.replace_forward(self)
@@ -227,7 +229,9 @@ class ModelCut:
         for stack in stacks[:-1]:
             state = stack(positions, *self.at_junction(state))
         # vLLM's norms overwrite what they are given, so each branch reads a copy.
-        stem = _copied(state) if self.branches and not self.resting else state
+        copied = self.keeps_stem or (bool(self.branches) and not self.resting)
+        stem = _copied(state) if copied else state
+        self.stem = stem if self.keeps_stem else None
         output = stacks[-1](positions, *self.at_junction(state))
         if self.resting:
             return output
@@ -236,7 +240,12 @@ class ModelCut:
             hidden[: output.shape[0]].copy_(branch(positions, *state))
         return output
 
-    def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
-        """Those of vLLM's attention layer names that belong to a stack."""
-        stack = self.stacks[level]
+    @property
+    def parts(self) -> list[Stack]:
+        """The stacks, and the branches after them."""
+        return [*self.stacks, *self.branches]
+
+    def attention_layers(self, part: int, names: Sequence[str]) -> list[str]:
+        """Those of vLLM's attention layer names that belong to a part."""
+        stack = self.parts[part]
         return [name for name in names if stack.start <= extract_layer_index(name) < stack.stop]

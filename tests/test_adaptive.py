@@ -24,12 +24,21 @@ class Simulation:
     """Requests whose drafts are accepted with given probabilities, in steps of given seconds, with noise.
 
     With heads that take `extra` seconds of every step but those in which they rest, a request drafts no more once they
-    did, and others come after `life` steps.
+    did, and others come after `life` steps. The first step with drafts after one without takes `cold` seconds more, and
+    so does the first without.
     """
 
     def __init__(
-        self, cost: Cost, requests: int = 1, noise: float = 0.1, seed: int = 0, extra: float = 0.0, life: int = 1 << 40
+        self,
+        cost: Cost,
+        requests: int = 1,
+        noise: float = 0.1,
+        seed: int = 0,
+        extra: float = 0.0,
+        life: int = 1 << 40,
+        cold: float = 0.0,
     ) -> None:
+        self.cold, self.drafted = cold, False
         self.cost, self.requests, self.noise, self.extra, self.life = cost, requests, noise, extra, life
         self.steps, self.holes, self.rested = 0, False, 0
         self.rng, self.clocks = np.random.default_rng(seed), np.random.default_rng(seed + 1)
@@ -50,6 +59,8 @@ class Simulation:
             self.holes = (self.holes or resting) and self.steps % self.life != 0
             names = [f"r{i} of {self.steps // self.life}" for i in range(self.requests)]
             took = self.cost(self.requests, int(self.drafts.max())) + self.extra * (not resting)
+            took += self.cold * (bool(self.drafts.any()) != self.drafted)
+            self.drafted = bool(self.drafts.any())
             self.now += took * float(np.exp(self.noise * self.clocks.standard_normal()))
             right = self.rng.random((self.requests, MOST)) < rates[:, None]
             accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
@@ -105,7 +116,8 @@ def test_probes_take_a_fixed_part_of_a_pause(share: float) -> None:
     engine.run(1000, 0.0)
     drafting = np.flatnonzero(engine.run(20 * PROBE_EVERY, 0.0))
     assert 14 <= len(drafting) * share <= 24
-    assert np.median(np.diff(drafting)) >= 0.7 * share * PROBE_EVERY
+    gaps = np.diff(drafting)
+    assert np.median(gaps[gaps > 1]) >= 0.7 * share * PROBE_EVERY
 
 
 def test_cheap_drafts_find_out_soon_that_the_text_has_changed() -> None:
@@ -156,6 +168,14 @@ def test_comes_back_when_the_load_changes() -> None:
         assert bool(np.mean(engine.run(500, 0.7)) > 2) is pays
         if not pays:
             assert engine.speed(1000, 0.7) > 0.97
+
+
+def test_steps_that_find_nothing_in_the_caches_do_not_keep_a_pause_going() -> None:
+    for seed in range(5):
+        engine = Simulation(shallow(0.2), seed=seed, cold=1.0)
+        engine.run(1000, 0.02)
+        engine.run(10 * PROBE_EVERY, 0.5)
+        assert engine.speed(1000, 0.5) > 0.95 * max(predicted(0.5, 0.2))
 
 
 def test_costs_that_change_are_seen() -> None:

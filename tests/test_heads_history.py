@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
+from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
 
 BLOCK = 4  # tokens
@@ -49,8 +50,13 @@ class Server:
         self.requests: dict[str, Request] = {}
         self.blocks: dict[str, list[list[int]]] = {}  # as the runner has them: those behind a window stay
         self.held = np.zeros((num_blocks, BLOCK), dtype=bool)
+        self.gid_of_head = [
+            next(gid for gid, group in enumerate(groups) if layers(layer)[0] in group.layer_names) for layer in (6, 7)
+        ]
         self.heads = [gid for gid, group in enumerate(groups) if any(".6." in name for name in group.layer_names)]
-        self.history = HeadsHistory(self, LAYERS, CUT_OFF)
+        self.max_model_len = 96
+        self.backlog = HeadsBacklog(24, 1, torch.float32, torch.device("cpu"), has_residual=True)
+        self.history = HeadsHistory(self, LAYERS, CUT_OFF, self.backlog)
 
     def add(self, name: str, tokens: list[int]) -> None:
         params = SamplingParams(max_tokens=90)
@@ -59,10 +65,12 @@ class Server:
     def end(self, name: str) -> None:
         self.preempt(name)
         del self.requests[name]
+        self.backlog.forget([name])
 
     def preempt(self, name: str) -> None:
         self.manager.free(self.requests[name])
         self.requests[name].num_computed_tokens = 0
+        self.backlog.forget([name])
         self.blocks.pop(name, None)
 
     def allocate(self, name: str, scheduled: int) -> int | None:
@@ -83,8 +91,13 @@ class Server:
                 ids.extend(more)
         return scheduled
 
-    def step(self, plan: dict[str, tuple[int, int]], paused: bool = False) -> tuple[bool, dict[str, bool]]:
-        """Run a step, of a pause in drafting or not: (whether the heads rested, which requests may draft after it)."""
+    def step(
+        self, plan: dict[str, tuple[int, int]], paused: bool = False, drafting: tuple[str, ...] = ()
+    ) -> tuple[bool, dict[str, bool]]:
+        """Run a step, of a pause in drafting or not: (whether the heads rested, which requests may draft after it).
+
+        Those of `drafting` that may then do, and catch up first; what a token's state is says its position.
+        """
         scheduled = {name: self.allocate(name, count) for name, (count, _) in plan.items()}
         names = [name for name, count in scheduled.items() if count is not None]
         if not names:
@@ -101,6 +114,7 @@ class Server:
         requests = [self.requests[name] for name in names]
         self.input_batch = SimpleNamespace(
             num_reqs=len(names),
+            req_ids=names,
             num_computed_tokens_cpu=starts,
             num_prompt_tokens=np.array([request.num_prompt_tokens for request in requests], dtype=np.int32),
             num_tokens_no_spec=np.array([request.num_tokens for request in requests], dtype=np.int32),
@@ -113,13 +127,26 @@ class Server:
             for request, start in zip(requests, starts.tolist(), strict=True)
         )
         rests = self.history.begin_step(paused)
-        assert rests == (decoding and (paused or not any(expected)))
+        assert rests == (decoding and ((paused and lengths.max() == 1) or not any(expected)))
         expected = [one and not rests for one in expected]
-        may = dict.fromkeys(names, True)
         if self.history.known is not None:
-            may = dict(zip(names, self.history.known.tolist(), strict=True))
-            assert list(may.values()) == expected
+            assert self.history.known.tolist() == expected
         self.run(names, starts, lengths, heads=not rests)
+        last = torch.from_numpy(starts + lengths - 1).float()[:, None]
+        self.history.keep((last, -last))
+        able = np.ones(len(names), dtype=bool) if self.history.able is None else self.history.able
+        may = dict(zip(names, able.tolist(), strict=True))
+        assert not any(one and not can for one, can in zip(expected, able, strict=True))
+        missed = self.history.catch_up(
+            np.array([i for i, one in enumerate(names) if one in drafting and may[one]], int)
+        )
+        if missed is not None:
+            assert missed.state[0][:, 0].tolist() == missed.positions.tolist()
+            assert missed.state[1] is not None and (missed.state[1] == -missed.state[0]).all()
+            for gid, seen in zip(self.gid_of_head, missed.seen, strict=True):
+                for row, place in zip(missed.rows[seen], missed.positions[seen], strict=True):
+                    self.held[self.blocks[names[row]][gid][place // BLOCK], place % BLOCK] = True
+            assert all(self.holds_past(names[row], 1) for row in missed.rows)
         for name, length in zip(names, lengths, strict=True):
             request = self.requests[name]
             request.num_computed_tokens += min(int(length), plan[name][1])
@@ -134,9 +161,9 @@ class Server:
             for gid in self.heads:
                 self.held[np.array(self.blocks[name][gid])[places // BLOCK], places % BLOCK] = heads
 
-    def holds_past(self, name: str) -> bool:
-        """Whether every slot that the request's next token attends to, to the block, holds the heads' KV."""
-        end = self.requests[name].num_computed_tokens
+    def holds_past(self, name: str, further: int = 0) -> bool:
+        """Whether every slot that the request's next token, or a further one, attends to, to the block, holds KV."""
+        end = self.requests[name].num_computed_tokens + further
         for gid in self.heads:
             window = getattr(self.kv_cache_config.kv_cache_groups[gid].kv_cache_spec, "sliding_window", None)
             first = 0 if window is None else max(0, end + 1 - window) // BLOCK * BLOCK
@@ -266,7 +293,7 @@ GROUPS = {
     "spread": [
         KVCacheGroupSpec(layers(0, 1), FULL),
         KVCacheGroupSpec(layers(2, 3, 6), SLIDING),
-        KVCacheGroupSpec(layers(4, 5, 6), SLIDING),
+        KVCacheGroupSpec(layers(4, 5, 7), SLIDING),
     ],
 }
 
@@ -302,7 +329,7 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
         fresh = [name for name in plan if name not in server.blocks]
         if plan:
             paused = rng.random() < 0.1
-            rests, may = server.step(plan, paused)
+            rests, may = server.step(plan, paused, tuple(name for name in names if rng.random() < 0.3))
             count["pauses"] += rests and paused
             count["rests"] += rests
             count["may"] += sum(may.values())
@@ -392,3 +419,41 @@ def test_heads_rest_while_drafts_do_not_pay(
     assert rested > 120 and accepted < 10
     rested, accepted = generated(0.01)
     assert rested < 60 and accepted > 20
+
+
+@pytest.mark.engine
+def test_heads_that_caught_up_draft_the_same(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With everything that they missed completed, in parts, they say what heads do that never rested."""
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    drafter, runner = drafter_of(llm), runner_of(llm)
+    adaptive, original = drafter.planner.adaptive, drafter.draft
+    requests, drafts = prompts(3), ({}, {})
+    monkeypatch.setattr(runner, "max_num_reqs", 8)
+
+    def generated(run: int, rests: Callable[[int], bool]) -> list[list[int]]:
+        """Every request drafts all it can in a step, or nobody does and the heads rest."""
+        steps = iter(range(1000))
+
+        def choose(allowed: np.ndarray, *others: Any) -> np.ndarray:
+            adaptive.resting = rests(next(steps))
+            return np.zeros_like(allowed) if adaptive.resting else allowed
+
+        def draft(step: Any) -> Any:
+            made = original(step)
+            for row, ids in enumerate(made):
+                request = runner.requests[runner.input_batch.req_ids[row]]
+                drafts[run][len(request.prompt_token_ids), tuple(request.output_token_ids)] = ids
+            return made
+
+        monkeypatch.setattr(adaptive, "choose", choose)
+        monkeypatch.setattr(drafter, "draft", draft)
+        return generate(llm, requests, greedy(60))
+
+    resting = our_counter("resting_steps")
+    assert generated(0, lambda step: False) == generated(1, lambda step: step % 16 < 13)
+    assert our_counter("resting_steps") - resting > 20
+    common = [place for place in drafts[0].keys() & drafts[1].keys() if drafts[0][place] and drafts[1][place]]
+    assert len(common) > 10
+    assert all(drafts[0][place] == drafts[1][place] for place in common)

@@ -5,10 +5,11 @@ With s_i the probability that a request's first i drafts are accepted and c(n) t
 batch of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens a second. The n that maximises this
 is taken; n = 0, vLLM's own step, is one of them. Requests of which too little is accepted get fewer drafts than others.
 
-What is not done cannot be measured, so it is done now and then: a step without drafts while drafting, one with drafts
+What is not done cannot be measured, so it is done now and then: steps without drafts while drafting, some with drafts
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
-the more often a pause is broken. A step that drafts after a pause is repeated at once only while what was accepted
-pays for it.
+the more often a pause is broken. Steps that draft after a pause are repeated at once only while what was accepted
+pays for it. The first step after others of another sort is not timed: what it runs is in no cache then, and seconds of
+such steps alone would keep a pause going for ever.
 
 A pause that has lasted for SHORTEST_PAUSE steps lets a method leave out what only drafts need, until the next trial.
 """
@@ -21,12 +22,15 @@ from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
+TURNS = 4  # times as often is a pause broken that the requests at hand alone have brought about
+BURST = 2  # steps of a probe: one that is not timed, and one that is
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
 REFRESH_EVERY = 16  # steps between two looks at the clock
 MEMORY = 32  # drafts of a request that count, at each position
 SERVER_MEMORY = 256  # and of all requests
 BELIEF = 4.0  # drafts of a request that weigh as much as what the others' acceptance says of it
-FIRST_GUESS, GUESS_WEIGHT = 0.6, 2.0  # acceptance before any draft was seen, and the drafts that it counts for
+FIRST_GUESS, GUESS_WEIGHT = 0.6, 1.5  # acceptance before any draft was seen, and the drafts that it counts for
+FIRST_WEIGHT = 6.0  # and how many more it does at first: a few bad drafts must not end what has just begun
 WORTH = 1.03  # predicted speed-up from which on drafting begins; it ends where there is none
 FADE, SERVER_FADE = 0.5, 0.8  # of a request's and of all requests' drafts, at each probe that breaks a pause
 
@@ -50,7 +54,8 @@ class AdaptiveDrafts:
         self._trials = np.zeros((0, most))  # [rows, N] and those whose predecessors were accepted
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
         # [greedy or not, N] the same over all requests
-        self._server_trials, self._server_hits = np.zeros((2, most)), np.zeros((2, most))
+        self._server_trials = np.full((2, most), FIRST_WEIGHT)
+        self._server_hits = FIRST_GUESS * self._server_trials
         self._steps = self._last_drafted = self._last_deeper = 0
         # By batch size: the latest step without drafts, and how many were made to time them.
         self._last_without, self._timings = np.zeros((2, len(SIZES)), dtype=np.int64)
@@ -59,6 +64,8 @@ class AdaptiveDrafts:
         self._changed = False  # requests came or went
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
         self._price = 1.0  # seconds of that probe, in units of a step without drafts
+        self._burst = 0  # steps that the probe goes on for
+        self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
 
@@ -87,6 +94,8 @@ class AdaptiveDrafts:
             size, drafts, started = self._timed
             self.costs.add(size, drafts, (now - started) * (1.0 if drafts else own))
         self._timed = None
+        if not decoding:
+            self._drafted = None
         if self._drafts.any():
             self._learn(np.where(emitted > 0, self._drafts, 0), emitted - 1, greedy)
         self._now = now
@@ -121,7 +130,9 @@ class AdaptiveDrafts:
         lasted = self._steps - self._paused_at
         self.resting = self._pausing and chosen == 0 and lasted >= SHORTEST_PAUSE
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
-        self._timed = None if fixed.any() else (size, chosen, self._now)
+        same = self._drafted == (chosen > 0)
+        self._timed = (size, chosen, self._now) if same and not fixed.any() else None
+        self._drafted = chosen > 0
         return drafts
 
     def _choose(self, allowed: np.ndarray, size: int, emitting: int, greedy: np.ndarray) -> np.ndarray:
@@ -130,24 +141,30 @@ class AdaptiveDrafts:
         if relative is None:
             # Nothing is known yet: time some steps without drafts, then some with.
             return np.zeros_like(allowed) if self.costs.count(size, 0) < ENOUGH else allowed
-        due = False
+        due = going_on = False
         if self._pausing:
-            due = self._steps - self._last_drafted >= max(SHORTEST_PAUSE, PROBE_EVERY * (relative[1] - 1))
-            if not (due or self._paid or self._changed):
+            # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
+            pays = self._best(allowed, relative, emitting, greedy, own=0.0)[1] >= WORTH
+            pause = PROBE_EVERY * (relative[1] - 1) / (TURNS if pays else 1)
+            due = self._steps - self._last_drafted >= BURST * max(SHORTEST_PAUSE, pause)
+            going_on = self._goes_on()
+            if not (due or going_on or self._paid or self._changed):
                 return np.zeros_like(allowed)
             if due:
                 # The text may have become another.
                 self._hits *= FADE
                 self._trials *= FADE
-                self._server_hits *= SERVER_FADE
-                self._server_trials *= SERVER_FADE
+                kinds = np.unique(greedy.astype(np.int64))
+                self._server_hits[kinds] *= SERVER_FADE
+                self._server_trials[kinds] *= SERVER_FADE
         best, gain, drafts = self._best(allowed, relative, emitting, greedy)
         if gain >= (WORTH if self._pausing else 1.0):
             self._pausing = False
             return self._or_probe(allowed, drafts, best, size)
         if not self._pausing:
-            self._pausing, self._paused_at = True, self._steps
-        if due or self._paid:
+            self._pausing, self._paused_at, self._burst = True, self._steps, 0
+        if due or going_on or self._paid:
+            self._burst = BURST - 1 if due else self._burst
             self._price = float(relative[best])
             return self._probe(np.minimum(allowed, best))
         return np.zeros_like(allowed)
@@ -155,8 +172,11 @@ class AdaptiveDrafts:
     def _or_probe(self, allowed: np.ndarray, drafts: np.ndarray, best: int, size: int) -> np.ndarray:
         """The drafts that pay, or a step that measures another number."""
         new = self._timings[size] < ENOUGH and self.costs.count(size, 0) < ENOUGH
+        if self._drafted is False and self._goes_on():
+            return self._probe(np.zeros_like(allowed))
         if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):
             self._timings[size] += 1
+            self._burst = BURST - 1
             return self._probe(np.zeros_like(allowed))
         deeper = np.minimum(allowed, best + 1)
         if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():
@@ -164,17 +184,26 @@ class AdaptiveDrafts:
             return self._probe(deeper)
         return drafts
 
+    def _goes_on(self) -> bool:
+        """Whether the probe that was begun takes another step."""
+        goes_on = self._burst > 0
+        self._burst -= goes_on
+        return goes_on
+
     def _probe(self, drafts: np.ndarray) -> np.ndarray:
         self.probing = True
         return drafts
 
     def _best(
-        self, allowed: np.ndarray, relative: np.ndarray, emitting: int, greedy: np.ndarray
+        self, allowed: np.ndarray, relative: np.ndarray, emitting: int, greedy: np.ndarray, own: float = 1.0
     ) -> tuple[int, float, np.ndarray]:
-        """The number of drafts of the highest predicted speed-up: (n >= 1, speed-up, drafts [rows])."""
+        """The number of drafts of the highest predicted speed-up: (n >= 1, speed-up, drafts [rows]).
+
+        Requests' own drafts count for `own` of themselves.
+        """
         server = (self._server_hits + FIRST_GUESS * GUESS_WEIGHT) / (self._server_trials + GUESS_WEIGHT)
         server = server[greedy.astype(np.int64)]
-        accepted = np.cumprod((self._hits + BELIEF * server) / (self._trials + BELIEF), axis=1)
+        accepted = np.cumprod((own * self._hits + BELIEF * server) / (own * self._trials + BELIEF), axis=1)
         accepted[np.arange(self.most) >= allowed[:, None]] = 0
         counts = np.arange(1, int(allowed.max()) + 1)
         # A step's time is there however many requests draft: a draft must bring in half of its share.

@@ -6,6 +6,9 @@ step of decoding. Its tokens then have no KV in those layers: their blocks have 
 same request or by a prefix-cache hit, does not draft. A block is whole again once it is taken anew. Where no request of
 a step could draft, the heads rest, too.
 
+While drafts do not pay, the states of the tokens that the heads miss are kept (heads_backlog.py): a request that is to
+draft again gets its KV completed first. Above the cut-off, where many requests decode for long, they are not.
+
 In a step that takes prompts in they never rest: a prompt may be the beginning of many others', which would then not
 draft until its blocks are given away.
 
@@ -17,9 +20,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 
+from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
 
@@ -36,6 +42,15 @@ class BlockTable(NamedTuple):
         return self.blocks[np.repeat(np.arange(len(counts)), counts), flat_ranges(first, counts)]
 
 
+class Missed(NamedTuple):
+    """Tokens that the heads have not seen."""
+
+    rows: np.ndarray  # [tokens] batch row
+    positions: np.ndarray  # [tokens]
+    state: CutState  # [tokens, hidden]
+    seen: np.ndarray  # [heads, tokens] bool, in a block of the head's window; others may be another request's by now
+
+
 class HeadsHistory:
     """Says of each step whether the heads rest, and of each batch row whether the heads know all of its past.
 
@@ -43,15 +58,19 @@ class HeadsHistory:
         runner: vLLM's model runner; its KV cache may come later.
         first_layer: number of the heads' first layer.
         most_requests: the hard cut-off (None: there is none).
+        backlog: takes the states of what the heads miss.
     """
 
-    def __init__(self, runner: Any, first_layer: int, most_requests: int | None) -> None:
+    def __init__(self, runner: Any, first_layer: int, most_requests: int | None, backlog: HeadsBacklog) -> None:
         self.runner = runner
         self.first_layer = first_layer
         self.most_requests = most_requests
+        self.backlog = backlog
+        self.keeping: np.ndarray | None = None  # [batch rows] bool, whose state is to be kept; None: nobody's
         self.whole: np.ndarray | None = None  # [KV blocks] bool; None: all, as no step has rested yet
-        self.known: np.ndarray | None = None  # [batch rows] bool, after the step that runs now; None: all
+        self.known: np.ndarray | None = None  # [batch rows] bool, up to what the step takes in now; None: all
         self._groups: list[tuple[int, int | None]] = []  # the heads' KV cache groups, and the window of each
+        self._group_of_head: list[int] = []
 
     def begin_step(self, paused: bool = False) -> bool:
         """Take in the step that is about to run; returns whether the heads rest in it.
@@ -64,11 +83,14 @@ class HeadsHistory:
         crowded = self.most_requests is not None and rows > self.most_requests
         starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
         decoding = self._decoding(starts)
+        self.keeping = None
         if self.whole is None:
             if not ((crowded or paused) and decoding):
                 return False
             self.whole = np.ones(self.runner.kv_cache_config.num_blocks, dtype=bool)
-            self._groups = self._find_groups()
+            of_layer = self._find_groups()
+            self._groups = sorted(set(of_layer.values()))
+            self._group_of_head = [of_layer[layer][0] for layer in sorted(of_layer)]
         ends = starts + np.diff(self.runner.query_start_loc.np[: rows + 1])
         tables = [self._table(gid, window) for gid, window in self._groups]
         for table in tables:
@@ -77,12 +99,56 @@ class HeadsHistory:
         self.known = np.zeros(rows, dtype=bool)
         if not crowded:
             self.known = np.logical_and.reduce([self._whole_rows(table, starts) for table in tables])
-        if not decoding or (self.known.any() and not paused):
-            return False
-        self.known[:] = False  # of the tokens that this step takes in
-        for table in tables:
-            self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
-        return True
+        several = ends - starts > 1
+        rests = decoding and ((paused and not several.any()) or not self.known.any())
+        # A state is kept of one token a step.
+        self.backlog.forget([batch.req_ids[row] for row in np.flatnonzero(several)])
+        behind = self.backlog.holds(batch.req_ids)
+        if rests and crowded:
+            self.backlog.forget(batch.req_ids)
+        elif behind.any() or (rests and self.known.any()):
+            # Who is behind needs the newest state even of a step with the heads, whose attention has met the holes.
+            self.keeping = behind | (self.known & rests)
+        if rests:
+            self.known[:] = False
+            for table in tables:
+                self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
+        return rests
+
+    def keep(self, state: CutState) -> None:
+        """Keep states of the step that ran: those of each batch row's last token, ([rows, hidden], residual)."""
+        if self.keeping is None:
+            return
+        batch, kept = self.runner.input_batch, np.flatnonzero(self.keeping)
+        index = torch.from_numpy(kept).to(state[0].device, non_blocking=True)
+        parts = state[0][index], None if state[1] is None else state[1][index]
+        self.backlog.add([batch.req_ids[row] for row in kept], batch.num_computed_tokens_cpu[kept], parts)
+
+    @property
+    def able(self) -> np.ndarray | None:
+        """Rows that can draft after this step, perhaps once they have caught up: [batch rows] bool; None: all."""
+        return None if self.known is None else self.known | self.backlog.holds(self.runner.input_batch.req_ids)
+
+    def catch_up(self, rows: np.ndarray) -> Missed | None:
+        """What the heads have to compute before some rows may draft, who are whole from here on; None: nothing."""
+        behind = rows if self.known is None else rows[~self.known[rows]]
+        if self.known is None or not len(behind):
+            return None
+        assert self.whole is not None
+        batch = self.runner.input_batch
+        whose, positions, state = self.backlog.take([batch.req_ids[row] for row in behind])
+        first = np.full(len(behind), np.iinfo(np.int64).max)
+        np.minimum.at(first, whose, positions)
+        newest = batch.num_computed_tokens_cpu[behind].astype(np.int64)
+        seen = {}
+        for gid, window in self._groups:
+            table = self._table(gid, window)
+            size, table = table.block_size, table._replace(blocks=table.blocks[behind])
+            oldest = np.zeros_like(newest) if window is None else np.maximum(newest + 1 - window, 0) // size
+            self.whole[table.between(np.maximum(first // size, oldest), newest // size + 1)] = True
+            seen[gid] = positions // size >= oldest[whose]
+        self.known[behind] = True
+        return Missed(behind[whose], positions, state, np.stack([seen[gid] for gid in self._group_of_head]))
 
     def _decoding(self, starts: np.ndarray) -> bool:
         """Whether every row takes in its last token, one that it emitted, and drafts at most.
@@ -108,9 +174,11 @@ class HeadsHistory:
         table = batch.block_table[gid]
         return BlockTable(table.get_numpy_array()[: batch.num_reqs], table.block_size, window)
 
-    def _find_groups(self) -> list[tuple[int, int | None]]:
-        return [
-            (gid, get_kv_cache_spec_sliding_window(group.kv_cache_spec))
+    def _find_groups(self) -> dict[int, tuple[int, int | None]]:
+        """The KV cache group and the window of each of the heads' layers, by the layer's number."""
+        return {
+            extract_layer_index(name): (gid, get_kv_cache_spec_sliding_window(group.kv_cache_spec))
             for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups)
-            if any(extract_layer_index(name) >= self.first_layer for name in group.layer_names)
-        ]
+            for name in group.layer_names
+            if extract_layer_index(name) >= self.first_layer
+        }

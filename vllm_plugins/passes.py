@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
@@ -36,13 +37,33 @@ class StackPasses:
         """The target's last stack over a span: normed hidden states [tokens, hidden]."""
         return self._run(len(self.cut.stacks) - 1, span, None, state)
 
-    def _run(self, level: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
+    def branch(self, number: int, rows: np.ndarray, positions: np.ndarray, state: CutState) -> torch.Tensor:
+        """A branch beside the last stack over tokens that need not be consecutive.
+
+        Args:
+            number: of the branch.
+            rows: [tokens] batch row.
+            positions: [tokens]
+            state: [tokens, hidden], which is overwritten.
+
+        Returns:
+            Normed hidden states [tokens, hidden].
+        """
+        part, most = len(self.cut.stacks) + number, self.runner.max_num_reqs  # every token is a request of its own
+        parts = [slice(start, start + most) for start in range(0, len(rows), most)]
+        return torch.cat([
+            self._run(part, Span(rows[some], positions[some], np.ones(len(rows[some]), dtype=np.int64)), None,
+                      (state[0][some], None if state[1] is None else state[1][some]))
+            for some in parts
+        ])  # fmt: skip
+
+    def _run(self, part: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
         runner = self.runner
         positions = torch.from_numpy(flat_ranges(span.starts, span.lengths)).to(runner.device, non_blocking=True)
         num_tokens = positions.shape[0]
         mode, descriptor = self._graph(num_tokens)
         padded = num_tokens if descriptor is None else descriptor.num_tokens
-        metadata, slots = self.attention.build(self._groups_of(level), span, positions, padded)
+        metadata, slots = self.attention.build(self._groups_of(part), span, positions, padded)
         if mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
             runner.positions[:num_tokens].copy_(positions)
@@ -63,7 +84,7 @@ class StackPasses:
                 assert token_ids is not None
                 output = self.cut.stacks[0](token_ids, positions)
             else:
-                output = self.cut.stacks[level](positions, *self._padded(state, padded))
+                output = self.cut.parts[part](positions, *self._padded(state, padded))
         if isinstance(output, torch.Tensor):
             return output[:num_tokens]
         hidden, residual = output
@@ -86,15 +107,15 @@ class StackPasses:
             num_tokens, valid_modes={CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE}
         )
 
-    def _groups_of(self, level: int) -> list[LayerGroup]:
-        """(KV cache group id, attention group, this stack's layer names) of each group the stack has layers in."""
+    def _groups_of(self, part: int) -> list[LayerGroup]:
+        """(KV cache group id, attention group, this part's layer names) of each group the part has layers in."""
         if self._groups is None:
             self._groups = []
-            for stack in range(len(self.cut.stacks)):
+            for one in range(len(self.cut.parts)):
                 found = [
-                    (gid, group, self.cut.attention_layers(stack, group.layer_names))
+                    (gid, group, self.cut.attention_layers(one, group.layer_names))
                     for gid, groups in enumerate(self.runner.attn_groups)
                     for group in groups
                 ]
                 self._groups.append([entry for entry in found if entry[2]])
-        return self._groups[level]
+        return self._groups[part]

@@ -3,8 +3,8 @@
 
     forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
              a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
-             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest while all decode; requests
-             that this leaves with holes do not draft (heads_history.py)
+             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest while all decode; who drafts
+             after a pause has its heads catch up first (heads_history.py, heads_backlog.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
@@ -26,13 +26,16 @@ from vllm_ppd.kernels.sampling import divisor, is_greedy
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
+from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 from vllm_ppd.vllm_plugins.proposers.unverified import NGramEmission
 
 JOINT_AT_ONCE = 1 << 22  # entries
+MOST_BEHIND = 4096  # tokens whose heads' KV can be completed later
 CONTEXT = 64  # tokens that the repetition penalty looks back
 
 
@@ -69,7 +72,9 @@ class DynaMoProposer(Proposer):
         if config.verify:
             self.allocate_probs()
             if config.adaptive or config.disable_by_batch_size is not None:
-                self.history = HeadsHistory(self.runner, config.num_layers, config.disable_by_batch_size)
+                backlog = HeadsBacklog(MOST_BEHIND, hidden_size, dtype, device, self.cut.adapter.has_residual)
+                self.history = HeadsHistory(self.runner, config.num_layers, config.disable_by_batch_size, backlog)
+                self.passes = StackPasses(self.runner, self.cut)
         else:
             self.emission = NGramEmission(self)
 
@@ -77,23 +82,37 @@ class DynaMoProposer(Proposer):
         if self.history is not None:
             adaptive, layers = self.planner.adaptive, self.config.num_layers
             self.cut.resting = self.history.begin_step(paused=adaptive is not None and adaptive.resting)
+            self.cut.keeps_stem = self.history.keeping is not None
             self.counters.add("resting_steps", self.cut.resting)
             self.own_share = 1.0 if self.cut.resting else layers / (layers + len(self.cut.branches))
         return None
 
+    def begin_step(self, scheduler_output: Any) -> bool:
+        """A resumed request's KV blocks are not those of its states, and a new one may bear an old name."""
+        if self.history is not None:
+            new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+            self.history.backlog.forget([*new, *scheduler_output.scheduled_cached_reqs.resumed_req_ids])
+        return super().begin_step(scheduler_output)
+
     def drafting_rows(self) -> np.ndarray | None:
-        return None if self.history is None else self.history.known
+        return None if self.history is None else self.history.able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)
 
     def draft(self, step: Step) -> list[list[int]]:
+        if self.history is not None and self.cut.stem is not None:
+            hidden, residual = self.cut.stem
+            last = self.runner.query_start_loc.gpu[1 : self.runner.input_batch.num_reqs + 1].long() - 1
+            self.history.keep((hidden[last], None if residual is None else residual[last]))
+            self.cut.stem = None
         return super().draft(step) if self.emission is None else [[] for _ in step.sampled_token_ids]
 
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
         made = np.zeros(len(plan.rows), dtype=np.int64)
         drafting = np.flatnonzero(plan.max_drafts)
+        self._catch_up(plan.rows[drafting])
         for chosen in self.batches(drafting, self.config.num_speculative_tokens):
             rows = plan.rows[chosen]
             places = self.token_places(step)[self.index(step.last_rows(rows))]
@@ -103,6 +122,19 @@ class DynaMoProposer(Proposer):
             tokens[chosen] = found[:, 1:].cpu().numpy()
             made[chosen] = np.minimum(choice.order.cpu().numpy() - 1, plan.max_drafts[chosen])
         return tokens, made
+
+    def _catch_up(self, rows: np.ndarray) -> None:
+        """Complete the KV of what the heads missed of some batch rows, and their states of the newest tokens."""
+        missed = None if self.history is None else self.history.catch_up(rows)
+        if missed is None:
+            return
+        newest = missed.positions == self.runner.input_batch.num_computed_tokens_cpu[missed.rows]
+        for number, seen in enumerate(missed.seen):
+            index, last = self.index(np.flatnonzero(seen)), self.index(np.flatnonzero(newest[seen]))
+            state = missed.state[0][index], None if missed.state[1] is None else missed.state[1][index]
+            output = self.passes.branch(number, missed.rows[seen], missed.positions[seen], state)
+            places = self.runner.query_start_loc.gpu[self.index(missed.rows[newest] + 1)].long() - 1
+            self.states[number, places] = output[last]
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""

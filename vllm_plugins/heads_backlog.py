@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that DynaMo's heads have not seen yet: their states, kept while the heads rest, until somebody drafts again.
+
+A head is one layer, so the KV that a token lacks in it depends on that token's state alone: it is completed later, in
+any order, as early drafting completes the target's. The oldest states give way to new ones; whose are among them has
+holes for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from vllm_ppd.model_patches.base import CutState
+
+
+class HeadsBacklog:
+    """A ring of (hidden, residual) by request and position.
+
+    Args:
+        capacity: tokens.
+        hidden_size, dtype, device: those of the target's hidden states.
+        has_residual: whether the family carries a residual stream beside the hidden states.
+    """
+
+    def __init__(
+        self, capacity: int, hidden_size: int, dtype: torch.dtype, device: torch.device, has_residual: bool
+    ) -> None:
+        self.capacity = capacity
+        self.hidden = torch.zeros(capacity, hidden_size, dtype=dtype, device=device)
+        self.residual = torch.zeros_like(self.hidden) if has_residual else None
+        self._position = np.zeros(capacity, dtype=np.int64)
+        self._owner = np.full(capacity, -1)  # number of the request; -1: nobody's
+        self._number: dict[str, int] = {}  # of each request all of whose missing tokens are here
+        self._name: dict[int, str] = {}
+        self._numbers = self._next = 0
+
+    def holds(self, req_ids: list[str]) -> np.ndarray:
+        """Requests that lack tokens, all of which are here: [requests] bool."""
+        return np.fromiter((name in self._number for name in req_ids), dtype=bool, count=len(req_ids))
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """What these requests lack will not be completed."""
+        for name in req_ids:
+            number = self._number.pop(name, None)
+            if number is not None:
+                del self._name[number]
+                self._owner[self._owner == number] = -1
+
+    def add(self, req_ids: list[str], positions: np.ndarray, state: CutState) -> None:
+        """Keep a token of each request.
+
+        Args:
+            req_ids: [requests]
+            positions: [requests]
+            state: of each token, ([requests, hidden], the same of the residual or None).
+        """
+        if len(req_ids) > self.capacity:
+            self.forget(req_ids)
+            return
+        places = (self._next + np.arange(len(req_ids))) % self.capacity
+        self._next = (self._next + len(req_ids)) % self.capacity
+        self.forget([self._name[number] for number in np.unique(self._owner[places]).tolist() if number >= 0])
+        for name in req_ids:
+            if name not in self._number:
+                self._number[name], self._name[self._numbers] = self._numbers, name
+                self._numbers += 1
+        self._owner[places] = [self._number[name] for name in req_ids]
+        self._position[places] = positions
+        index = torch.from_numpy(places).to(self.hidden.device, non_blocking=True)
+        self.hidden[index] = state[0]
+        if self.residual is not None and state[1] is not None:
+            self.residual[index] = state[1]
+
+    def take(self, req_ids: list[str]) -> tuple[np.ndarray, np.ndarray, CutState]:
+        """Everything that some requests lack, earlier positions first; it is then no longer here.
+
+        Returns:
+            (whose each token is, an index into req_ids [tokens]; its position [tokens]; copies of the states).
+        """
+        numbers = np.array([self._number.get(name, -2) for name in req_ids], dtype=np.int64)
+        places = np.flatnonzero(np.isin(self._owner, numbers))
+        places = places[np.argsort(self._position[places], kind="stable")]
+        order = np.argsort(numbers)
+        whose = order[np.searchsorted(numbers, self._owner[places], sorter=order)]
+        index = torch.from_numpy(places).to(self.hidden.device, non_blocking=True)
+        state = self.hidden[index], None if self.residual is None else self.residual[index]
+        positions = self._position[places]
+        self.forget(req_ids)
+        return whose, positions, state
