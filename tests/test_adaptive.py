@@ -105,8 +105,8 @@ def test_converges_to_the_number_that_pays(acceptance: float, share: float, requ
 def test_stops_where_no_number_pays_and_costs_next_to_nothing(acceptance: float, share: float, requests: int) -> None:
     engine = Simulation(shallow(share), requests)
     assert engine.speed(3000, acceptance) > 0.97  # from the first step on
-    assert engine.speed(3000, acceptance) > 0.985
     if share > 0.1:  # cheaper drafts than the clock can tell may be made
+        assert engine.speed(3000, acceptance) > 0.985
         assert share * np.mean(np.array(engine.run(3000, acceptance)) > 0) < 0.012
 
 

@@ -11,7 +11,7 @@ the more often a pause is broken. Steps that draft after a pause are repeated at
 pays for it. The first step after others of another sort is not timed: what it runs is in no cache then, and seconds of
 such steps alone would keep a pause going for ever.
 
-A pause that has lasted for SHORTEST_PAUSE steps lets a method leave out what only drafts need, until the next trial.
+Once a trial in a pause has failed, or LONG_PAUSE steps were made, a method may leave out what only drafts need.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
+LONG_PAUSE = 64  # steps
 TURNS = 4  # times as often is a pause broken that the requests at hand alone have brought about
 BURST = 2  # steps of a probe: one that is not timed, and one that is
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
@@ -127,8 +128,8 @@ class AdaptiveDrafts:
         else:
             self._last_drafted = self._steps
         self._drafts, self._changed = drafts, False
-        lasted = self._steps - self._paused_at
-        self.resting = self._pausing and chosen == 0 and lasted >= SHORTEST_PAUSE
+        tried = self._last_drafted > self._paused_at or self._steps - self._paused_at >= LONG_PAUSE
+        self.resting = self._pausing and chosen == 0 and tried
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         same = self._drafted == (chosen > 0)
         self._timed = (size, chosen, self._now) if same and not fixed.any() else None

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step costs by batch size and drafts, as this engine measures it while it serves."""
+"""What a decode step costs by batch size and drafts, as this engine measures it while it serves.
+
+Kinds of steps are seldom timed in the same minute, and a machine is not as fast in one as in the next: all seconds are
+held against how fast steps of known kinds are now.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -11,6 +16,8 @@ import numpy as np
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512])
 KEPT = 9  # latest steps of a kind whose median counts
 ENOUGH = 3  # steps of a kind from which on its median is believed
+PACE_MEMORY = 32  # steps that say how fast the machine is now
+MOST_SURPRISE = 0.3  # that a single step counts for, which may be late for reasons of its own
 
 Agree = Callable[[np.ndarray], np.ndarray]
 
@@ -33,6 +40,7 @@ class StepCosts:
         self.due = False  # whether a kind of step can be told for the first time
         self._medians = np.full(shape, np.nan)
         self._agreed = self._medians.copy()
+        self._pace = 0.0  # log of how much longer steps take now than those that the medians are of
         self._relative: dict[int, np.ndarray | None] = {}
 
     @staticmethod
@@ -42,7 +50,10 @@ class StepCosts:
 
     def add(self, size: int, drafts: int, seconds: float) -> None:
         """A step took so long."""
-        self._latest[size, drafts, self._counts[size, drafts] % KEPT] = seconds
+        if self._medians[size, drafts] > 0 and seconds > 0:
+            surprise = math.log(seconds / self._medians[size, drafts]) - self._pace
+            self._pace += min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) / PACE_MEMORY
+        self._latest[size, drafts, self._counts[size, drafts] % KEPT] = seconds * math.exp(-self._pace)
         self._counts[size, drafts] += 1
         self._changed.add((size, drafts))
         self.due |= bool(self._counts[size, drafts] == ENOUGH)
@@ -50,6 +61,10 @@ class StepCosts:
     def count(self, size: int, drafts: int) -> int:
         """Steps of a kind seen so far; the same on every rank."""
         return int(self._counts[size, drafts])
+
+    def plain(self, requests: int) -> float:
+        """Seconds of a step without drafts; 0 where none was timed."""
+        return float(np.nan_to_num(self._agreed[self.size(requests), 0]))
 
     def refresh(self) -> None:
         """Take the steps since the last refresh into account, on all ranks at once."""

@@ -13,6 +13,8 @@ With verify off n-grams are emitted as they are sampled (proposers/unverified.py
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import divisor, is_greedy
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.token_heads import build_layers
+from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
@@ -71,6 +74,7 @@ class DynaMoProposer(Proposer):
             self.vocabulary = DraftVocabulary(frequent, config.draft_vocab_size, self.lm_head, vllm_config, device)
         if config.verify:
             self.allocate_probs()
+            self.prices: deque[float] = deque(maxlen=9)  # seconds of a token that the heads caught up with
             if config.adaptive or config.disable_by_batch_size is not None:
                 backlog = HeadsBacklog(MOST_BEHIND, hidden_size, dtype, device, self.cut.adapter.has_residual)
                 self.history = HeadsHistory(self.runner, config.num_layers, config.disable_by_batch_size, backlog)
@@ -95,7 +99,17 @@ class DynaMoProposer(Proposer):
         return super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
-        return None if self.history is None else self.history.able
+        """Those that know their past, and those that can catch up where that costs next to nothing.
+
+        All that the heads miss is caught up with in the end, so the price of a step's tokens is that of every step.
+        """
+        adaptive = self.planner.adaptive
+        if self.history is None or self.history.known is None or adaptive is None:
+            return None if self.history is None else self.history.known
+        rows, price = len(self.history.known), min(self.prices, default=0.0)
+        # The first few may have found nothing in the caches.
+        dear = len(self.prices) > 1 and price * rows * PROBE_EVERY > adaptive.costs.plain(rows)
+        return self.history.known if dear else self.history.able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)
@@ -128,6 +142,7 @@ class DynaMoProposer(Proposer):
         missed = None if self.history is None else self.history.catch_up(rows)
         if missed is None:
             return
+        started = time.perf_counter()
         newest = missed.positions == self.runner.input_batch.num_computed_tokens_cpu[missed.rows]
         for number, seen in enumerate(missed.seen):
             index, last = self.index(np.flatnonzero(seen)), self.index(np.flatnonzero(newest[seen]))
@@ -135,6 +150,11 @@ class DynaMoProposer(Proposer):
             output = self.passes.branch(number, missed.rows[seen], missed.positions[seen], state)
             places = self.runner.query_start_loc.gpu[self.index(missed.rows[newest] + 1)].long() - 1
             self.states[number, places] = output[last]
+        seconds = np.array([(time.perf_counter() - started) / len(missed.rows)])
+        adaptive = self.planner.adaptive
+        # All ranks must find it as dear as the first does.
+        agree = None if adaptive is None else adaptive.costs.agree
+        self.prices.append(float((seconds if agree is None else agree(seconds))[0]))
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""
