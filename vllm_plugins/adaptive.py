@@ -144,10 +144,11 @@ class AdaptiveDrafts:
             return np.zeros_like(allowed) if self.costs.count(size, 0) < ENOUGH else allowed
         due = going_on = False
         if self._pausing:
-            # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
-            pays = self._best(allowed, relative, emitting, greedy, own=0.0)[1] >= WORTH
-            pause = PROBE_EVERY * (relative[1] - 1) / (TURNS if pays else 1)
-            due = self._steps - self._last_drafted >= BURST * max(SHORTEST_PAUSE, pause)
+            lasted, pause = (self._steps - self._last_drafted) / BURST, PROBE_EVERY * (relative[1] - 1)
+            due = lasted >= max(SHORTEST_PAUSE, pause)
+            if not due and lasted >= max(SHORTEST_PAUSE, pause / TURNS):
+                # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
+                due = self._best(allowed, relative, emitting, greedy, own=0.0)[1] >= WORTH
             going_on = self._goes_on()
             if not (due or going_on or self._paid or self._changed):
                 return np.zeros_like(allowed)
