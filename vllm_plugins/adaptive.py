@@ -178,7 +178,8 @@ class AdaptiveDrafts:
             return self._probe(np.zeros_like(allowed))
         if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):
             self._timings[size] += 1
-            self._burst = BURST - 1
+            # What a batch size met for the first time takes is to be known at once: drafts may cost much more in it.
+            self._burst = ENOUGH if new else BURST - 1
             return self._probe(np.zeros_like(allowed))
         deeper = np.minimum(allowed, best + 1)
         if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():

@@ -125,6 +125,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "fleet_check": ("The fleets of `ppd plan`, held against servers", row_files.anything),
     "decode": ("Offline decoding", _decode),
     "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
+    "decode_batches": ("Offline decoding in larger batches", _decode),
     "decode_bpe": ("Offline decoding, the demo model of BPE tokens", _decode),
     "group": ("The worker group", _group),
     "group_cut_off": ("The worker group above its cut-off", _decode),
