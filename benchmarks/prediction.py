@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_ppd.heads.calibration.run import NAME
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import HeadsError, load_config
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import all_ways
+from vllm_ppd.heads.planning.plan import all_ways, calibration_of
 from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.results import Measured, stored
@@ -39,11 +38,10 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
         config = measured.contenders[row["contender"]]["speculative_config"] or {}
         try:
             heads = load_config(config.get("model") or "")
-            calibrated = json.loads((Path(config["model"]) / NAME).read_text())["options"]["temperature"]
-            if options["temperature"] not in (0, calibrated):
+            if options["temperature"] not in (0, calibration_of(config["model"])["options"]["temperature"]):
                 continue
             ways = ways_of(config, heads, file, options)
-        except (HeadsError, OSError) as error:
+        except HeadsError as error:
             if config.get("model"):
                 print(f"{row['contender']}: {error}")
             continue

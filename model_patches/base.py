@@ -132,6 +132,11 @@ def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -
         return cls(vllm_config=vllm_config, **kwargs)
 
 
+def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
+    """Some tokens of a state."""
+    return state[0][index], None if state[1] is None else state[1][index]
+
+
 def _copied(state: CutState) -> CutState:
     return state[0].clone(), None if state[1] is None else state[1].clone()
 

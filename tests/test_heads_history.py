@@ -54,7 +54,6 @@ class Server:
             next(gid for gid, group in enumerate(groups) if layers(layer)[0] in group.layer_names) for layer in (6, 7)
         ]
         self.heads = [gid for gid, group in enumerate(groups) if any(".6." in name for name in group.layer_names)]
-        self.max_model_len = 96
         self.backlog = HeadsBacklog(24, 1, torch.float32, torch.device("cpu"), has_residual=True)
         self.history = HeadsHistory(self, LAYERS, CUT_OFF, self.backlog)
 
@@ -65,7 +64,6 @@ class Server:
     def end(self, name: str) -> None:
         self.preempt(name)
         del self.requests[name]
-        self.backlog.forget([name])
 
     def preempt(self, name: str) -> None:
         self.manager.free(self.requests[name])
@@ -132,8 +130,9 @@ class Server:
         if self.history.known is not None:
             assert self.history.known.tolist() == expected
         self.run(names, starts, lengths, heads=not rests)
-        last = torch.from_numpy(starts + lengths - 1).float()[:, None]
-        self.history.keep((last, -last))
+        places = torch.from_numpy(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
+        state = places.float()[:, None]
+        self.history.keep((state, -state), torch.from_numpy(np.cumsum(lengths) - 1))
         able = np.ones(len(names), dtype=bool) if self.history.able is None else self.history.able
         may = dict(zip(names, able.tolist(), strict=True))
         assert not any(one and not can for one, can in zip(expected, able, strict=True))

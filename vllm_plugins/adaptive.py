@@ -166,7 +166,8 @@ class AdaptiveDrafts:
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
         if due or going_on or self._paid:
-            self._burst = BURST - 1 if due else self._burst
+            if due:
+                self._burst = BURST - 1
             self._price = float(relative[best])
             return self._probe(np.minimum(allowed, best))
         return np.zeros_like(allowed)

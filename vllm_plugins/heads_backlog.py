@@ -39,6 +39,8 @@ class HeadsBacklog:
 
     def holds(self, req_ids: list[str]) -> np.ndarray:
         """Requests that lack tokens, all of which are here: [requests] bool."""
+        if not self._number:
+            return np.zeros(len(req_ids), dtype=bool)
         return np.fromiter((name in self._number for name in req_ids), dtype=bool, count=len(req_ids))
 
     def forget(self, req_ids: Iterable[str]) -> None:

@@ -24,7 +24,7 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 
-from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.model_patches.base import CutState, rows_of
 from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -115,14 +115,19 @@ class HeadsHistory:
                 self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
         return rests
 
-    def keep(self, state: CutState) -> None:
-        """Keep states of the step that ran: those of each batch row's last token, ([rows, hidden], residual)."""
+    def keep(self, state: CutState, last: torch.Tensor) -> None:
+        """Keep states of the step that ran.
+
+        Args:
+            state: of its tokens.
+            last: [batch rows] place of each row's last token among them.
+        """
         if self.keeping is None:
             return
         batch, kept = self.runner.input_batch, np.flatnonzero(self.keeping)
         index = torch.from_numpy(kept).to(state[0].device, non_blocking=True)
-        parts = state[0][index], None if state[1] is None else state[1][index]
-        self.backlog.add([batch.req_ids[row] for row in kept], batch.num_computed_tokens_cpu[kept], parts)
+        ids = [batch.req_ids[row] for row in kept]
+        self.backlog.add(ids, batch.num_computed_tokens_cpu[kept], rows_of(state, last[index].long()))
 
     @property
     def able(self) -> np.ndarray | None:

@@ -10,7 +10,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 
-from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.span_attention import LayerGroup, Span, SpanAttention
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -53,7 +53,7 @@ class StackPasses:
         parts = [slice(start, start + most) for start in range(0, len(rows), most)]
         return torch.cat([
             self._run(part, Span(rows[some], positions[some], np.ones(len(rows[some]), dtype=np.int64)), None,
-                      (state[0][some], None if state[1] is None else state[1][some]))
+                      rows_of(state, some))
             for some in parts
         ])  # fmt: skip
 

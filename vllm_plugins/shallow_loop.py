@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.config import DraftingConfig
 from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
@@ -67,7 +67,7 @@ class ShallowLoop:
                 break
             if not drafting.all():
                 keep = self._index(np.flatnonzero(drafting))
-                state = state[0][keep], None if state[1] is None else state[1][keep]
+                state = rows_of(state, keep)
                 active = active[drafting]
             reading = self._read(0, active, state, temperature)
             if self.gamma > 0:

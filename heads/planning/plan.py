@@ -51,7 +51,7 @@ def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
     ways: list[Way] = []
     targets = []
     for folder in options.heads:
-        config, result = load_config(folder), _calibration(folder)
+        config, result = load_config(folder), calibration_of(folder)
         targets.append(options.model or config.verifier)
         if targets[-1] != targets[0]:
             raise HeadsError(f"{folder!r} has heads for {targets[-1]}, the others for {targets[0]}; plan one target")
@@ -96,7 +96,12 @@ def make_fleets(options: PlanOptions) -> tuple[str, list[Fleet]]:
     return target, [fleet(ways[0], options.largest, load, options.latency, False), *found]
 
 
-def _calibration(folder: str) -> dict[str, Any]:
+def calibration_of(folder: str) -> dict[str, Any]:
+    """The finished calibration of a heads folder.
+
+    Raises:
+        HeadsError: if there is none.
+    """
     path = Path(folder) / NAME
     try:
         result = json.loads(path.read_text())

@@ -91,7 +91,7 @@ class Session(ABC, Generic[Running, Load]):
             results.finish()
 
     def _runs(self) -> list[Results]:
-        return list({id(one): one for one in self.results.values()}.values())
+        return list(dict.fromkeys(self.results.values()))
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:

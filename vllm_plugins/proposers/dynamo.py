@@ -25,7 +25,7 @@ from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import divisor, is_greedy
-from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.model_patches.base import ModelCut, rows_of
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
@@ -103,22 +103,22 @@ class DynaMoProposer(Proposer):
 
         All that the heads miss is caught up with in the end, so the price of a step's tokens is that of every step.
         """
-        adaptive = self.planner.adaptive
-        if self.history is None or self.history.known is None or adaptive is None:
-            return None if self.history is None else self.history.known
-        rows, price = len(self.history.known), min(self.prices, default=0.0)
+        if self.history is None:
+            return None
+        adaptive, known = self.planner.adaptive, self.history.known
+        if known is None or adaptive is None:
+            return known
+        rows, price = len(known), min(self.prices, default=0.0)
         # The first few may have found nothing in the caches.
         dear = len(self.prices) > 1 and price * rows * PROBE_EVERY > adaptive.costs.plain(rows)
-        return self.history.known if dear else self.history.able
+        return known if dear else self.history.able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)
 
     def draft(self, step: Step) -> list[list[int]]:
         if self.history is not None and self.cut.stem is not None:
-            hidden, residual = self.cut.stem
-            last = self.runner.query_start_loc.gpu[1 : self.runner.input_batch.num_reqs + 1].long() - 1
-            self.history.keep((hidden[last], None if residual is None else residual[last]))
+            self.history.keep(self.cut.stem, self.token_places(None))
             self.cut.stem = None
         return super().draft(step) if self.emission is None else [[] for _ in step.sampled_token_ids]
 
@@ -144,11 +144,10 @@ class DynaMoProposer(Proposer):
             return
         started = time.perf_counter()
         newest = missed.positions == self.runner.input_batch.num_computed_tokens_cpu[missed.rows]
+        places = self.token_places(None)[self.index(missed.rows[newest])].long()
         for number, seen in enumerate(missed.seen):
             index, last = self.index(np.flatnonzero(seen)), self.index(np.flatnonzero(newest[seen]))
-            state = missed.state[0][index], None if missed.state[1] is None else missed.state[1][index]
-            output = self.passes.branch(number, missed.rows[seen], missed.positions[seen], state)
-            places = self.runner.query_start_loc.gpu[self.index(missed.rows[newest] + 1)].long() - 1
+            output = self.passes.branch(number, missed.rows[seen], missed.positions[seen], rows_of(missed.state, index))
             self.states[number, places] = output[last]
         seconds = np.array([(time.perf_counter() - started) / len(missed.rows)])
         adaptive = self.planner.adaptive
