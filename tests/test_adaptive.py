@@ -66,7 +66,7 @@ class Simulation:
             accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
             self.tokens, self.seconds = self.tokens + int((1 + accepted).sum()), self.seconds + took
             own = 1.0 if resting else 1 / (1 + self.extra)
-            self.adaptive.observe(names, 1 + accepted, sampled, self.now, True, own)
+            self.adaptive.observe(names, 1 + accepted, self.now, True, own)
             allowed = np.full(self.requests, 0 if self.holes else MOST)
             self.drafts = self.adaptive.choose(allowed, self.requests, sampled, self.fixed)
             most.append(int(self.drafts.max()))
@@ -231,9 +231,9 @@ def test_what_is_known_of_a_request_follows_it() -> None:
     adaptive = AdaptiveDrafts(2)
     sampled, free = np.zeros(3, dtype=bool), np.zeros(3, dtype=bool)
     for _ in range(40):
-        adaptive.observe(["a", "b", "c"], np.array([3, 1, 2]), sampled, 0.0, False)
+        adaptive.observe(["a", "b", "c"], np.array([3, 1, 2]), 0.0, False)
         adaptive._drafts = np.array([2, 2, 2])
-    adaptive.observe(["c", "new", "a"], np.array([1, 1, 1]), sampled, 0.0, False)
+    adaptive.observe(["c", "new", "a"], np.array([1, 1, 1]), 0.0, False)
     rates = adaptive._hits[:, 0] / np.maximum(adaptive._trials[:, 0], 1e-9)
     assert rates[0] > 0.9 and rates[1] == 0 and rates[2] > 0.9
     assert adaptive._trials[1].sum() == 0

@@ -101,6 +101,19 @@ def heads(
     return get
 
 
+def test_distribution_with_lookups(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:
+    """The prompt is what followed it before: a place that the model's own words may lead back to."""
+    llm = engine(
+        {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "adaptive": True},
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+    )
+    before, steps = llm.counts.copy(), our_counter("lookup_steps")
+    assert worst(sample(llm), expected) > LEVEL
+    assert our_counter("lookup_steps") > steps
+    assert (llm.counts - before)["accepted"] > 50
+
+
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize(
     ("kind", "options"),

@@ -11,7 +11,8 @@ the more often a pause is broken. Steps that draft after a pause are repeated at
 pays for it. The first step after others of another sort is not timed: what it runs is in no cache then, and seconds of
 such steps alone would keep a pause going for ever.
 
-Once a trial in a pause has failed, or LONG_PAUSE steps were made, a method may leave out what only drafts need.
+Where a pause begins with drafts that are clearly too dear, once a trial in it has failed, or after LONG_PAUSE steps, a
+method may leave out what only drafts need.
 """
 
 from __future__ import annotations
@@ -42,26 +43,32 @@ class AdaptiveDrafts:
     Args:
         most: most drafts of a request, N.
         agree: see StepCosts.
+        kinds: of drafts whose acceptance is known apart, as those of greedy and of sampling requests.
+        belief: drafts of a request that weigh as much as what the others' acceptance says of it.
     """
 
-    def __init__(self, most: int, agree: Agree | None = None) -> None:
-        self.most = most
+    def __init__(self, most: int, agree: Agree | None = None, kinds: int = 2, belief: float = BELIEF) -> None:
+        self.most, self.belief = most, belief
         self.costs = StepCosts(most, agree)
         self.probing = False  # whether the last choice was made to measure
         self.withheld = 0  # drafts that the last choice left out
+        self.gain = 1.0  # speed-up that the last choice promises; infinite where it is made to measure
         self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
         self._req_ids: list[str] = []
         self._hits = np.zeros((0, most))  # [rows, N] accepted drafts by position, fading
         self._trials = np.zeros((0, most))  # [rows, N] and those whose predecessors were accepted
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
-        # [greedy or not, N] the same over all requests
-        self._server_trials = np.full((2, most), FIRST_WEIGHT)
+        self._kinds = np.zeros(0, dtype=np.int64)  # [rows] of these
+        self._tried_at = np.zeros(kinds, dtype=np.int64)  # the step at which each was drafted last
+        # [kinds, N] the same over all requests
+        self._server_trials = np.full((kinds, most), FIRST_WEIGHT)
         self._server_hits = FIRST_GUESS * self._server_trials
         self._steps = self._last_drafted = self._last_deeper = 0
         # By batch size: the latest step without drafts, and how many were made to time them.
         self._last_without, self._timings = np.zeros((2, len(SIZES)), dtype=np.int64)
         self._pausing = False  # drafts do not pay
         self._paused_at = 0  # the step at which they were found not to
+        self._clearly = False  # whether they were found to be far from paying then
         self._changed = False  # requests came or went
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
         self._price = 1.0  # seconds of that probe, in units of a step without drafts
@@ -74,7 +81,6 @@ class AdaptiveDrafts:
         self,
         req_ids: list[str],
         emitted: np.ndarray,
-        greedy: np.ndarray,
         now: float,
         decoding: bool,
         own: float = 1.0,
@@ -84,7 +90,6 @@ class AdaptiveDrafts:
         Args:
             req_ids: of the batch rows.
             emitted: [rows] tokens that each row emitted.
-            greedy: [rows] bool, whether the request decodes greedily: such drafts are accepted more often.
             now: seconds on a clock, at the same point of every step.
             decoding: whether every row took its last token and its drafts in, and no prompt.
             own: what the step would take without anything that only drafts need, in units of its time.
@@ -98,16 +103,16 @@ class AdaptiveDrafts:
         if not decoding:
             self._drafted = None
         if self._drafts.any():
-            self._learn(np.where(emitted > 0, self._drafts, 0), emitted - 1, greedy)
+            self._learn(np.where(emitted > 0, self._drafts, 0), emitted - 1)
         self._now = now
 
-    def choose(self, allowed: np.ndarray, emitting: int, greedy: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
         """Drafts of each row for the next step.
 
         Args:
             allowed: [rows] drafts that each may make.
             emitting: rows that go on decoding.
-            greedy: [rows] as for observe.
+            kinds: [rows] of what each might draft, 0 and up; bool will do for two.
             fixed: [rows] bool, requests whose drafts must not depend on measurements: they make what they may.
 
         Returns:
@@ -118,8 +123,11 @@ class AdaptiveDrafts:
         if self._steps % REFRESH_EVERY == 0 or self.costs.due:
             self.costs.refresh()
         free = np.where(fixed, 0, allowed)
-        self.probing = False
-        drafts = self._choose(free, size, emitting, greedy) if free.any() else free
+        self.probing, self.gain = False, 1.0
+        self._set_kinds(kinds)
+        if self._steps % PROBE_EVERY == 0 and self._steps - self._last_drafted < PROBE_EVERY:
+            self._forget_idle_kinds()
+        drafts = self._choose(free, size, emitting) if free.any() else free
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
         chosen = int(drafts.max(initial=0))
@@ -129,26 +137,44 @@ class AdaptiveDrafts:
             self._last_drafted = self._steps
         self._drafts, self._changed = drafts, False
         tried = self._last_drafted > self._paused_at or self._steps - self._paused_at >= LONG_PAUSE
-        self.resting = self._pausing and chosen == 0 and tried
+        self.resting = self._pausing and chosen == 0 and (tried or self._clearly)
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         same = self._drafted == (chosen > 0)
         self._timed = (size, chosen, self._now) if same and not fixed.any() else None
         self._drafted = chosen > 0
         return drafts
 
-    def _choose(self, allowed: np.ndarray, size: int, emitting: int, greedy: np.ndarray) -> np.ndarray:
+    def outlook(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
+        """The speed-up that choose would promise; 1 in a pause, and as long as nothing is known."""
+        relative = self.costs.relative(self.costs.size(emitting))
+        if relative is None or self._pausing or not allowed.any():
+            return 1.0
+        self._set_kinds(kinds)
+        return self._best(allowed, relative, emitting)[1]
+
+    def pass_over(self) -> None:
+        """The next step's drafts are another's: in place of choose, or after it to take its drafts back."""
+        self._drafts = np.zeros_like(self._drafts)
+        self._timed = self._drafted = None
+        self.probing = self.resting = False
+        self.withheld = 0
+
+    def _choose(self, allowed: np.ndarray, size: int, emitting: int) -> np.ndarray:
         """As choose, for the requests whose drafts may depend on measurements."""
         relative = self.costs.relative(size)
         if relative is None:
             # Nothing is known yet: time some steps without drafts, then some with.
-            return np.zeros_like(allowed) if self.costs.count(size, 0) < ENOUGH else allowed
+            if self.costs.count(size, 0) < ENOUGH:
+                return np.zeros_like(allowed)
+            self.gain = np.inf
+            return allowed
         due = going_on = False
         if self._pausing:
             lasted, pause = (self._steps - self._last_drafted) / BURST, PROBE_EVERY * (relative[1] - 1)
             due = lasted >= max(SHORTEST_PAUSE, pause)
             if not due and lasted >= max(SHORTEST_PAUSE, pause / TURNS):
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
-                due = self._best(allowed, relative, emitting, greedy, own=0.0)[1] >= WORTH
+                due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
             going_on = self._goes_on()
             if not (due or going_on or self._paid or self._changed):
                 return np.zeros_like(allowed)
@@ -156,15 +182,16 @@ class AdaptiveDrafts:
                 # The text may have become another.
                 self._hits *= FADE
                 self._trials *= FADE
-                kinds = np.unique(greedy.astype(np.int64))
+                kinds = np.unique(self._kinds)
                 self._server_hits[kinds] *= SERVER_FADE
                 self._server_trials[kinds] *= SERVER_FADE
-        best, gain, drafts = self._best(allowed, relative, emitting, greedy)
+        best, gain, drafts = self._best(allowed, relative, emitting)
         if gain >= (WORTH if self._pausing else 1.0):
-            self._pausing = False
+            self._pausing, self.gain = False, gain
             return self._or_probe(allowed, drafts, best, size)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
+            self._clearly = gain < 1 / WORTH
         if due or going_on or self._paid:
             if due:
                 self._burst = BURST - 1
@@ -195,19 +222,19 @@ class AdaptiveDrafts:
         return goes_on
 
     def _probe(self, drafts: np.ndarray) -> np.ndarray:
-        self.probing = True
+        self.probing, self.gain = True, np.inf
         return drafts
 
     def _best(
-        self, allowed: np.ndarray, relative: np.ndarray, emitting: int, greedy: np.ndarray, own: float = 1.0
+        self, allowed: np.ndarray, relative: np.ndarray, emitting: int, own: float = 1.0
     ) -> tuple[int, float, np.ndarray]:
         """The number of drafts of the highest predicted speed-up: (n >= 1, speed-up, drafts [rows]).
 
         Requests' own drafts count for `own` of themselves.
         """
         server = (self._server_hits + FIRST_GUESS * GUESS_WEIGHT) / (self._server_trials + GUESS_WEIGHT)
-        server = server[greedy.astype(np.int64)]
-        accepted = np.cumprod((own * self._hits + BELIEF * server) / (own * self._trials + BELIEF), axis=1)
+        server = server[self._kinds]
+        accepted = np.cumprod((own * self._hits + self.belief * server) / (own * self._trials + self.belief), axis=1)
         accepted[np.arange(self.most) >= allowed[:, None]] = 0
         counts = np.arange(1, int(allowed.max()) + 1)
         # A step's time is there however many requests draft: a draft must bring in half of its share.
@@ -219,21 +246,35 @@ class AdaptiveDrafts:
         best = int(np.argmax(gains))
         return int(counts[best]), float(gains[best]), worth[best].sum(axis=1)
 
-    def _learn(self, drafts: np.ndarray, accepted: np.ndarray, greedy: np.ndarray) -> None:
+    def _learn(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
         """Count a step: what each row might draft, and how many of that were accepted (unmade drafts were not)."""
         position = np.arange(self.most)
         trials = (position < drafts[:, None]) & (position <= accepted[:, None])
         hits = trials & (position < accepted[:, None])
         kept = 1 - trials / MEMORY
         self._hits, self._trials = self._hits * kept + hits, self._trials * kept + trials
-        for kind in (0, 1):
-            rows = greedy == bool(kind)
+        for kind in np.unique(self._kinds):
+            rows = self._kinds == kind
+            if drafts[rows].any():
+                self._tried_at[kind] = self._steps
             tried = trials[rows].sum(axis=0)
             kept = (1 - 1 / SERVER_MEMORY) ** tried
             self._server_hits[kind] = self._server_hits[kind] * kept + hits[rows].sum(axis=0)
             self._server_trials[kind] = self._server_trials[kind] * kept + tried
         if self._pausing and self.probing and drafts.any():
             self._paid = bool(1 + accepted[drafts > 0].mean() >= self._price)
+
+    def _set_kinds(self, kinds: np.ndarray) -> None:
+        new = kinds.astype(np.int64)
+        # What did not pay for other kinds may pay for these.
+        self._changed |= not np.array_equal(new, self._kinds)
+        self._kinds = new
+
+    def _forget_idle_kinds(self) -> None:
+        """Where others are drafted all the time, no pause ends in which a kind that did not pay is tried again."""
+        idle = self._steps - self._tried_at >= PROBE_EVERY
+        self._server_hits[idle] *= SERVER_FADE
+        self._server_trials[idle] *= SERVER_FADE
 
     def _align(self, req_ids: list[str]) -> None:
         """Bring what is known of requests into the order of the batch; of new ones nothing is known."""
@@ -242,7 +283,7 @@ class AdaptiveDrafts:
         row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
         rows = np.array([row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
         known, kept = np.flatnonzero(rows >= 0), rows[rows >= 0]
-        for name in ("_hits", "_trials", "_drafts"):
+        for name in ("_hits", "_trials", "_drafts", "_kinds"):
             old = getattr(self, name)
             new = np.zeros((len(rows), *old.shape[1:]), dtype=old.dtype)
             new[known] = old[kept]

@@ -113,6 +113,14 @@ class DraftingOptions(BaseModel):
         "that they repeat",
         json_schema_extra={"flag": True},
     )
+    prompt_lookup_min: int | None = Field(
+        None,
+        ge=1,
+        description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
+        "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
+        "drafts promise more (default: no lookup; try 2 or 3)",
+        json_schema_extra={"flag": True},
+    )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
@@ -197,6 +205,8 @@ class DraftingConfig(DraftingOptions):
         else:
             most = "up to " if self.adaptive else ""
             parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+        if self.prompt_lookup_min is not None:
+            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on")
         if self.draft_vocab_size is not None:
             parts.append(f"draft vocabulary {self.draft_vocab_size}")
         if self.exit_layer and self.stages == 1:
@@ -287,6 +297,17 @@ def resolve(
         raise OptionError(
             f"speculative_config: adaptive is of no use with {why}: no token is drafted in vain there; leave it out"
         )
+    without_lookup = {
+        "pipeline parallelism": stages > 1,
+        "verify: false": not options.verify,
+        "schedule: parallel": options.schedule == "parallel",
+    }
+    for setting, holds in without_lookup.items():
+        if holds and options.prompt_lookup_min is not None:
+            raise OptionError(
+                f"speculative_config: prompt_lookup_min={options.prompt_lookup_min} is not supported with {setting}; "
+                "leave it out"
+            )
     if stages > 1:
         values["exit_layer"] = split_at(options, num_layers, heads)
         values["disable_by_batch_size"] = options.disable_by_batch_size or GROUP_CUT_OFF

@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.config import DraftingConfig
+from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
 
 GREEDY_BELOW = 1e-5  # temperature, as vLLM has it
@@ -21,6 +22,7 @@ class Plan(NamedTuple):
     base_positions: np.ndarray  # [requests] position of the base token, the last one emitted
     base_tokens: np.ndarray  # [requests]
     max_drafts: np.ndarray  # [requests] 0 where only the base token is run, which the next step needs anyway
+    looked_up: np.ndarray | None = None  # [requests, N] the drafts themselves, where the method is to make none
 
 
 class DraftPlanner:
@@ -30,12 +32,20 @@ class DraftPlanner:
         config: the server's options.
         runner: vLLM's model runner.
         adaptive: withholds drafts that do not pay (None: all are made).
+        sources: takes drafts from the requests' own text where that is better (None: the method makes all).
     """
 
-    def __init__(self, config: DraftingConfig, runner: Any, adaptive: AdaptiveDrafts | None = None) -> None:
+    def __init__(
+        self,
+        config: DraftingConfig,
+        runner: Any,
+        adaptive: AdaptiveDrafts | None = None,
+        sources: DraftSources | None = None,
+    ) -> None:
         self.config = config
         self.runner = runner
         self.adaptive = adaptive
+        self.sources = sources
         self._req_ids: list[str] = []
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
@@ -66,14 +76,23 @@ class DraftPlanner:
         emitted = counts > 0
         if self.adaptive is not None:
             self._look_up_changed()
-            self.adaptive.observe(batch.req_ids, counts, self._greedy, now, decoding, own)
+            for learning in (self.adaptive, None if self.sources is None else self.sources.worth):
+                if learning is not None:
+                    learning.observe(batch.req_ids, counts, now, decoding, own)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
         drafts, remaining = self.most_drafts(emitted, reserved=1, able=able)
+        emitting, looked_up = int(emitted.sum()), None
+        if self.sources is not None:
+            every = drafts if able is None else self.most_drafts(emitted, reserved=1)[0]
+            drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy, self._seeded)
+        elif self.adaptive is not None:
+            drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded)
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
         base = batch.num_tokens_no_spec[rows].astype(np.int64) - 1
-        return Plan(rows, base, batch.token_ids_cpu[rows, base].astype(np.int64), drafts[rows])
+        base_tokens = batch.token_ids_cpu[rows, base].astype(np.int64)
+        return Plan(rows, base, base_tokens, drafts[rows], None if looked_up is None else looked_up[rows])
 
     def most_drafts(
         self, emitted: np.ndarray, reserved: int, able: np.ndarray | None = None
@@ -102,8 +121,6 @@ class DraftPlanner:
             drafts[:] = 0
         if config.max_drafting_requests is not None:
             drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
-        if self.adaptive is not None:
-            drafts = self.adaptive.choose(drafts, int(emitted.sum()), self._greedy, self._seeded)
         return drafts, remaining
 
     def forget(self) -> None:

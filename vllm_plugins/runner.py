@@ -74,7 +74,7 @@ class DraftingRunnerMixin:
         step = Step(sampled_token_ids, spec_decode_metadata, sampling_metadata, sample_hidden_states)
         drafts = self.drafter.draft(step)
         self._draft_probs = self._draft_prob_req_ids = None
-        if self.drafter.probs is not None and not sampling_metadata.all_greedy:
+        if self.drafter.probs is not None and not self.drafter.looked_up and not sampling_metadata.all_greedy:
             self._draft_probs = self.drafter.probs
             self._draft_prob_req_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
         return drafts

@@ -21,6 +21,7 @@ from vllm.distributed import get_tp_group
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
 
@@ -55,6 +56,7 @@ class Proposer(ABC):
     decoding = False  # whether the step that runs now takes no prompt in, and its time is that of others of its size
     own_share = 1.0  # of the step that runs now, what it would take without anything that only drafts need
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
+    looked_up = False  # whether the latest drafts stood in the requests' own text, and have no q(x)
 
     def __init__(self, vllm_config: Any) -> None:
         config = active_config(vllm_config)
@@ -68,8 +70,12 @@ class Proposer(ABC):
     def bind(self, runner: Any) -> None:
         """Take the model runner that will drive this proposer."""
         self.runner = runner
-        adaptive = AdaptiveDrafts(self.config.num_speculative_tokens, _agreement()) if self.config.adaptive else None
-        self.planner = DraftPlanner(self.config, runner, adaptive)
+        config, most = self.config, self.config.num_speculative_tokens
+        adaptive = AdaptiveDrafts(most, _agreement()) if config.adaptive else None
+        sources = None
+        if config.prompt_lookup_min is not None:
+            sources = DraftSources(config.prompt_lookup_min, most, adaptive, _agreement())
+        self.planner = DraftPlanner(config, runner, adaptive, sources)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
@@ -118,13 +124,15 @@ class Proposer(ABC):
         self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
         plan = self.planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
+        self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
-            tokens, made = self.draft_plan(plan, step)
+            tokens, made = self.draft_plan(plan, step) if plan.looked_up is None else (plan.looked_up, plan.max_drafts)
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
                 drafts[row] = ids[:count]
         if self.planner.adaptive is not None:
             self.counters.add("withheld_drafts", self.planner.adaptive.withheld)
             self.counters.add("probing_steps", self.planner.adaptive.probing)
+        self.counters.add("lookup_steps", self.looked_up)
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts
 

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup before the method: what is found, which source drafts, and that the output stays the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import our_counter
+from exactness import CASES, generate, greedy, prompts
+from test_adaptive import MOST, Cost, Simulation, predicted, shallow
+from vllm import SamplingParams
+
+from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.lookup import LONGEST, DraftSources, Found, find
+
+
+def found(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:
+    token_ids = np.zeros((len(texts), 200), dtype=np.int32)
+    for row, text in enumerate(texts):
+        token_ids[row, : len(text)] = text
+    tokens, counts, _ = find(token_ids, np.array([len(text) for text in texts]), shortest, most)
+    assert (tokens.dtype, tokens.shape) == (np.int64, (len(texts), most))
+    return [ids[:count].tolist() for ids, count in zip(tokens, counts, strict=True)]
+
+
+def test_what_followed_the_same_tokens_is_found() -> None:
+    texts = [[5, 6, 7, 8, 9, 1, 5, 6], [5, 6, 7, 8, 9, 1, 4, 6], [3, 1, 3], [], [4]]
+    assert found(texts, 2) == [[7, 8, 9], [], [], [], []]
+    assert found(texts, 1) == [[7, 8, 9], [7, 8, 9], [1, 3], [], []]
+
+
+def test_the_longest_agreement_counts() -> None:
+    same = list(range(50, 50 + LONGEST))
+    text = [1, 2, 99, *same, 7, 8, 51, 81, 11, *same]
+    assert found([text], 2) == [[7, 8, 51]]
+    assert found([[80, 81, 3, *text]], LONGEST) == [[7, 8, 51]]
+    assert found([text[1:]], LONGEST + 1) == [[]]
+
+
+def naive(text: list[int], shortest: int, most: int) -> list[int]:
+    """What vLLM's n-gram method drafts (whose own code needs numba, which vLLM's CPU engines trip over)."""
+    longest, follows = 0, 0
+    for place in range(1, len(text)):
+        length = 0
+        while length < min(place, LONGEST) and text[place - 1 - length] == text[-1 - length]:
+            length += 1
+        if length > longest:
+            longest, follows = length, place
+    return text[follows : follows + most] if longest >= shortest else []
+
+
+def test_it_is_vllms_own_n_gram_method() -> None:
+    rng = np.random.default_rng(0)
+    for tokens in (2, 3, 8):
+        texts = [rng.integers(1, tokens + 1, size=rng.integers(1, 190)).tolist() for _ in range(40)]
+        for shortest in (1, 3, 5):
+            assert found(texts, shortest, 4) == [naive(text, shortest, 4) for text in texts]
+
+
+# ---- which source drafts
+
+
+class Sources(Simulation):
+    """Simulation with a lookup that has drafts now and then, with a probability and at a cost of its own."""
+
+    def __init__(self, cost: Cost, lookup_cost: Cost, chance: float, right: float, **settings: Any) -> None:
+        super().__init__(cost, **settings)
+        self.lookup_cost, self.chance, self.right = lookup_cost, chance, right
+        self.sources = DraftSources(1, MOST, self.adaptive)
+        self.sources.find = self.find  # type: ignore[method-assign]
+        self.looked_up, self.lookups = False, 0
+
+    def find(self, *_: Any) -> Found:
+        has = self.rng.random(self.requests) < self.chance
+        return Found(np.zeros((self.requests, MOST), dtype=np.int64), np.where(has, MOST, 0), np.where(has, 5, 0))
+
+    def run(self, steps: int, acceptance: float | list[float]) -> list[int]:
+        most, sampled = [], np.zeros(self.requests, dtype=bool)
+        names = [f"r{i}" for i in range(self.requests)]
+        for _ in range(steps):
+            cost, rate = (self.lookup_cost, self.right) if self.looked_up else (self.cost, acceptance)
+            took = cost(self.requests, int(self.drafts.max()))
+            self.now += took * float(np.exp(self.noise * self.clocks.standard_normal()))
+            right = self.rng.random((self.requests, MOST)) < rate
+            accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
+            self.tokens, self.seconds = self.tokens + int((1 + accepted).sum()), self.seconds + took
+            for learning in (self.adaptive, self.sources.worth):
+                assert learning is not None
+                learning.observe(names, 1 + accepted, self.now, True)
+            allowed = np.full(self.requests, MOST)
+            self.drafts, tokens = self.sources.choose(None, allowed, allowed, self.requests, sampled, self.fixed)
+            self.looked_up = tokens is not None
+            self.lookups += self.looked_up
+            most.append(int(self.drafts.max()))
+        return most
+
+
+def step(acceptance: float, share: float) -> tuple[float, float]:
+    """Tokens and seconds of a step with the best number of drafts."""
+    best = int(np.argmax(predicted(acceptance, share)))
+    seconds = 1 + share * best
+    return predicted(acceptance, share)[best] * seconds, seconds
+
+
+@pytest.mark.parametrize(("chance", "right"), [(0.5, 0.8), (0.3, 0.9), (0.8, 0.7)])
+def test_both_are_better_than_either(chance: float, right: float) -> None:
+    """Lookups where there are any, the method elsewhere."""
+    speeds = []
+    for seed in range(4):
+        engine = Sources(shallow(0.2), shallow(0.02), chance, right, seed=seed)
+        engine.run(500, 0.6)
+        speeds.append(engine.speed(3000, 0.6))
+    mix = np.array([chance, 1 - chance])
+    lookup, method, plain = step(right, 0.02), step(0.6, 0.2), (1.0, 1.0)
+    lookups_alone, method_alone, both = (
+        float(mix @ [here[0], there[0]] / (mix @ [here[1], there[1]]))
+        for here, there in ((lookup, plain), (method, method), (lookup, method))
+    )
+    assert np.mean(speeds) > max(0.95 * both, method_alone, lookups_alone)
+
+
+def test_a_method_that_promises_more_is_asked() -> None:
+    engine = Sources(shallow(0.05), shallow(0.05), 0.9, 0.3)
+    engine.run(500, 0.9)
+    lookups, steps = engine.lookups, 2000
+    assert engine.speed(steps, 0.9) > 0.93 * max(predicted(0.9, 0.05))
+    assert engine.lookups - lookups < 0.05 * steps
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_neither_pays(requests: int) -> None:
+    engine = Sources(shallow(0.4), shallow(0.3), 0.8, 0.05, requests=requests)
+    assert engine.speed(3000, 0.05) > 0.96
+    assert engine.speed(3000, 0.05) > 0.975
+
+
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_source_that_does_not_pay_leaves_the_other_alone(requests: int) -> None:
+    engine = Sources(shallow(1.5), shallow(0.02), 0.9, 0.8, requests=requests)
+    engine.run(500, 0.1)
+    share = 0.9 if requests == 1 else 1.0
+    assert engine.speed(3000, 0.1) > 0.9 * (1 + share * (max(predicted(0.8, 0.02)) - 1) * 0.9)
+    engine = Sources(shallow(0.2), shallow(1.5), 0.9, 0.1, requests=requests)
+    engine.run(500, 0.8)
+    assert engine.speed(3000, 0.8) > 0.94 * max(predicted(0.8, 0.2))
+
+
+def test_without_measurements_all_must_have_found_something() -> None:
+    sources = DraftSources(1, MOST, None)
+    batch = SimpleNamespace(num_tokens_no_spec=np.array([5, 4]), token_ids_cpu=np.array([[1, 2, 3, 1, 2]] * 2))
+    most, no = np.array([MOST, MOST]), np.zeros(2, dtype=bool)
+    for ends, seeded, expected in (([5, 4], no, True), ([5, 3], no, False), ([3, 3], no, False), ([5, 4], ~no, False)):
+        batch.num_tokens_no_spec = np.array(ends)
+        drafts, tokens = sources.choose(batch, most, most, 2, no, seeded)
+        assert (tokens is not None) is expected
+        assert drafts.tolist() == ([3, 3] if expected else most.tolist())
+
+
+def test_agreements_of_different_lengths_are_known_apart() -> None:
+    """What agrees in one token is wrong here, what agrees in ten is right."""
+    method = AdaptiveDrafts(MOST)
+    sources = DraftSources(1, MOST, method)
+    lengths = 0
+    rng, now, drafts = np.random.default_rng(0), 0.0, np.zeros(1, dtype=np.int64)
+    chosen: tuple[list[int], list[int]] = [], []
+    no = np.zeros(1, dtype=bool)
+    for _ in range(3000):
+        now += 1 + 0.2 * int(drafts[0])
+        emitted = 1 + (drafts if lengths == 10 else 0 * drafts)
+        for learning in (method, sources.worth):
+            learning.observe(["r"], emitted, now, True)
+        lengths = int(rng.choice([1, 10]))
+        found = Found(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
+        sources.find = lambda *_, found=found: found
+        drafts, _ = sources.choose(None, np.array([MOST]), np.array([0]), 1, no, no)
+        chosen[lengths == 10].append(int(drafts[0]))
+    assert np.mean(chosen[0][-500:]) < 0.2 and np.mean(chosen[1][-500:]) > 3.5
+
+
+# ---- engines
+
+
+OPTIONS = {"method": "ppd", "prompt_lookup_min": 1}
+
+
+@pytest.mark.engine
+def test_lookups_are_drafted_and_accepted(engine: Callable[..., Any]) -> None:
+    """The exactness suite would pass without them; a loop is found after its first turn."""
+    llm, params = engine(OPTIONS), greedy(40)
+    loop = {"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}
+    before, steps = llm.counts.copy(), our_counter("lookup_steps")
+    generate(llm, [loop], params)
+    assert our_counter("lookup_steps") > steps
+    assert (llm.counts - before)["accepted"] > 0
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_same_tokens_with_lookups(engine: Callable[..., Any], adaptive: bool) -> None:
+    case = CASES["more_than_fit"]
+    assert case(engine({**OPTIONS, "adaptive": adaptive})) == case(engine())
+
+
+@pytest.mark.engine
+def test_seeded_requests_repeat_in_any_company(engine: Callable[..., Any]) -> None:
+    llm = engine({**OPTIONS, "adaptive": True})
+    seeded = SamplingParams(temperature=0.9, seed=11, max_tokens=30, ignore_eos=True)
+    requests = prompts(4, 60)  # vLLM's CPU runner takes no seed where a prompt is longer than a chunk
+    alone = generate(llm, requests[:1], seeded)
+    assert generate(llm, requests, [seeded, *[greedy(30)] * 3])[0] == alone[0]

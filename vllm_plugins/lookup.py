@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup before the method: where a request's text repeats itself, what followed there is the draft.
+
+Such a draft costs next to nothing to make, so a step after which it promises more than the method's own drafts is left
+to it; every other step is the method's. In one step all drafts are of one source: the lookup's have no q(x).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.step_costs import Agree
+
+LONGEST = 32  # tokens that are compared
+LENGTHS = np.array([3, 4, 6, 10, 18])  # of agreement from which on drafts are of another kind
+BELIEF = 256.0  # in the length of the agreement: it says more of a draft than whose it is
+
+
+class Found(NamedTuple):
+    """What the lookup has for each row of a batch."""
+
+    tokens: np.ndarray  # [rows, N] drafts, 0 where there are none
+    counts: np.ndarray  # [rows] how many they are
+    lengths: np.ndarray  # [rows] tokens that agree
+
+
+def find(
+    token_ids: np.ndarray,  # [rows, longest text] tokens of each row
+    ends: np.ndarray,  # [rows] tokens that each has; 0 to look up none
+    shortest: int,  # tokens that must agree
+    most: int,  # drafts, N
+) -> Found:
+    """Find where the text's last tokens stood before: the place of the longest agreement, of several the first.
+
+    It is that of vLLM's own n-gram method, for all rows at once.
+    """
+    rows, width = np.arange(len(ends)), int(ends.max(initial=0))
+    last = token_ids[rows, np.maximum(ends - 1, 0)]
+    # [places] row, and index of a token that equals its row's last one
+    row, place = np.nonzero(token_ids[:, :width] == last[:, None])
+    before = place < ends[row] - 1
+    row, place = row[before], place[before]
+    lengths, places = np.zeros((2, len(ends)), dtype=np.int64)
+    for length in range(1, LONGEST + 1):
+        # From the last place to the first, which thus stays.
+        lengths[row[::-1]], places[row[::-1]] = length, place[::-1]
+        back = place - length
+        agree = (back >= 0) & (token_ids[row, back] == token_ids[row, ends[row] - 1 - length])
+        row, place = row[agree], place[agree]
+        if not len(row):
+            break
+    counts = np.where(lengths >= shortest, np.minimum(most, ends - 1 - places), 0)
+    offsets = np.arange(most)
+    index = np.minimum(places[:, None] + 1 + offsets, token_ids.shape[1] - 1)
+    tokens = np.where(offsets < counts[:, None], token_ids[rows[:, None], index], 0)
+    return Found(tokens.astype(np.int64), counts, lengths)
+
+
+class DraftSources:
+    """Chooses between the lookup's drafts and the method's, step by step.
+
+    Args:
+        shortest: tokens that must agree with an earlier place.
+        most: drafts of a request, N.
+        method: learns what the method's drafts are worth (None: lookups are taken wherever every request that drafts
+            has one).
+        agree: see StepCosts.
+    """
+
+    def __init__(self, shortest: int, most: int, method: AdaptiveDrafts | None, agree: Agree | None = None) -> None:
+        self.shortest, self.most, self.method = shortest, most, method
+        kinds = 2 * (len(LENGTHS) + 1)
+        self.worth = None if method is None else AdaptiveDrafts(most, agree, kinds, BELIEF)
+
+    def find(self, batch: Any, allowed: np.ndarray) -> Found:
+        """In the prompt and the output of each request of vLLM's batch that may be given drafts."""
+        rows = len(allowed)
+        ends = np.where(allowed > 0, batch.num_tokens_no_spec[:rows], 0).astype(np.int64)
+        return find(batch.token_ids_cpu[:rows], ends, self.shortest, self.most)
+
+    def choose(
+        self,
+        batch: Any,
+        allowed: np.ndarray,
+        able: np.ndarray,
+        emitting: int,
+        greedy: np.ndarray,
+        seeded: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Drafts of each row for the next step.
+
+        Args:
+            batch: vLLM's.
+            allowed: [rows] drafts that each may be given.
+            able: [rows] drafts of these that the method can make.
+            emitting: rows that go on decoding.
+            greedy: [rows] bool, whether the request decodes greedily.
+            seeded: [rows] bool, requests whose drafts are the method's, whatever is measured or stands in the text.
+
+        Returns:
+            (drafts [rows], their tokens [rows, N] where they were looked up).
+        """
+        found = self.find(batch, np.where(seeded.any(), 0, allowed))
+        drafts = np.minimum(found.counts, allowed)
+        if self.worth is None or self.method is None:
+            everyone = drafts.any() and drafts[allowed > 0].all()
+            return (drafts, found.tokens) if everyone else (able, None)
+        kinds = greedy + 2 * np.searchsorted(LENGTHS, found.lengths, side="right")
+        drafts = self.worth.choose(drafts, emitting, kinds, np.zeros_like(seeded))
+        if drafts.any() and self.worth.gain >= self.method.outlook(able, emitting, greedy):
+            self.method.pass_over()
+            return drafts, found.tokens
+        if drafts.any() or not self.worth.probing:
+            drafts = self.method.choose(able, emitting, greedy, seeded)
+        else:  # a step without drafts is to be timed
+            drafts = self.method.choose(np.zeros_like(able), emitting, greedy, seeded)
+        if drafts.any():
+            self.worth.pass_over()
+        return drafts, None
