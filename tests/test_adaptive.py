@@ -234,9 +234,9 @@ def test_what_is_known_of_a_request_follows_it() -> None:
         adaptive.observe(["a", "b", "c"], np.array([3, 1, 2]), 0.0, False)
         adaptive._drafts = np.array([2, 2, 2])
     adaptive.observe(["c", "new", "a"], np.array([1, 1, 1]), 0.0, False)
-    rates = adaptive._hits[:, 0] / np.maximum(adaptive._trials[:, 0], 1e-9)
+    rates = adaptive.acceptance.hits[:, 0] / np.maximum(adaptive.acceptance.trials[:, 0], 1e-9)
     assert rates[0] > 0.9 and rates[1] == 0 and rates[2] > 0.9
-    assert adaptive._trials[1].sum() == 0
+    assert adaptive.acceptance.trials[1].sum() == 0
     assert len(adaptive.choose(np.array([2, 2, 2]), 3, sampled, free)) == 3
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from vllm_ppd.vllm_plugins.draft_acceptance import BELIEF, DraftAcceptance, reordered
 from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
@@ -28,13 +29,7 @@ TURNS = 4  # times as often is a pause broken that the requests at hand alone ha
 BURST = 2  # steps of a probe: one that is not timed, and one that is
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
 REFRESH_EVERY = 16  # steps between two looks at the clock
-MEMORY = 32  # drafts of a request that count, at each position
-SERVER_MEMORY = 256  # and of all requests
-BELIEF = 4.0  # drafts of a request that weigh as much as what the others' acceptance says of it
-FIRST_GUESS, GUESS_WEIGHT = 0.6, 1.5  # acceptance before any draft was seen, and the drafts that it counts for
-FIRST_WEIGHT = 6.0  # and how many more it does at first: a few bad drafts must not end what has just begun
 WORTH = 1.03  # predicted speed-up from which on drafting begins; it ends where there is none
-FADE, SERVER_FADE = 0.5, 0.8  # of a request's and of all requests' drafts, at each probe that breaks a pause
 
 
 class AdaptiveDrafts:
@@ -43,33 +38,25 @@ class AdaptiveDrafts:
     Args:
         most: most drafts of a request, N.
         agree: see StepCosts.
-        kinds: of drafts whose acceptance is known apart, as those of greedy and of sampling requests.
-        belief: drafts of a request that weigh as much as what the others' acceptance says of it.
+        kinds, belief: see DraftAcceptance.
     """
 
     def __init__(self, most: int, agree: Agree | None = None, kinds: int = 2, belief: float = BELIEF) -> None:
-        self.most, self.belief = most, belief
+        self.most = most
+        self.acceptance = DraftAcceptance(most, kinds, belief)
         self.costs = StepCosts(most, agree)
         self.probing = False  # whether the last choice was made to measure
         self.withheld = 0  # drafts that the last choice left out
         self.gain = 1.0  # speed-up that the last choice promises; infinite where it is made to measure
         self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
-        self._req_ids: list[str] = []
-        self._hits = np.zeros((0, most))  # [rows, N] accepted drafts by position, fading
-        self._trials = np.zeros((0, most))  # [rows, N] and those whose predecessors were accepted
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
-        self._kinds = np.zeros(0, dtype=np.int64)  # [rows] of these
-        self._tried_at = np.zeros(kinds, dtype=np.int64)  # the step at which each was drafted last
-        # [kinds, N] the same over all requests
-        self._server_trials = np.full((kinds, most), FIRST_WEIGHT)
-        self._server_hits = FIRST_GUESS * self._server_trials
         self._steps = self._last_drafted = self._last_deeper = 0
         # By batch size: the latest step without drafts, and how many were made to time them.
         self._last_without, self._timings = np.zeros((2, len(SIZES)), dtype=np.int64)
         self._pausing = False  # drafts do not pay
         self._paused_at = 0  # the step at which they were found not to
         self._clearly = False  # whether they were found to be far from paying then
-        self._changed = False  # requests came or went
+        self._changed = False  # requests came or went, or their drafts are of other kinds
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
         self._price = 1.0  # seconds of that probe, in units of a step without drafts
         self._burst = 0  # steps that the probe goes on for
@@ -94,7 +81,9 @@ class AdaptiveDrafts:
             decoding: whether every row took its last token and its drafts in, and no prompt.
             own: what the step would take without anything that only drafts need, in units of its time.
         """
-        self._align(req_ids)
+        moved = self.acceptance.align(req_ids)
+        if moved is not None:
+            self._drafts, self._changed = reordered(self._drafts, moved), True
         self._paid = False
         if self._timed is not None and decoding:
             size, drafts, started = self._timed
@@ -103,7 +92,10 @@ class AdaptiveDrafts:
         if not decoding:
             self._drafted = None
         if self._drafts.any():
-            self._learn(np.where(emitted > 0, self._drafts, 0), emitted - 1)
+            verified = np.where(emitted > 0, self._drafts, 0)
+            self.acceptance.learn(verified, emitted - 1, self._steps)
+            if self._pausing and self.probing and verified.any():
+                self._paid = bool(emitted[verified > 0].mean() >= self._price)
         self._now = now
 
     def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
@@ -124,9 +116,11 @@ class AdaptiveDrafts:
             self.costs.refresh()
         free = np.where(fixed, 0, allowed)
         self.probing, self.gain = False, 1.0
-        self._set_kinds(kinds)
+        # What did not pay for other kinds may pay for these.
+        self._changed |= self.acceptance.set_kinds(kinds)
         if self._steps % PROBE_EVERY == 0 and self._steps - self._last_drafted < PROBE_EVERY:
-            self._forget_idle_kinds()
+            # Where others are drafted all the time, no pause ends in which a kind that did not pay is tried again.
+            self.acceptance.fade_idle(self._steps - PROBE_EVERY)
         drafts = self._choose(free, size, emitting) if free.any() else free
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
@@ -149,7 +143,7 @@ class AdaptiveDrafts:
         relative = self.costs.relative(self.costs.size(emitting))
         if relative is None or self._pausing or not allowed.any():
             return 1.0
-        self._set_kinds(kinds)
+        self._changed |= self.acceptance.set_kinds(kinds)
         return self._best(allowed, relative, emitting)[1]
 
     def pass_over(self) -> None:
@@ -180,11 +174,7 @@ class AdaptiveDrafts:
                 return np.zeros_like(allowed)
             if due:
                 # The text may have become another.
-                self._hits *= FADE
-                self._trials *= FADE
-                kinds = np.unique(self._kinds)
-                self._server_hits[kinds] *= SERVER_FADE
-                self._server_trials[kinds] *= SERVER_FADE
+                self.acceptance.fade()
         best, gain, drafts = self._best(allowed, relative, emitting)
         if gain >= (WORTH if self._pausing else 1.0):
             self._pausing, self.gain = False, gain
@@ -230,11 +220,12 @@ class AdaptiveDrafts:
     ) -> tuple[int, float, np.ndarray]:
         """The number of drafts of the highest predicted speed-up: (n >= 1, speed-up, drafts [rows]).
 
-        Requests' own drafts count for `own` of themselves.
+        Args:
+            allowed, emitting: as for choose.
+            relative: seconds of steps with 0, 1, ... drafts.
+            own: see DraftAcceptance.probabilities.
         """
-        server = (self._server_hits + FIRST_GUESS * GUESS_WEIGHT) / (self._server_trials + GUESS_WEIGHT)
-        server = server[self._kinds]
-        accepted = np.cumprod((own * self._hits + self.belief * server) / (own * self._trials + self.belief), axis=1)
+        accepted = self.acceptance.probabilities(own)
         accepted[np.arange(self.most) >= allowed[:, None]] = 0
         counts = np.arange(1, int(allowed.max()) + 1)
         # A step's time is there however many requests draft: a draft must bring in half of its share.
@@ -245,47 +236,3 @@ class AdaptiveDrafts:
         gains = tokens / (emitting * relative[counts])
         best = int(np.argmax(gains))
         return int(counts[best]), float(gains[best]), worth[best].sum(axis=1)
-
-    def _learn(self, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """Count a step: what each row might draft, and how many of that were accepted (unmade drafts were not)."""
-        position = np.arange(self.most)
-        trials = (position < drafts[:, None]) & (position <= accepted[:, None])
-        hits = trials & (position < accepted[:, None])
-        kept = 1 - trials / MEMORY
-        self._hits, self._trials = self._hits * kept + hits, self._trials * kept + trials
-        for kind in np.unique(self._kinds):
-            rows = self._kinds == kind
-            if drafts[rows].any():
-                self._tried_at[kind] = self._steps
-            tried = trials[rows].sum(axis=0)
-            kept = (1 - 1 / SERVER_MEMORY) ** tried
-            self._server_hits[kind] = self._server_hits[kind] * kept + hits[rows].sum(axis=0)
-            self._server_trials[kind] = self._server_trials[kind] * kept + tried
-        if self._pausing and self.probing and drafts.any():
-            self._paid = bool(1 + accepted[drafts > 0].mean() >= self._price)
-
-    def _set_kinds(self, kinds: np.ndarray) -> None:
-        new = kinds.astype(np.int64)
-        # What did not pay for other kinds may pay for these.
-        self._changed |= not np.array_equal(new, self._kinds)
-        self._kinds = new
-
-    def _forget_idle_kinds(self) -> None:
-        """Where others are drafted all the time, no pause ends in which a kind that did not pay is tried again."""
-        idle = self._steps - self._tried_at >= PROBE_EVERY
-        self._server_hits[idle] *= SERVER_FADE
-        self._server_trials[idle] *= SERVER_FADE
-
-    def _align(self, req_ids: list[str]) -> None:
-        """Bring what is known of requests into the order of the batch; of new ones nothing is known."""
-        if req_ids == self._req_ids:
-            return
-        row_of = {req_id: row for row, req_id in enumerate(self._req_ids)}
-        rows = np.array([row_of.get(req_id, -1) for req_id in req_ids], dtype=np.int64)
-        known, kept = np.flatnonzero(rows >= 0), rows[rows >= 0]
-        for name in ("_hits", "_trials", "_drafts", "_kinds"):
-            old = getattr(self, name)
-            new = np.zeros((len(rows), *old.shape[1:]), dtype=old.dtype)
-            new[known] = old[kept]
-            setattr(self, name, new)
-        self._req_ids, self._changed = list(req_ids), True
