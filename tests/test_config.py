@@ -202,6 +202,15 @@ def test_refused_before_the_model_loads(tiny_model: Model, flags: list[str], mes
     assert "\n" not in str(caught.value)
 
 
+def test_vllms_own_methods_keep_their_options(tiny_model: Model) -> None:
+    """Some of ours are called as vLLM's are."""
+    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    config = from_dict(tiny_model(), lookup)
+    assert active_config(config) is None
+    found = config.speculative_config
+    assert (found.method, found.prompt_lookup_min, found.prompt_lookup_max) == ("ngram", 2, 4)
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [

@@ -62,7 +62,7 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
         parallel_config.worker_cls = checks.WORKER
         return active_config(engine_args)
     if not checks.is_ours(asked):
-        ours = [flag_name(key) for key in asked if key in flag_fields() and key != "draft_sample_method"]
+        ours = [flag_name(key) for key in asked if key in flag_fields() and not checks.is_vllms(key)]
         if ours:
             raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")
         return None

@@ -43,6 +43,13 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
     return False
 
 
+def is_vllms(option: str) -> bool:
+    """Whether vLLM's own methods have an option of this name, too."""
+    from vllm.config import SpeculativeConfig
+
+    return option in SpeculativeConfig.__dataclass_fields__
+
+
 def resolve_options(
     speculative_config: dict[str, Any], model_config: ModelConfig, parallel_config: ParallelConfig
 ) -> DraftingConfig:
@@ -88,11 +95,7 @@ def check_stacking(model_config: ModelConfig, parallel_config: ParallelConfig) -
         OptionError: naming what stands against it.
     """
     name, config = model_config.architectures[0], model_config.hf_text_config
-    odd = [
-        key
-        for key in ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
-        if getattr(config, key, None)
-    ]
+    odd = [key for key in _NOT_STACKABLE if getattr(config, key, None)]
     instead = "with schedule 'parallel'; use 'deferred'"
     _refuse({
         f"{name} is not supported {instead}; it runs {', '.join(STACKABLE)}": name not in STACKABLE,

@@ -72,11 +72,12 @@ class HeadsHistory:
         self._groups: list[tuple[int, int | None]] = []  # the heads' KV cache groups, and the window of each
         self._group_of_head: list[int] = []
 
-    def begin_step(self, paused: bool = False) -> bool:
+    def begin_step(self, paused: bool = False, keeps: bool = True) -> bool:
         """Take in the step that is about to run; returns whether the heads rest in it.
 
         Args:
             paused: whether drafts that could be made do not pay.
+            keeps: whether what the heads miss in a pause may be completed later.
         """
         batch = self.runner.input_batch
         rows = batch.num_reqs
@@ -104,7 +105,7 @@ class HeadsHistory:
         # A state is kept of one token a step.
         self.backlog.forget([batch.req_ids[row] for row in np.flatnonzero(several)])
         behind = self.backlog.holds(batch.req_ids)
-        if rests and crowded:
+        if not keeps or (rests and crowded):
             self.backlog.forget(batch.req_ids)
         elif behind.any() or (rests and self.known.any()):
             # Who is behind needs the newest state even of a step with the heads, whose attention has met the holes.

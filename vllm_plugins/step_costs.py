@@ -64,7 +64,8 @@ class StepCosts:
 
     def plain(self, requests: int) -> float:
         """Seconds of a step without drafts; 0 where none was timed."""
-        return float(np.nan_to_num(self._agreed[self.size(requests), 0]))
+        seconds = float(self._agreed[self.size(requests), 0])
+        return seconds if seconds > 0 else 0.0
 
     def refresh(self) -> None:
         """Take the steps since the last refresh into account, on all ranks at once."""

@@ -85,7 +85,8 @@ class DynaMoProposer(Proposer):
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.history is not None:
             adaptive, layers = self.planner.adaptive, self.config.num_layers
-            self.cut.resting = self.history.begin_step(paused=adaptive is not None and adaptive.resting)
+            paused = adaptive is not None and adaptive.resting
+            self.cut.resting = self.history.begin_step(paused, not self._catching_up_is_dear())
             self.cut.keeps_stem = self.history.keeping is not None
             self.counters.add("resting_steps", self.cut.resting)
             self.own_share = 1.0 if self.cut.resting else layers / (layers + len(self.cut.branches))
@@ -105,13 +106,15 @@ class DynaMoProposer(Proposer):
         """
         if self.history is None:
             return None
-        adaptive, known = self.planner.adaptive, self.history.known
-        if known is None or adaptive is None:
-            return known
-        rows, price = len(known), min(self.prices, default=0.0)
-        # The first few may have found nothing in the caches.
-        dear = len(self.prices) > 1 and price * rows * PROBE_EVERY > adaptive.costs.plain(rows)
+        known, dear = self.history.known, self.planner.adaptive is None or self._catching_up_is_dear()
         return known if dear else self.history.able
+
+    def _catching_up_is_dear(self) -> bool:
+        adaptive = self.planner.adaptive
+        if adaptive is None or len(self.prices) < 2:  # the first may have found nothing in the caches
+            return False
+        rows = self.runner.input_batch.num_reqs
+        return min(self.prices) * rows * PROBE_EVERY > adaptive.costs.plain(rows)
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)
