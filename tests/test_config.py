@@ -61,15 +61,16 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
         tiny_model(), "--speculative-model", "paradecode", "--spec-tokens", "5", "--ppd-exit-layer", "2,4",
         "--ppd-gamma", "0.4", "--ppd-draft-sample-method", "greedy", "--ppd-max-drafting-requests", "3",
         "--ppd-disable-by-batch-size", "9", "--ppd-adaptive", "false", "--ppd-prompt-lookup-min", "4",
+        "--ppd-prompt-lookup-drafts", "7",
     )  # fmt: skip
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "lanes": 1, "stages": 1,
-        "adaptive": False, "prompt_lookup_min": 4,
+        "adaptive": False, "prompt_lookup_min": 4, "prompt_lookup_drafts": 7,
         "schedule": "deferred",
     }  # fmt: skip
-    assert config.speculative_config.num_speculative_tokens == 5
+    assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
     assert config.num_lookahead_tokens == 6
     assert config.parallel_config.worker_cls == WORKER
 
@@ -149,7 +150,11 @@ def test_adaptive_is_for_verified_drafts() -> None:
 def test_lookup_needs_drafts_of_several_sources(options: dict[str, Any], stages: int, named: str) -> None:
     with pytest.raises(OptionError, match=f"prompt_lookup_min=2 is not supported with {named}"):
         resolve(parse_options({**options, "prompt_lookup_min": 2}), 6, stages=stages)
-    assert "prompt lookup from 2 tokens on" in resolve(parse_options({"prompt_lookup_min": 2}), 6).summary()
+    config = resolve(parse_options({"prompt_lookup_min": 2}), 6)
+    assert "prompt lookup from 2 tokens on (up to 3 drafts)" in config.summary()
+    assert config.most_drafts == 3
+    with pytest.raises(OptionError, match="prompt_lookup_drafts=5 needs prompt_lookup_min"):
+        resolve(parse_options({"prompt_lookup_drafts": 5}), 6)
     with pytest.raises(OptionError, match="adaptive is of no use with verify: false"):
         resolve(parse_options({"method": "dynamo", "verify": False, "adaptive": True}), 6)
 

@@ -55,8 +55,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "eps_b": 0.0,
         "heads": ("dynamo", {"mask_entries": 0}),
     },
-    "lookup": {"method": "ppd", "prompt_lookup_min": 1},
-    "lookup-adaptive": {"method": "ppd", "prompt_lookup_min": 1, "adaptive": True},
+    "lookup": {"method": "ppd", "prompt_lookup_min": 1, "prompt_lookup_drafts": 6},
+    "lookup-adaptive": {"method": "ppd", "prompt_lookup_min": 1, "prompt_lookup_drafts": 8, "adaptive": True},
     "cp-lookup": {"method": "cp", "prompt_lookup_min": 1, "adaptive": True, "heads": ("cp", {"rank": 3})},
     "dynamo-lookup": {
         "method": "dynamo",
@@ -74,7 +74,8 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("parallel", "batch_1"), ("parallel", "batch_16"), ("parallel", "more_than_fit"), ("parallel", "model_length"),
     ("parallel", "structured_output"), ("parallel", "penalties"), ("parallel", "arrivals_and_aborts"),
     ("parallel-exits", "batch_16"), ("parallel-exits", "mixed_lengths"), ("parallel-heads", "batch_16"),
-    ("lookup", "batch_1"), ("lookup", "structured_output"), ("lookup-adaptive", "more_than_fit"),
+    ("lookup", "batch_1"), ("lookup", "structured_output"), ("lookup", "model_length"),
+    ("lookup-adaptive", "more_than_fit"),
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip

@@ -104,7 +104,7 @@ def heads(
 def test_distribution_with_lookups(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:
     """The prompt is what followed it before: a place that the model's own words may lead back to."""
     llm = engine(
-        {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "adaptive": True},
+        {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "prompt_lookup_drafts": 6, "adaptive": True},
         max_num_seqs=64,
         max_num_batched_tokens=512,
     )

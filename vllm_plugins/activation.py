@@ -72,7 +72,7 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     engine_args.speculative_config = {
         "method": "custom_class",
         "model": config.proposer,
-        "num_speculative_tokens": config.num_speculative_tokens,
+        "num_speculative_tokens": config.most_drafts,
         "draft_sample_method": config.draft_sample_method,
     }
     if config.stages > 1:

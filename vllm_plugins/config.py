@@ -121,6 +121,14 @@ class DraftingOptions(BaseModel):
         "drafts promise more (default: no lookup; try 2 or 3)",
         json_schema_extra={"flag": True},
     )
+    prompt_lookup_drafts: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="drafts of the prompt lookup per request and step, which may be more than the method's (default: "
+        "num_speculative_tokens)",
+        json_schema_extra={"flag": True},
+    )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
@@ -171,6 +179,18 @@ class DraftingConfig(DraftingOptions):
         return METHODS[self.method]
 
     @property
+    def most_lookup_drafts(self) -> int:
+        """Drafts of the prompt lookup per request and step; 0 without it."""
+        if self.prompt_lookup_min is None:
+            return 0
+        return self.prompt_lookup_drafts or self.num_speculative_tokens
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts per request and step, of whichever source."""
+        return max(self.num_speculative_tokens, self.most_lookup_drafts)
+
+    @property
     def proposer(self) -> str:
         """Dotted path of the class that vLLM starts."""
         if self.schedule == "parallel":
@@ -206,7 +226,8 @@ class DraftingConfig(DraftingOptions):
             most = "up to " if self.adaptive else ""
             parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
         if self.prompt_lookup_min is not None:
-            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on")
+            drafts = f"up to {self.most_lookup_drafts} drafts"
+            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on ({drafts})")
         if self.draft_vocab_size is not None:
             parts.append(f"draft vocabulary {self.draft_vocab_size}")
         if self.exit_layer and self.stages == 1:
@@ -296,6 +317,11 @@ def resolve(
         why = "verify: false" if stages == 1 else "pipeline parallelism"
         raise OptionError(
             f"speculative_config: adaptive is of no use with {why}: no token is drafted in vain there; leave it out"
+        )
+    if options.prompt_lookup_drafts is not None and options.prompt_lookup_min is None:
+        raise OptionError(
+            f"speculative_config: prompt_lookup_drafts={options.prompt_lookup_drafts} needs prompt_lookup_min; give "
+            "both, or neither"
         )
     without_lookup = {
         "pipeline parallelism": stages > 1,

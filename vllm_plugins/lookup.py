@@ -64,7 +64,7 @@ class DraftSources:
 
     Args:
         shortest: tokens that must agree with an earlier place.
-        most: drafts of a request, N.
+        most: looked-up drafts of a request, N; the method's may be more or fewer.
         method: learns what the method's drafts are worth (None: lookups are taken wherever every request that drafts
             has one).
         agree: see StepCosts.
@@ -94,8 +94,8 @@ class DraftSources:
 
         Args:
             batch: vLLM's.
-            allowed: [rows] drafts that each may be given.
-            able: [rows] drafts of these that the method can make.
+            allowed: [rows] drafts that each may be given from its text.
+            able: [rows] drafts that the method can make.
             emitting: rows that go on decoding.
             greedy: [rows] bool, whether the request decodes greedily.
             seeded: [rows] bool, requests whose drafts are the method's, whatever is measured or stands in the text.
@@ -106,7 +106,7 @@ class DraftSources:
         found = self.find(batch, np.where(seeded.any(), 0, allowed))
         drafts = np.minimum(found.counts, allowed)
         if self.worth is None or self.method is None:
-            everyone = drafts.any() and drafts[allowed > 0].all()
+            everyone = drafts.any() and drafts[able > 0].all()
             return (drafts, found.tokens) if everyone else (able, None)
         kinds = greedy + 2 * np.searchsorted(LENGTHS, found.lengths, side="right")
         drafts = self.worth.choose(drafts, emitting, kinds, np.zeros_like(seeded))

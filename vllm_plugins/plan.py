@@ -71,7 +71,7 @@ class DraftPlanner:
             able: as for most_drafts.
             own: as for AdaptiveDrafts.observe.
         """
-        batch = self.runner.input_batch
+        batch, config = self.runner.input_batch, self.config
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
         emitted = counts > 0
         if self.adaptive is not None:
@@ -83,7 +83,7 @@ class DraftPlanner:
         drafts, remaining = self.most_drafts(emitted, reserved=1, able=able)
         emitting, looked_up = int(emitted.sum()), None
         if self.sources is not None:
-            every = drafts if able is None else self.most_drafts(emitted, reserved=1)[0]
+            every, _ = self.most_drafts(emitted, reserved=1, most=config.most_lookup_drafts)
             drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy, self._seeded)
         elif self.adaptive is not None:
             drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded)
@@ -95,7 +95,7 @@ class DraftPlanner:
         return Plan(rows, base, base_tokens, drafts[rows], None if looked_up is None else looked_up[rows])
 
     def most_drafts(
-        self, emitted: np.ndarray, reserved: int, able: np.ndarray | None = None
+        self, emitted: np.ndarray, reserved: int, able: np.ndarray | None = None, most: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """How many drafts each row of the batch may make.
 
@@ -103,6 +103,7 @@ class DraftPlanner:
             emitted: [batch rows] bool, whether the row emits a token in this step.
             reserved: tokens up to a request's end that are not to be drafted.
             able: [batch rows] bool, rows that the method can draft for (None: all).
+            most: drafts of a request (None: the method's num_speculative_tokens).
 
         Returns:
             (drafts [batch rows], tokens that each row has left to its end [batch rows]).
@@ -113,7 +114,7 @@ class DraftPlanner:
         end = np.minimum(batch.num_prompt_tokens[:num_reqs] + self._max_output, self.runner.max_model_len)
         remaining = end - batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
         # Not np.clip, which takes ten times as long for a few numbers.
-        drafts = np.minimum(np.maximum(remaining - reserved, 0), config.num_speculative_tokens)
+        drafts = np.minimum(np.maximum(remaining - reserved, 0), most or config.num_speculative_tokens)
         drafts *= emitted & self._allowed
         if able is not None:
             drafts[~able] = 0

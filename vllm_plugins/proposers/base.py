@@ -74,7 +74,7 @@ class Proposer(ABC):
         adaptive = AdaptiveDrafts(most, _agreement()) if config.adaptive else None
         sources = None
         if config.prompt_lookup_min is not None:
-            sources = DraftSources(config.prompt_lookup_min, most, adaptive, _agreement())
+            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts, adaptive, _agreement())
         self.planner = DraftPlanner(config, runner, adaptive, sources)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
