@@ -18,7 +18,8 @@ from vllm_ppd.heads.config import CPConfig, DynaMoConfig, TargetLayers
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import WORKER
-from vllm_ppd.vllm_plugins.config import DraftingConfig, OptionError, flag_fields, options_table, parse_options, resolve
+from vllm_ppd.vllm_plugins.config import DraftingConfig, OptionError, flag_fields, options_table, parse_options
+from vllm_ppd.vllm_plugins.resolve import resolve
 
 register()
 Model = Callable[..., Path]

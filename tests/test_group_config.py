@@ -16,9 +16,10 @@ from vllm import SamplingParams, envs
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
-from vllm_ppd.vllm_plugins.config import OptionError, parse_options, resolve
+from vllm_ppd.vllm_plugins.config import OptionError, parse_options
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.methods import METHODS
+from vllm_ppd.vllm_plugins.resolve import resolve
 
 Model = Callable[..., Path]
 STAGES = ["--speculative-model", "ppd", "--pipeline-parallel-size", "2"]

@@ -10,8 +10,9 @@ from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, k
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
-from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, parse_options, resolve
+from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, METHODS, Method
+from vllm_ppd.vllm_plugins.resolve import resolve
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig

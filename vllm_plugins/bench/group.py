@@ -175,7 +175,8 @@ def splits_of(everyone: list[Contender], num_layers: int) -> dict[str, int]:
 
 def split_of(config: dict[str, Any], num_layers: int) -> int:
     """Where a contender's stages are split, as the server resolves it."""
-    from vllm_ppd.vllm_plugins.config import parse_options, resolve
+    from vllm_ppd.vllm_plugins.config import parse_options
+    from vllm_ppd.vllm_plugins.resolve import resolve
 
     heads = load_config(config["model"], "early") if "model" in config else None
     return resolve(parse_options(config), num_layers, heads, stages=2).split
