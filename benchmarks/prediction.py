@@ -36,6 +36,8 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
     options = measured.run["options"]
     for row in measured.rows():
         config = measured.contenders[row["contender"]]["speculative_config"] or {}
+        if "prompt_lookup_min" in config:
+            continue  # what a text repeats is no property of the heads
         try:
             heads = load_config(config.get("model") or "")
             if options["temperature"] not in (0, calibration_of(config["model"])["options"]["temperature"]):
