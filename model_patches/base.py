@@ -8,13 +8,6 @@ draft, and the deep pass that completes deferred KV.
 
 Under pipeline parallelism a process holds the stacks of its stage alone: the first stage ends in a state, the last one
 starts from it.
-
-Branches are further layers that read the state before the last stack (DynaMo's stem) and run beside it:
-
-    ... -> (hidden, residual) -> [last stack: layer L, norm] -> hidden
-                              -> [branch: a token head's layer, norm] -> hidden
-
-A forward may leave them out.
 """
 
 from __future__ import annotations
@@ -83,7 +76,7 @@ class Adapter(ABC):
 class Stack(nn.Module):
     """Consecutive layers [start, stop) of the target; the first also embeds, the last also norms.
 
-    A branch gives its own layers; they are numbered on from the target's, and normed.
+    Layers that are not the target's are given; they are numbered on from its own, and normed.
     """
 
     def __init__(self, *, adapter: Adapter, start: int, stop: int, layers: Sequence[nn.Module] | None = None) -> None:
@@ -112,7 +105,7 @@ class FirstStack(Stack):
         return self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None)
 
 
-def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
+def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
     """Build a stack with vLLM's compilation support.
 
     vLLM keys compiled code by class and code object; two stacks of one class would run each other's layers. Each
@@ -124,7 +117,9 @@ def _compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -
     forward.__qualname__ = f"{name}.forward"
     forward.__annotations__ = dict(base.forward.__annotations__)
     tokens_first = (
-        {"input_ids": 0, "positions": 0} if base is FirstStack else {"positions": 0, "hidden": 0, "residual": 0}
+        {"input_ids": 0, "positions": 0}
+        if issubclass(base, FirstStack)
+        else {"positions": 0, "hidden": 0, "residual": 0}
     )
     cls = type(name, (base,), {"forward": forward, "__module__": base.__module__})
     cls = support_torch_compile(cls, dynamic_arg_dims=tokens_first)
@@ -137,7 +132,7 @@ def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
     return state[0][index], None if state[1] is None else state[1][index]
 
 
-def _copied(state: CutState) -> CutState:
+def copied(state: CutState) -> CutState:
     return state[0].clone(), None if state[1] is None else state[1].clone()
 
 
@@ -154,6 +149,8 @@ class ModelCut:
         ValueError: if the family cannot be cut or an exit layer is out of range.
     """
 
+    first_stack: type[FirstStack] = FirstStack
+
     def __init__(
         self,
         model: nn.Module,
@@ -169,34 +166,14 @@ class ModelCut:
         self.exit_layers = tuple(exit_layers)
         bounds = [first, *exit_layers, last]
         self.stacks: list[Stack] = [
-            _compiled_stack(
-                FirstStack if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop
+            compiled_stack(
+                self.first_stack if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop
             )
             for start, stop in itertools.pairwise(bounds)
         ]
-        self.branches: list[Stack] = []
-        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
-        self.resting = False  # whether forwards leave the branches out
-        self.keeps_stem = False  # whether they leave what the branches are fed with in `stem`
-        self.stem: CutState | None = None
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None
         self.adapter.replace_forward(self)
-
-    def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
-        """Run further layers beside the last stack, in every full forward unless they rest.
-
-        Args:
-            layers: of the target's kind, one a branch.
-            vllm_config: vLLM's configuration.
-            hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
-        """
-        first = len(self.adapter.layers)
-        self.branches = [
-            _compiled_stack(Stack, vllm_config, adapter=self.adapter, start=i, stop=i + 1, layers=[layer])
-            for i, layer in enumerate(layers, start=first)
-        ]
-        self.branch_hidden = hidden
 
     def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the buffers that stand between stacks when CUDA graphs are on."""
@@ -233,22 +210,12 @@ class ModelCut:
             return state
         for stack in stacks[:-1]:
             state = stack(positions, *self.at_junction(state))
-        # vLLM's norms overwrite what they are given, so each branch reads a copy.
-        copied = self.keeps_stem or (bool(self.branches) and not self.resting)
-        stem = _copied(state) if copied else state
-        self.stem = stem if self.keeps_stem else None
-        output = stacks[-1](positions, *self.at_junction(state))
-        if self.resting:
-            return output
-        for branch, hidden in zip(self.branches, () if self.branch_hidden is None else self.branch_hidden, strict=True):
-            state = _copied(stem) if self.junction is None else self.at_junction(stem)
-            hidden[: output.shape[0]].copy_(branch(positions, *state))
-        return output
+        return stacks[-1](positions, *self.at_junction(state))
 
     @property
     def parts(self) -> list[Stack]:
-        """The stacks, and the branches after them."""
-        return [*self.stacks, *self.branches]
+        """Everything that can run by itself."""
+        return self.stacks
 
     def attention_layers(self, part: int, names: Sequence[str]) -> list[str]:
         """Those of vLLM's attention layer names that belong to a part."""

@@ -35,14 +35,16 @@ def find(
 ) -> Found:
     """Find where the text's last tokens stood before: the place of the longest agreement, of several the first.
 
-    It is that of vLLM's own n-gram method, for all rows at once.
+    It is that of vLLM's own n-gram method. All rows are compared at once.
     """
-    rows, width = np.arange(len(ends)), int(ends.max(initial=0))
-    last = token_ids[rows, np.maximum(ends - 1, 0)]
+    rows = np.arange(len(ends))
+    # A scan of each row's own length: what all rows' longest would take has no bound in the tokens that there are.
+    found = [
+        np.flatnonzero(text[: max(end - 1, 0)] == text[end - 1])
+        for text, end in zip(token_ids, ends.tolist(), strict=True)
+    ]
     # [places] row, and index of a token that equals its row's last one
-    row, place = np.nonzero(token_ids[:, :width] == last[:, None])
-    before = place < ends[row] - 1
-    row, place = row[before], place[before]
+    row, place = np.repeat(rows, [len(of_row) for of_row in found]), np.concatenate([*found, rows[:0]])
     lengths, places = np.zeros((2, len(ends)), dtype=np.int64)
     for length in range(1, LONGEST + 1):
         # From the last place to the first, which thus stays.

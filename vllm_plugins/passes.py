@@ -38,7 +38,7 @@ class StackPasses:
         return self._run(len(self.cut.stacks) - 1, span, None, state)
 
     def branch(self, number: int, rows: np.ndarray, positions: np.ndarray, state: CutState) -> torch.Tensor:
-        """A branch beside the last stack over tokens that need not be consecutive.
+        """A branch beside the target's last layer over tokens that need not be consecutive.
 
         Args:
             number: of the branch.

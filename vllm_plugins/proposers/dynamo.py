@@ -25,7 +25,8 @@ from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import divisor, is_greedy
-from vllm_ppd.model_patches.base import ModelCut, rows_of
+from vllm_ppd.model_patches.base import rows_of
+from vllm_ppd.model_patches.branched import BranchedModel
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
@@ -55,7 +56,7 @@ class DynaMoProposer(Proposer):
         device, dtype = self.runner.device, vllm_config.model_config.dtype
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         hidden_size, count = heads.target.hidden_size, config.num_speculative_tokens
-        self.cut = ModelCut(model, vllm_config, (config.num_layers - 1,))
+        self.cut = BranchedModel(model, vllm_config)
         weights = [
             {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors} for token in range(2, count + 2)
         ]

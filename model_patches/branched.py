@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with branches: further layers that read the state before the target's last layer (DynaMo's stem).
+
+    token ids -> [embed, layers ..L-1] -> (hidden, residual) -> [layer L, norm] -> hidden
+                                                             -> [branch: a token head's layer, norm] -> hidden
+
+The target stays in one piece, so that a forward without the branches takes as long as vLLM's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, compiled_stack, copied
+
+
+class TappedStack(FirstStack):
+    """All of the target, which also gives the state before its last layer."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.before, self.last = self.layers[:-1], self.layers[-1:]
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
+        """(Normed hidden states, hidden before the last layer, its residual), [tokens, hidden] each."""
+        state = self.adapter.run(self.before, positions, self.adapter.embed(input_ids), None)
+        stem = copied(state)  # vLLM's norms overwrite what they are given
+        hidden = self.adapter.norm(*self.adapter.run(self.last, positions, *state))
+        return hidden, *stem
+
+
+class BranchedModel(ModelCut):
+    """A loaded model whose forward runs further layers beside its last one, unless they rest.
+
+    Args:
+        model: the causal LM as vLLM loaded it.
+        vllm_config: vLLM's configuration; its compilation mode is the branches' too.
+    """
+
+    first_stack = TappedStack
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
+        super().__init__(model, vllm_config, ())
+        self.branches: list[Stack] = []
+        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
+        self.resting = False  # whether forwards leave the branches out
+        self.keeps_stem = False  # whether they leave what the branches are fed with in `stem`
+        self.stem: CutState | None = None
+
+    def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
+        """Run further layers in every forward.
+
+        Args:
+            layers: of the target's kind, one a branch.
+            vllm_config: vLLM's configuration.
+            hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
+        """
+        first = len(self.adapter.layers)
+        self.branches = [
+            compiled_stack(Stack, vllm_config, adapter=self.adapter, start=i, stop=i + 1, layers=[layer])
+            for i, layer in enumerate(layers, start=first)
+        ]
+        self.branch_hidden = hidden
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
+        """As ModelCut.forward; the model is in one pipeline stage."""
+        output, *stem = self.stacks[0](input_ids, positions)
+        self.stem = (stem[0], stem[1]) if self.keeps_stem else None
+        if self.resting or self.branch_hidden is None:
+            return output
+        for branch, hidden in zip(self.branches, self.branch_hidden, strict=True):
+            given = (stem[0], stem[1])
+            given = copied(given) if self.junction is None else self.at_junction(given)
+            hidden[: output.shape[0]].copy_(branch(positions, *given))
+        return output
+
+    @property
+    def parts(self) -> list[Stack]:
+        """The target, and the branches after it."""
+        return [*self.stacks, *self.branches]
