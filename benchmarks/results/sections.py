@@ -29,7 +29,8 @@ class Section(NamedTuple):
 
 def all_sections(folder: Path) -> list[Section]:
     """A section for each file that is there, speeds first; files that are not known are shown as their rows."""
-    files = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    # The turns behind a table are kept beside it, for a run to add to.
+    files = {path.stem: path for path in sorted(folder.glob("*.json")) if not path.stem.endswith(".turns")}
     order = [*(name for name in KNOWN if name in files), *(name for name in files if name not in KNOWN)]
     found = []
     for name in order:
