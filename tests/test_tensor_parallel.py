@@ -69,10 +69,13 @@ def test_two_ranks(
 
 
 @pytest.mark.full
-def test_two_ranks_adaptive(tiny_model: Callable[..., Path], engine: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_min": 1, "prompt_lookup_drafts": 6}], ids=["", "lookup"])
+def test_two_ranks_adaptive(
+    tiny_model: Callable[..., Path], engine: Callable[..., Any], lookup: dict[str, Any]
+) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
-    got, _, deferred = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True}, cases)
+    got, _, deferred = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True, **lookup}, cases)
     assert got == as_json({case: CASES[case](engine()) for case in cases})
     assert deferred > 0
 
