@@ -69,13 +69,13 @@ class BranchedModel(ModelCut):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
-        output, *stem = self.stacks[0](input_ids, positions)
-        self.stem = (stem[0], stem[1]) if self.keeps_stem else None
+        output, *before_last = self.stacks[0](input_ids, positions)
+        stem = before_last[0], before_last[1]
+        self.stem = stem if self.keeps_stem else None
         if self.resting or self.branch_hidden is None:
             return output
         for branch, hidden in zip(self.branches, self.branch_hidden, strict=True):
-            given = (stem[0], stem[1])
-            given = copied(given) if self.junction is None else self.at_junction(given)
+            given = copied(stem) if self.junction is None else self.at_junction(stem)
             hidden[: output.shape[0]].copy_(branch(positions, *given))
         return output
 

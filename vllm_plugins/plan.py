@@ -46,6 +46,8 @@ class DraftPlanner:
         self.runner = runner
         self.adaptive = adaptive
         self.sources = sources
+        worth = None if sources is None else sources.worth
+        self._learning = [one for one in (adaptive, worth) if one is not None]
         self._req_ids: list[str] = []
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
@@ -74,11 +76,8 @@ class DraftPlanner:
         batch, config = self.runner.input_batch, self.config
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
         emitted = counts > 0
-        if self.adaptive is not None:
-            self._look_up_changed()
-            for learning in (self.adaptive, None if self.sources is None else self.sources.worth):
-                if learning is not None:
-                    learning.observe(batch.req_ids, counts, now, decoding, own)
+        for learning in self._learning:
+            learning.observe(batch.req_ids, counts, now, decoding, own)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
         drafts, remaining = self.most_drafts(emitted, reserved=1, able=able)
         emitting, looked_up = int(emitted.sum()), None

@@ -71,10 +71,10 @@ class Proposer(ABC):
         """Take the model runner that will drive this proposer."""
         self.runner = runner
         config, most = self.config, self.config.num_speculative_tokens
-        adaptive = AdaptiveDrafts(most, _agreement()) if config.adaptive else None
-        sources = None
+        agree, sources = _agreement(), None
+        adaptive = AdaptiveDrafts(most, agree) if config.adaptive else None
         if config.prompt_lookup_min is not None:
-            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts, adaptive, _agreement())
+            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts, adaptive, agree)
         self.planner = DraftPlanner(config, runner, adaptive, sources)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:

@@ -107,12 +107,13 @@ class DynaMoProposer(Proposer):
         """
         if self.history is None:
             return None
-        known, dear = self.history.known, self.planner.adaptive is None or self._catching_up_is_dear()
-        return known if dear else self.history.able
+        return self.history.known if self._catching_up_is_dear() else self.history.able
 
     def _catching_up_is_dear(self) -> bool:
         adaptive = self.planner.adaptive
-        if adaptive is None or len(self.prices) < 2:  # the first may have found nothing in the caches
+        if adaptive is None:  # there are no pauses to catch up after
+            return True
+        if len(self.prices) < 2:  # the first may have found nothing in the caches
             return False
         rows = self.runner.input_batch.num_reqs
         return min(self.prices) * rows * PROBE_EVERY > adaptive.costs.plain(rows)
