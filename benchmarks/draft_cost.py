@@ -105,8 +105,7 @@ def _instrument(kind: str, drafter: Any, timers: Timers) -> None:
         timers.wrap(drafter, "chain", "  softmax, mixtures, arg-max")
     else:
         timers.wrap(drafter, "choose", "  joint, thresholds, back-off")
-        branches = drafter.cut.branches
-        drafter.cut.branches = [TimedStack(branch, timers, "heads' layers in the forward") for branch in branches]
+        drafter.cut.branches = TimedStack(drafter.cut.branches, timers, "heads' layers in the forward")
 
 
 def show(result: dict[str, Any]) -> None:

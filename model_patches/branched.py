@@ -34,6 +34,19 @@ class TappedStack(FirstStack):
         return hidden, *stem
 
 
+class Branches(Stack):
+    """Further layers, each of which reads the same state: one piece, as every piece costs the host time to start."""
+
+    def forward(  # type: ignore[override]
+        self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Normed hidden states [tokens, hidden] of each layer."""
+        return tuple(
+            self.adapter.norm(*self.adapter.run([layer], positions, *copied((hidden, residual))))
+            for layer in self.layers
+        )
+
+
 class BranchedModel(ModelCut):
     """A loaded model whose forward runs further layers beside its last one, unless they rest.
 
@@ -46,7 +59,7 @@ class BranchedModel(ModelCut):
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         super().__init__(model, vllm_config, ())
-        self.branches: list[Stack] = []
+        self.branches: Stack | None = None
         self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
         self.resting = False  # whether forwards leave the branches out
         self.keeps_stem = False  # whether they leave what the branches are fed with in `stem`
@@ -61,10 +74,9 @@ class BranchedModel(ModelCut):
             hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
         """
         first = len(self.adapter.layers)
-        self.branches = [
-            compiled_stack(Stack, vllm_config, adapter=self.adapter, start=i, stop=i + 1, layers=[layer])
-            for i, layer in enumerate(layers, start=first)
-        ]
+        self.branches = compiled_stack(
+            Branches, vllm_config, adapter=self.adapter, start=first, stop=first + len(layers), layers=layers
+        )
         self.branch_hidden = hidden
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
@@ -72,14 +84,13 @@ class BranchedModel(ModelCut):
         output, *before_last = self.stacks[0](input_ids, positions)
         stem = before_last[0], before_last[1]
         self.stem = stem if self.keeps_stem else None
-        if self.resting or self.branch_hidden is None:
-            return output
-        for branch, hidden in zip(self.branches, self.branch_hidden, strict=True):
-            given = copied(stem) if self.junction is None else self.at_junction(stem)
-            hidden[: output.shape[0]].copy_(branch(positions, *given))
+        if self.branches is not None and self.branch_hidden is not None and not self.resting:
+            found = self.branches(positions, *self.at_junction(stem))
+            for hidden, one in zip(self.branch_hidden, found, strict=True):
+                hidden[: output.shape[0]].copy_(one)
         return output
 
     @property
     def parts(self) -> list[Stack]:
-        """The target, and the branches after it."""
-        return [*self.stacks, *self.branches]
+        """The target, and all branches after it."""
+        return self.stacks if self.branches is None else [*self.stacks, self.branches]

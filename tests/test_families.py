@@ -109,7 +109,7 @@ def test_token_heads_of_every_family(
         return
     expected = CASES["batch_16"](engine(family=family)), CASES["arrivals_and_aborts"](engine(family=family))
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
-    layers = [branch.layers[0] for branch in drafter_of(llm).cut.branches]
+    layers = drafter_of(llm).cut.branches.layers
     assert [type(layer) for layer in layers] == [type(drafter_of(llm).cut.adapter.layers[-1])] * 2
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected
     assert llm.counts["accepted"] > 0

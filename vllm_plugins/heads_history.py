@@ -43,12 +43,11 @@ class BlockTable(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Tokens that the heads have not seen."""
+    """Tokens that the heads have not seen, of those that they attend to."""
 
     rows: np.ndarray  # [tokens] batch row
     positions: np.ndarray  # [tokens]
     state: CutState  # [tokens, hidden]
-    seen: np.ndarray  # [heads, tokens] bool, in a block of the head's window; others may be another request's by now
 
 
 class HeadsHistory:
@@ -69,8 +68,8 @@ class HeadsHistory:
         self.keeping: np.ndarray | None = None  # [batch rows] bool, whose state is to be kept; None: nobody's
         self.whole: np.ndarray | None = None  # [KV blocks] bool; None: all, as no step has rested yet
         self.known: np.ndarray | None = None  # [batch rows] bool, up to what the step takes in now; None: all
-        self._groups: list[tuple[int, int | None]] = []  # the heads' KV cache groups, and the window of each
-        self._group_of_head: list[int] = []
+        self._groups: list[int] = []  # the heads' KV cache groups
+        self._window: int | None = None  # of the heads, which are layers of one kind
 
     def begin_step(self, paused: bool = False, keeps: bool = True) -> bool:
         """Take in the step that is about to run; returns whether the heads rest in it.
@@ -89,11 +88,9 @@ class HeadsHistory:
             if not ((crowded or paused) and decoding):
                 return False
             self.whole = np.ones(self.runner.kv_cache_config.num_blocks, dtype=bool)
-            of_layer = self._find_groups()
-            self._groups = sorted(set(of_layer.values()))
-            self._group_of_head = [of_layer[layer][0] for layer in sorted(of_layer)]
+            self._groups, self._window = self._find_groups()
         ends = starts + np.diff(self.runner.query_start_loc.np[: rows + 1])
-        tables = [self._table(gid, window) for gid, window in self._groups]
+        tables = [self._table(gid) for gid in self._groups]
         for table in tables:
             # Before anyone is looked at: a block that one request fills may be another's prefix in the same step.
             self.whole[table.between(-(-starts // table.block_size), -(-ends // table.block_size))] = True
@@ -146,15 +143,18 @@ class HeadsHistory:
         first = np.full(len(behind), np.iinfo(np.int64).max)
         np.minimum.at(first, whose, positions)
         newest = batch.num_computed_tokens_cpu[behind].astype(np.int64)
-        seen = {}
-        for gid, window in self._groups:
-            table = self._table(gid, window)
+        for gid in self._groups:
+            table = self._table(gid)
             size, table = table.block_size, table._replace(blocks=table.blocks[behind])
-            oldest = np.zeros_like(newest) if window is None else np.maximum(newest + 1 - window, 0) // size
+            oldest = np.zeros_like(newest)
+            if self._window is not None:
+                oldest = np.maximum(newest + 1 - self._window, 0) // size
             self.whole[table.between(np.maximum(first // size, oldest), newest // size + 1)] = True
-            seen[gid] = positions // size >= oldest[whose]
         self.known[behind] = True
-        return Missed(behind[whose], positions, state, np.stack([seen[gid] for gid in self._group_of_head]))
+        # Blocks before the window may be another request's by now.
+        seen = np.flatnonzero(positions // size >= oldest[whose])
+        index = torch.from_numpy(seen).to(state[0].device, non_blocking=True)
+        return Missed(behind[whose[seen]], positions[seen], rows_of(state, index))
 
     def _decoding(self, starts: np.ndarray) -> bool:
         """Whether every row takes in its last token, one that it emitted, and drafts at most.
@@ -175,16 +175,17 @@ class HeadsHistory:
         unseen = (columns < first[:, None]) | (columns >= end[:, None])
         return (self.whole[table.blocks[:, : len(columns)]] | unseen).all(axis=1)
 
-    def _table(self, gid: int, window: int | None) -> BlockTable:
+    def _table(self, gid: int) -> BlockTable:
         batch = self.runner.input_batch
         table = batch.block_table[gid]
-        return BlockTable(table.get_numpy_array()[: batch.num_reqs], table.block_size, window)
+        return BlockTable(table.get_numpy_array()[: batch.num_reqs], table.block_size, self._window)
 
-    def _find_groups(self) -> dict[int, tuple[int, int | None]]:
-        """The KV cache group and the window of each of the heads' layers, by the layer's number."""
-        return {
-            extract_layer_index(name): (gid, get_kv_cache_spec_sliding_window(group.kv_cache_spec))
+    def _find_groups(self) -> tuple[list[int], int | None]:
+        """The KV cache groups that the heads' layers are in, and the window of them all."""
+        window_of = {
+            gid: get_kv_cache_spec_sliding_window(group.kv_cache_spec)
             for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups)
-            for name in group.layer_names
-            if extract_layer_index(name) >= self.first_layer
+            if any(extract_layer_index(name) >= self.first_layer for name in group.layer_names)
         }
+        (window,) = set(window_of.values())
+        return list(window_of), window

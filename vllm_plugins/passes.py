@@ -37,25 +37,25 @@ class StackPasses:
         """The target's last stack over a span: normed hidden states [tokens, hidden]."""
         return self._run(len(self.cut.stacks) - 1, span, None, state)
 
-    def branch(self, number: int, rows: np.ndarray, positions: np.ndarray, state: CutState) -> torch.Tensor:
-        """A branch beside the target's last layer over tokens that need not be consecutive.
+    def branches(self, rows: np.ndarray, positions: np.ndarray, state: CutState) -> list[torch.Tensor]:
+        """The branches beside the target's last layer over tokens that need not be consecutive.
 
         Args:
-            number: of the branch.
             rows: [tokens] batch row.
             positions: [tokens]
-            state: [tokens, hidden], which is overwritten.
+            state: [tokens, hidden].
 
         Returns:
-            Normed hidden states [tokens, hidden].
+            Normed hidden states [tokens, hidden] of each branch.
         """
-        part, most = len(self.cut.stacks) + number, self.runner.max_num_reqs  # every token is a request of its own
+        part, most = len(self.cut.stacks), self.runner.max_num_reqs  # every token is a request of its own
         parts = [slice(start, start + most) for start in range(0, len(rows), most)]
-        return torch.cat([
+        found = [
             self._run(part, Span(rows[some], positions[some], np.ones(len(rows[some]), dtype=np.int64)), None,
                       rows_of(state, some))
             for some in parts
-        ])  # fmt: skip
+        ]  # fmt: skip
+        return [torch.cat(of_branch) for of_branch in zip(*found, strict=True)]
 
     def _run(self, part: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
         runner = self.runner
@@ -87,8 +87,7 @@ class StackPasses:
                 output = self.cut.parts[part](positions, *self._padded(state, padded))
         if isinstance(output, torch.Tensor):
             return output[:num_tokens]
-        hidden, residual = output
-        return hidden[:num_tokens], None if residual is None else residual[:num_tokens]
+        return tuple(None if one is None else one[:num_tokens] for one in output)
 
     def _padded(self, state: CutState, padded: int) -> CutState:
         junction, num_tokens = self.cut.junction, state[0].shape[0]

@@ -25,7 +25,6 @@ from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import divisor, is_greedy
-from vllm_ppd.model_patches.base import rows_of
 from vllm_ppd.model_patches.branched import BranchedModel
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
@@ -90,7 +89,7 @@ class DynaMoProposer(Proposer):
             self.cut.resting = self.history.begin_step(paused, not self._catching_up_is_dear())
             self.cut.keeps_stem = self.history.keeping is not None
             self.counters.add("resting_steps", self.cut.resting)
-            self.own_share = 1.0 if self.cut.resting else layers / (layers + len(self.cut.branches))
+            self.own_share = 1.0 if self.cut.resting else layers / (layers + self.config.num_speculative_tokens)
         return None
 
     def begin_step(self, scheduler_output: Any) -> bool:
@@ -150,10 +149,10 @@ class DynaMoProposer(Proposer):
         started = time.perf_counter()
         newest = missed.positions == self.runner.input_batch.num_computed_tokens_cpu[missed.rows]
         places = self.token_places(None)[self.index(missed.rows[newest])].long()
-        for number, seen in enumerate(missed.seen):
-            index, last = self.index(np.flatnonzero(seen)), self.index(np.flatnonzero(newest[seen]))
-            output = self.passes.branch(number, missed.rows[seen], missed.positions[seen], rows_of(missed.state, index))
-            self.states[number, places] = output[last]
+        states = self.passes.branches(*missed)
+        last = self.index(np.flatnonzero(newest))
+        for number, of_head in enumerate(states):
+            self.states[number, places] = of_head[last]
         seconds = np.array([(time.perf_counter() - started) / len(missed.rows)])
         adaptive = self.planner.adaptive
         # All ranks must find it as dear as the first does.
@@ -177,13 +176,13 @@ class DynaMoProposer(Proposer):
         read = self.lm_head.logits if vocabulary is None else vocabulary.logits
         return read(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])
 
-    def scores(self, places: torch.Tensor, temperature: torch.Tensor | None) -> list[torch.Tensor]:
-        """Logits at the requests' temperatures of each head from 2 on: [requests, draft vocabulary]."""
+    def scores(self, places: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+        """Logits at the requests' temperatures of the heads from 2 on: [n - 1, requests, draft vocabulary]."""
         logits = self.logits(places, self.vocabulary)
-        return list(logits if temperature is None else logits / divisor(temperature))
+        return logits if temperature is None else logits / divisor(temperature)
 
-    def choose(self, rows: np.ndarray, scores: list[torch.Tensor], first_token: torch.Tensor | None) -> JointChoice:
-        """Algorithm 1 for some batch rows, with each one's own threshold."""
+    def choose(self, rows: np.ndarray, scores: Any, first_token: torch.Tensor | None) -> JointChoice:
+        """Algorithm 1 for some batch rows, with each one's own threshold; scores as select takes them."""
         server = self.settings.eps_b if self.config.eps_b is None else self.config.eps_b
         own = self.planner.eps_b[rows]
         eps_b = torch.from_numpy(np.where(np.isnan(own), server, own)).to(self.runner.device)
