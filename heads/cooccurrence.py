@@ -84,29 +84,26 @@ class CoOccurrence:
         order = len(token_ids)
         if order not in self.keys:
             raise ValueError(f"n-grams of order {order} were not counted; orders: {sorted(self.keys)}")
-        wanted, singles = token_ids[0], self._share[token_ids[0]]
+        wanted = token_ids[0]
         for axis, ids in enumerate(token_ids[1:], start=1):
-            ids = ids.view(len(ids), *[1] * axis, -1)
-            wanted = torch.add(ids, wanted.unsqueeze(-1), alpha=self.vocab_size)
-            singles = singles.unsqueeze(-1) * self._share[ids]
-        keys, share = self._lookup[order]
+            wanted = torch.add(ids.view(len(ids), *[1] * axis, -1), wanted.unsqueeze(-1), alpha=self.vocab_size)
+        keys, ratio = self._lookup[order]
         place = torch.searchsorted(keys, wanted)
-        return (share[place] * (keys[place] == wanted) / singles).float()
-
-    @cached_property
-    def _share(self) -> torch.Tensor:
-        """p^(x) of each token: [vocabulary] float64; 1 where it never occurs, as no n-gram of it does."""
-        share = self.unigram.double() / self.totals[0].clamp(min=1)
-        return share.masked_fill(self.unigram == 0, 1.0)
+        return ratio[place] * (keys[place] == wanted)
 
     @cached_property
     def _lookup(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """order -> (keys, p^ of each n-gram float64), an entry that no n-gram has at their end."""
+        """order -> (keys, eq. 3 of each n-gram float32), an entry that no n-gram has at their end."""
+        single = self.unigram.double() / self.totals[0].clamp(min=1)
         found = {}
         for order, keys in self.keys.items():
-            share = self.counts[order].double() / self.totals[order - 1].clamp(min=1)
-            last = torch.full_like(keys[:1] if len(keys) else self.unigram[:1].long(), torch.iinfo(torch.int64).max)
-            found[order] = torch.cat([keys, last]), torch.cat([share, share.new_zeros(1)])
+            ratio = self.counts[order].double() / self.totals[order - 1].clamp(min=1)
+            rest = keys
+            for _ in range(order):
+                ratio = ratio / single[rest % self.vocab_size]
+                rest = rest // self.vocab_size
+            last = torch.full((1,), torch.iinfo(torch.int64).max, device=keys.device)
+            found[order] = torch.cat([keys.long(), last]), torch.cat([ratio.float(), ratio.new_zeros(1).float()])
         return found
 
     def to(self, device: torch.device | str) -> CoOccurrence:

@@ -45,23 +45,28 @@ class JointChoice:
         greedy: torch.Tensor | None = None,  # [rows] bool: rows that take the likeliest
     ) -> torch.Tensor:
         """An n-gram of each row's order, in proportion to its entry: [rows, n] int64, -1 past the order."""
-        return self._tokens(self._pick(torch.zeros_like(self.order).bool() if greedy is None else greedy, generator))
+        return self.draw(torch.zeros_like(self.order).bool() if greedy is None else greedy, generator)[0]
 
     def draw(
         self, greedy: torch.Tensor, generator: torch.Generator | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As sample, with the distribution that each token from the second on was drawn from.
+        """As sample, token after token, with the distribution that each one from the second on was drawn from.
 
         Returns:
             (tokens [rows, n], of each position from 2 the probabilities of its head's top-k given the tokens before
             it [rows, k_i]: one-hot where greedy, all zero past the order).
         """
-        places = self._pick(greedy, generator)
-        result = []
-        for position in range(1, len(self.token_ids)):
-            found = self._conditional(places, position)
-            q = drawn_from(found, places[:, position], greedy)
-            result.append(q * (self.order > position)[:, None])
+        best = self._places(self.peaks)
+        places, result = torch.zeros_like(best), []
+        for position in range(len(self.token_ids)):
+            if self.token_ids[position].shape[1] == 1:  # a token that is emitted already: nothing to draw
+                found = torch.ones_like(self.token_ids[position], dtype=torch.float32)
+            else:
+                found = self._conditional(places, position)
+                places[:, position] = torch.where(greedy, best[:, position], draw(found, generator))
+            if position:
+                q = drawn_from(found, places[:, position], greedy)
+                result.append(q * (self.order > position)[:, None])
         return self._tokens(places), result
 
     def probabilities(
@@ -95,14 +100,6 @@ class JointChoice:
             given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
             found = torch.where((self.order == order)[:, None], given, found)
         return found
-
-    def _pick(self, greedy: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """Places of an n-gram of each row's order, drawn or the likeliest: [rows, n], 0 past the order."""
-        index = {
-            order: torch.where(greedy, self.peaks[order], draw(values.flatten(1), generator))
-            for order, values in self.joints.items()
-        }
-        return self._places(index)
 
     def _places(self, index: dict[int, torch.Tensor]) -> torch.Tensor:
         """From places in the flattened joints to those in each head's top-k: [rows, n], 0 past the order."""
@@ -179,7 +176,7 @@ def _peak(joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def candidates(
-    scores: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
+    scores: Sequence[torch.Tensor] | torch.Tensor,  # [rows, vocabulary] of each head from 1 (2, with first_token) on
     settings: JointSettings,
     cooccurrence: CoOccurrence | None = None,
     first_token: torch.Tensor | None = None,  # [rows] int64
@@ -193,7 +190,8 @@ def candidates(
     then conditioned on what the target has sampled, and thresholds apply to the conditional.
     Without a mask of an order (none counted, or alpha_c = 0) the joint of that order is the plain product.
     """
-    top = torch.stack([*scores]).float().topk(min(settings.k, scores[0].shape[-1]), dim=-1)
+    stacked = scores if isinstance(scores, torch.Tensor) else torch.stack([*scores])
+    top = stacked.float().topk(min(settings.k, scores[0].shape[-1]), dim=-1)
     kept = list(top.values)
     ids = list(top.indices if token_ids is None else token_ids[top.indices])
     if first_token is not None:
@@ -207,7 +205,7 @@ def candidates(
 
 
 def select(
-    scores: Sequence[torch.Tensor],  # [rows, vocabulary] of each head, head 1 first (head 2, with first_token)
+    scores: Sequence[torch.Tensor] | torch.Tensor,  # [rows, vocabulary] of each head from 1 (2, with first_token) on
     settings: JointSettings,
     cooccurrence: CoOccurrence | None = None,
     first_token: torch.Tensor | None = None,  # [rows] int64

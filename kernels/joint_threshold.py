@@ -42,7 +42,8 @@ def apply_mask(joint: torch.Tensor, mask: torch.Tensor, alpha_c: float) -> torch
     """
     if alpha_c == 0:
         return joint
-    masked = joint * mask.float() ** alpha_c
+    mask = mask.float()
+    masked = joint * (mask if alpha_c == 1 else mask**alpha_c)
     total = masked.flatten(1).sum(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
     return masked / total.view(-1, *[1] * (joint.dim() - 1))
 
