@@ -37,8 +37,10 @@ class Simulation:
         extra: float = 0.0,
         life: int = 1 << 40,
         cold: float = 0.0,
+        sleeps: bool = True,
     ) -> None:
-        self.cold, self.drafted = cold, False
+        self.cold, self.drafted, self.sleeps, self.slept = cold, False, sleeps, 0
+        self.names: list[str] = []
         self.cost, self.requests, self.noise, self.extra, self.life = cost, requests, noise, extra, life
         self.steps, self.holes, self.rested = 0, False, 0
         self.rng, self.clocks = np.random.default_rng(seed), np.random.default_rng(seed + 1)
@@ -66,9 +68,14 @@ class Simulation:
             accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
             self.tokens, self.seconds = self.tokens + int((1 + accepted).sum()), self.seconds + took
             own = 1.0 if resting else 1 / (1 + self.extra)
-            self.adaptive.observe(names, 1 + accepted, self.now, True, own)
-            allowed = np.full(self.requests, 0 if self.holes else MOST)
-            self.drafts = self.adaptive.choose(allowed, self.requests, sampled, self.fixed)
+            if self.sleeps and names == self.names and self.adaptive.sleeps_on(self.now, own):
+                assert not self.drafts.any()
+                self.slept += 1
+            else:
+                self.adaptive.observe(names, 1 + accepted, self.now, True, own)
+                allowed = np.full(self.requests, 0 if self.holes else MOST)
+                self.drafts = self.adaptive.choose(allowed, self.requests, sampled, self.fixed)
+            self.names = names
             most.append(int(self.drafts.max()))
             self.chosen.append(self.drafts.tolist())
         return most
@@ -79,6 +86,21 @@ class Simulation:
         self.run(steps, acceptance)
         plain = self.requests / self.cost(self.requests, 0)
         return (self.tokens - tokens) / (self.seconds - seconds) / plain
+
+
+@pytest.mark.parametrize(("acceptance", "share"), [(0.02, 0.25), (0.2, 0.5), (0.0, 0.02), (0.3, 0.9)])
+@pytest.mark.parametrize("requests", [1, 8])
+def test_pauses_that_are_slept_through_end_as_others(acceptance: float, share: float, requests: int) -> None:
+    """What a runner calls in a pause in place of observe and choose changes nothing that is chosen."""
+    asleep, awake = (
+        Simulation(shallow(share), requests, noise=0.0, extra=0.1, life=700, sleeps=sleeps) for sleeps in (True, False)
+    )
+    for rate in (acceptance, 0.9, acceptance):
+        asleep.run(2000, rate)
+        awake.run(2000, rate)
+    assert asleep.chosen == awake.chosen
+    assert (asleep.rested, asleep.seconds) == (awake.rested, awake.seconds)
+    assert asleep.slept > 100 and awake.slept == 0
 
 
 def shallow(share: float) -> Cost:

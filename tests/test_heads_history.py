@@ -65,7 +65,7 @@ class Server:
     def preempt(self, name: str) -> None:
         self.manager.free(self.requests[name])
         self.requests[name].num_computed_tokens = 0
-        self.backlog.forget([name])
+        self.history.forget([name])
         self.blocks.pop(name, None)
 
     def allocate(self, name: str, scheduled: int) -> int | None:

@@ -63,6 +63,23 @@ class AdaptiveDrafts:
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
+        self._size = 0  # batch size of the last choice
+        self._wake = 0  # the step up to which nothing but other requests can end a pause
+
+    def sleeps_on(self, now: float, own: float = 1.0) -> bool:
+        """Whether a pause lasts through the next step, too: in place of observe and choose, which would say so slowly.
+
+        Args:
+            now, own: as for observe, after a step of decoding by the requests of the last choice.
+        """
+        if self._steps + 1 >= self._wake or (self._steps + 1) % PROBE_EVERY == 0:
+            return False
+        if self._timed is not None:
+            self.costs.add(self._size, 0, (now - self._timed[2]) * own)
+        self._now = now
+        self._begin_step()
+        self._end_choice(0, timed=True)
+        return True
 
     def observe(
         self,
@@ -110,10 +127,8 @@ class AdaptiveDrafts:
         Returns:
             [rows] at most `allowed`.
         """
-        self._steps += 1
-        size = self.costs.size(emitting)
-        if self._steps % REFRESH_EVERY == 0 or self.costs.due:
-            self.costs.refresh()
+        self._begin_step()
+        size = self._size = self.costs.size(emitting)
         free = np.where(fixed, 0, allowed)
         self.probing, self.gain = False, 1.0
         # What did not pay for other kinds may pay for these.
@@ -124,19 +139,35 @@ class AdaptiveDrafts:
         drafts = self._choose(free, size, emitting) if free.any() else free
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
-        chosen = int(drafts.max(initial=0))
+        self._drafts, self._changed = drafts, False
+        # Drafts of fixed requests are in every step: its time says nothing of the others'.
+        self._end_choice(int(drafts.max(initial=0)), timed=not fixed.any())
+        relative, self._wake = self.costs.relative(size), 0
+        if self._pausing and relative is not None and not (self._drafted or self._burst or fixed.any()):
+            self._wake = self._last_drafted + BURST * int(self._shortest_pause(relative))
+        return drafts
+
+    def _begin_step(self) -> None:
+        self._steps += 1
+        if self._steps % REFRESH_EVERY == 0 or self.costs.due:
+            self.costs.refresh()
+
+    def _end_choice(self, chosen: int, timed: bool) -> None:
+        """Note what the step that runs now is, in which requests make up to so many drafts."""
         if chosen == 0:
-            self._last_without[size] = self._steps
+            self._last_without[self._size] = self._steps
         else:
             self._last_drafted = self._steps
-        self._drafts, self._changed = drafts, False
         tried = self._last_drafted > self._paused_at or self._steps - self._paused_at >= LONG_PAUSE
         self.resting = self._pausing and chosen == 0 and (tried or self._clearly)
-        # Drafts of fixed requests are in every step: its time says nothing of the others'.
         same = self._drafted == (chosen > 0)
-        self._timed = (size, chosen, self._now) if same and not fixed.any() else None
+        self._timed = (self._size, chosen, self._now) if same and timed else None
         self._drafted = chosen > 0
-        return drafts
+
+    @staticmethod
+    def _shortest_pause(relative: np.ndarray) -> float:
+        """Steps, for each that a probe takes, until a pause may end that the requests at hand alone brought about."""
+        return max(SHORTEST_PAUSE, PROBE_EVERY * (relative[1] - 1) / TURNS)
 
     def outlook(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
         """The speed-up that choose would promise; 1 in a pause, and as long as nothing is known."""
@@ -151,6 +182,7 @@ class AdaptiveDrafts:
         self._drafts = np.zeros_like(self._drafts)
         self._timed = self._drafted = None
         self.probing = self.resting = False
+        self._wake = 0
         self.withheld = 0
 
     def _choose(self, allowed: np.ndarray, size: int, emitting: int) -> np.ndarray:
@@ -166,7 +198,7 @@ class AdaptiveDrafts:
         if self._pausing:
             lasted, pause = (self._steps - self._last_drafted) / BURST, PROBE_EVERY * (relative[1] - 1)
             due = lasted >= max(SHORTEST_PAUSE, pause)
-            if not due and lasted >= max(SHORTEST_PAUSE, pause / TURNS):
+            if not due and lasted >= self._shortest_pause(relative):
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
                 due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
             going_on = self._goes_on()

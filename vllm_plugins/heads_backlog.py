@@ -64,7 +64,9 @@ class HeadsBacklog:
             return
         places = (self._next + np.arange(len(req_ids))) % self.capacity
         self._next = (self._next + len(req_ids)) % self.capacity
-        self.forget([self._name[number] for number in np.unique(self._owner[places]).tolist() if number >= 0])
+        owners = self._owner[places]
+        if (owners >= 0).any():
+            self.forget([self._name[number] for number in np.unique(owners).tolist() if number >= 0])
         for name in req_ids:
             if name not in self._number:
                 self._number[name], self._name[self._numbers] = self._numbers, name

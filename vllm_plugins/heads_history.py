@@ -70,6 +70,14 @@ class HeadsHistory:
         self.known: np.ndarray | None = None  # [batch rows] bool, up to what the step takes in now; None: all
         self._groups: list[int] = []  # the heads' KV cache groups
         self._window: int | None = None  # of the heads, which are layers of one kind
+        # Of the last step, if the heads rested in it in a pause: whose it was, and where each of them goes on.
+        self._resting: tuple[list[str], np.ndarray] | None = None
+
+    def forget(self, req_ids: list[str]) -> None:
+        """These are new, or their KV blocks are others than before."""
+        if req_ids:
+            self.backlog.forget(req_ids)
+            self._resting = None
 
     def begin_step(self, paused: bool = False, keeps: bool = True) -> bool:
         """Take in the step that is about to run; returns whether the heads rest in it.
@@ -82,7 +90,9 @@ class HeadsHistory:
         rows = batch.num_reqs
         crowded = self.most_requests is not None and rows > self.most_requests
         starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
-        decoding = self._decoding(starts)
+        if paused and keeps and self._rests_on(starts):
+            return True
+        decoding, self._resting = self._decoding(starts), None
         self.keeping = None
         if self.whole is None:
             if not ((crowded or paused) and decoding):
@@ -111,7 +121,23 @@ class HeadsHistory:
             self.known[:] = False
             for table in tables:
                 self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
+            if not (crowded or several.any()):
+                self._resting = list(batch.req_ids), ends
         return rests
+
+    def _rests_on(self, starts: np.ndarray) -> bool:
+        """Whether a pause goes on for the same requests in the same blocks, and nothing is to be found out anew."""
+        batch = self.runner.input_batch
+        if self._resting is None or self._resting[0] != batch.req_ids or not np.array_equal(self._resting[1], starts):
+            return False
+        if self.runner.query_start_loc.np[len(starts)] > len(starts):
+            return False
+        if any((starts % batch.block_table[gid].block_size == 0).any() for gid in self._groups):
+            return False
+        self._resting = self._resting[0], starts + 1
+        behind = self.backlog.holds(batch.req_ids)
+        self.keeping = behind if behind.any() else None
+        return True
 
     def keep(self, state: CutState, last: torch.Tensor) -> None:
         """Keep states of the step that ran.

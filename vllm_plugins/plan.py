@@ -56,6 +56,12 @@ class DraftPlanner:
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
         self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
 
+    def pauses_on(self, now: float, decoding: bool, own: float = 1.0) -> bool:
+        """Whether nobody drafts as before, which is found out at once: in place of plan, with its arguments."""
+        if self.adaptive is None or self.sources is not None or not decoding:
+            return False
+        return self._req_ids == self.runner.input_batch.req_ids and self.adaptive.sleeps_on(now, own)
+
     def plan(
         self,
         sampled_token_ids: list[list[int]],

@@ -5,7 +5,8 @@ Overrides, each of which calls vLLM's unless we draft:
 
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
-    _sample                    tokens that a method adds to the sampled ones; no rejection where none was drafted
+    _calc_spec_decode_metadata, _sample
+                               no rejection where none was drafted; tokens that a method adds to the sampled ones
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 
@@ -47,6 +50,22 @@ class DraftingRunnerMixin:
             return hidden
         return super()._model_forward(  # type: ignore[misc]
             input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
+        )
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, *args: Any, **kwargs: Any) -> SpecDecodeMetadata:
+        if num_draft_tokens.any():
+            return super()._calc_spec_decode_metadata(num_draft_tokens, *args, **kwargs)  # type: ignore[misc]
+        # The same in a few operations, where vLLM takes a hundredth of a small model's step.
+        last = self.query_start_loc.gpu[1 : len(num_draft_tokens) + 1] - 1  # type: ignore[attr-defined]
+        rows = torch.arange(len(last), dtype=torch.int32, device=last.device)
+        return SpecDecodeMetadata(
+            draft_token_ids=last[:0],
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=torch.zeros_like(rows),
+            cu_num_sampled_tokens=rows + 1,
+            target_logits_indices=rows[:0],
+            bonus_logits_indices=rows,
+            logits_indices=last,
         )
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:

@@ -30,6 +30,7 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.33", prereleases=True)
 _MARK = "_vllm_ppd_wraps"
+_GROUP = "_vllm_ppd_worker_group"  # of an engine: whether it has one
 
 
 def vllm_version() -> str:
@@ -158,12 +159,14 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
 def _post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
-        from vllm_ppd.vllm_plugins.activation import active_config
+        if not hasattr(self, _GROUP):
+            from vllm_ppd.vllm_plugins.activation import active_config
 
-        config = active_config(self.vllm_config)
-        if config is None or config.stages == 1:
-            original(self, model_executed)
+            config = active_config(self.vllm_config)
+            setattr(self, _GROUP, config is not None and config.stages > 1)
         # A worker group proposes nothing here, and asking for it would wait for the step in flight.
+        if not getattr(self, _GROUP):
+            original(self, model_executed)
 
     return post_step
 

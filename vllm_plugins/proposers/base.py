@@ -123,15 +123,17 @@ class Proposer(ABC):
         started = time.perf_counter()
         self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
-        plan = self.planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
+        plan, planner = None, self.planner
+        if not planner.pauses_on(started, self.decoding, self.own_share):
+            plan = planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
         self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
             tokens, made = self.draft_plan(plan, step) if plan.looked_up is None else (plan.looked_up, plan.max_drafts)
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
                 drafts[row] = ids[:count]
-        if self.planner.adaptive is not None:
-            self.counters.add("withheld_drafts", self.planner.adaptive.withheld)
-            self.counters.add("probing_steps", self.planner.adaptive.probing)
+        if planner.adaptive is not None:
+            self.counters.add("withheld_drafts", planner.adaptive.withheld)
+            self.counters.add("probing_steps", planner.adaptive.probing)
         self.counters.add("lookup_steps", self.looked_up)
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts

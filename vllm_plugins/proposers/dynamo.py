@@ -96,7 +96,7 @@ class DynaMoProposer(Proposer):
         """A resumed request's KV blocks are not those of its states, and a new one may bear an old name."""
         if self.history is not None:
             new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-            self.history.backlog.forget([*new, *scheduler_output.scheduled_cached_reqs.resumed_req_ids])
+            self.history.forget([*new, *scheduler_output.scheduled_cached_reqs.resumed_req_ids])
         return super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
