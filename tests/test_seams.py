@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import logging
@@ -12,8 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 from conftest import ROOT, runner_of
 from exactness import generate, greedy, prompts
 from vllm import EngineArgs
@@ -26,8 +30,9 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_ppd.vllm_plugins import register, seams
+from vllm_ppd.vllm_plugins import activation, register, seams
 from vllm_ppd.vllm_plugins.config import OptionError
+from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
 register()
 
@@ -124,6 +129,9 @@ def test_seam_runner() -> None:
         "self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
         "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings",
     ]  # fmt: skip
+    assert parameters(GPUModelRunner._calc_spec_decode_metadata) == [
+        "self", "num_draft_tokens", "cu_num_scheduled_tokens",
+    ]  # fmt: skip
     assert parameters(GPUModelRunner._update_states) == ["self", "scheduler_output"]
     assert parameters(GPUModelRunner._input_fits_in_drafter) == ["self", "common_attn_metadata"]
     source = inspect.getsource(GPUModelRunner)
@@ -197,6 +205,35 @@ def test_stock_engine_runs_stock_code(engine: Callable[..., Any]) -> None:
     decoder = runner.model.model
     assert "forward" not in vars(decoder)
     assert not hasattr(runner, "drafter")
+
+
+@pytest.mark.engine
+def test_metadata_of_steps_without_drafts_is_vllms(engine: Callable[..., Any]) -> None:
+    """The short cut that such steps take gives what vLLM computes, field by field, also where a prompt is taken in."""
+    runner = runner_of(engine({"method": "ppd"}))
+    none, ends = np.zeros(4, dtype=np.int32), np.array([1, 2, 9, 10], dtype=np.int32)
+    runner.query_start_loc.np[:5] = [0, *ends]
+    runner.query_start_loc.copy_to_gpu()
+    stock = super(DraftingRunnerMixin, runner)._calc_spec_decode_metadata(none, ends)
+    ours = runner._calc_spec_decode_metadata(none, ends)
+    for field in dataclasses.fields(stock):
+        expected, found = getattr(stock, field.name), getattr(ours, field.name)
+        if isinstance(expected, torch.Tensor):
+            assert (field.name, found.tolist()) == (field.name, expected.tolist())
+            assert found.is_floating_point() == expected.is_floating_point()
+        else:
+            assert (field.name, found) == (field.name, expected)
+
+
+@pytest.mark.engine
+def test_worker_groups_are_told_apart_once(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether drafts are asked for after a step is not looked up in the configuration every time."""
+    llm = engine({"method": "ppd"})
+    generate(llm, prompts(1), greedy(4))
+    looked_up = Mock(side_effect=activation.active_config)
+    monkeypatch.setattr(activation, "active_config", looked_up)
+    generate(llm, prompts(1), greedy(12))
+    assert looked_up.call_count <= 1  # a request is checked against it
 
 
 SCRIPT = """

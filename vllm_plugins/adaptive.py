@@ -17,6 +17,8 @@ method may leave out what only drafts need.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from vllm_ppd.vllm_plugins.draft_acceptance import BELIEF, DraftAcceptance, reordered
@@ -64,10 +66,10 @@ class AdaptiveDrafts:
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
         self._size = 0  # batch size of the last choice
-        self._wake = 0  # the step up to which nothing but other requests can end a pause
+        self._wake = 0  # the step before which nothing but other requests can end a pause
 
     def sleeps_on(self, now: float, own: float = 1.0) -> bool:
-        """Whether a pause lasts through the next step, too: in place of observe and choose, which would say so slowly.
+        """Whether nobody drafts after this step, either: in place of observe and choose, which would say so slowly.
 
         Args:
             now, own: as for observe, after a step of decoding by the requests of the last choice.
@@ -128,7 +130,8 @@ class AdaptiveDrafts:
             [rows] at most `allowed`.
         """
         self._begin_step()
-        size = self._size = self.costs.size(emitting)
+        before, size = self._size, self.costs.size(emitting)
+        self._size = size
         free = np.where(fixed, 0, allowed)
         self.probing, self.gain = False, 1.0
         # What did not pay for other kinds may pay for these.
@@ -142,9 +145,15 @@ class AdaptiveDrafts:
         self._drafts, self._changed = drafts, False
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         self._end_choice(int(drafts.max(initial=0)), timed=not fixed.any())
-        relative, self._wake = self.costs.relative(size), 0
-        if self._pausing and relative is not None and not (self._drafted or self._burst or fixed.any()):
-            self._wake = self._last_drafted + BURST * int(self._shortest_pause(relative))
+        relative = self.costs.relative(size)
+        if not allowed.any():
+            self._wake = self._steps + SHORTEST_PAUSE
+        elif not self._pausing or relative is None or self._drafted or self._burst or fixed.any():
+            self._wake = 0
+        elif self._steps >= self._wake or size != before:
+            # What is known of other requests hardly changes in a pause: it is not looked at in every step.
+            again = max(self._ends_at(relative, TURNS), self._steps + SHORTEST_PAUSE)
+            self._wake = min(self._ends_at(relative), again)
         return drafts
 
     def _begin_step(self) -> None:
@@ -164,10 +173,10 @@ class AdaptiveDrafts:
         self._timed = (self._size, chosen, self._now) if same and timed else None
         self._drafted = chosen > 0
 
-    @staticmethod
-    def _shortest_pause(relative: np.ndarray) -> float:
-        """Steps, for each that a probe takes, until a pause may end that the requests at hand alone brought about."""
-        return max(SHORTEST_PAUSE, PROBE_EVERY * (relative[1] - 1) / TURNS)
+    def _ends_at(self, relative: np.ndarray, times: int = 1) -> int:
+        """The step that breaks a pause which began after the latest drafts, if it is broken so many times as often."""
+        steps = max(SHORTEST_PAUSE, PROBE_EVERY * (relative[1] - 1) / times)  # for each that a probe takes
+        return self._last_drafted + math.ceil(BURST * steps)
 
     def outlook(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
         """The speed-up that choose would promise; 1 in a pause, and as long as nothing is known."""
@@ -196,9 +205,8 @@ class AdaptiveDrafts:
             return allowed
         due = going_on = False
         if self._pausing:
-            lasted, pause = (self._steps - self._last_drafted) / BURST, PROBE_EVERY * (relative[1] - 1)
-            due = lasted >= max(SHORTEST_PAUSE, pause)
-            if not due and lasted >= self._shortest_pause(relative):
+            due = self._steps >= self._ends_at(relative)
+            if not due and self._steps >= max(self._wake, self._ends_at(relative, TURNS)):
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
                 due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
             going_on = self._goes_on()
