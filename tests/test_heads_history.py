@@ -445,6 +445,7 @@ def test_heads_that_caught_up_say_the_same(
             return original(rows, found, first)
 
         monkeypatch.setattr(adaptive, "choose", choose_drafts)
+        monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
         monkeypatch.setattr(drafter, "choose", choose)
         return generate(llm, requests, greedy(60)), scores
 
