@@ -19,22 +19,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
+from engines import drafter_of
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
+from vllm_ppd.vllm_plugins.bench.results import quartiles
 
 BASE, CONTROL = "vLLM", "vLLM, again"
 MOST_TOKENS = 600  # of a request, before the batch begins anew
@@ -54,10 +50,7 @@ class Contender:
             kv_cache_memory_bytes=int(args.kv_cache_gib * (1 << 30)),
             speculative_config=None if heads is None else {"model": heads},
         )  # fmt: skip
-        core = self.llm.llm_engine.engine_core.engine_core
-        self.drafter = None
-        if heads is not None:
-            self.drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+        self.drafter = None if heads is None else drafter_of(self.llm)
         self.names: list[str] = []
         self.begun = 0
 
@@ -129,7 +122,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]]) -> list[dict[str, Any]]:
         temperature, batch = cell.split("/")
         for name, own in pairs.items():
             ratios = [t / s / (bt / bs) for (t, s), (bt, bs) in zip(own, pairs[BASE], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+            middle, low, high = quartiles(ratios)
             totals = [sum(column) for column in zip(*own, strict=True)]
             base = [sum(column) for column in zip(*pairs[BASE], strict=True)]
             result.append({

@@ -95,6 +95,7 @@ class CoOccurrence:
     def _lookup(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """order -> (keys, eq. 3 of each n-gram float32), an entry that no n-gram has at their end."""
         single = self.unigram.double() / self.totals[0].clamp(min=1)
+        single = single.masked_fill(self.unigram == 0, 1.0)  # no n-gram has them, unless the counts are damaged
         found = {}
         for order, keys in self.keys.items():
             ratio = self.counts[order].double() / self.totals[order - 1].clamp(min=1)

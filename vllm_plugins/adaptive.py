@@ -74,7 +74,8 @@ class AdaptiveDrafts:
         Args:
             now, own: as for observe, after a step of decoding by the requests of the last choice.
         """
-        if self._steps + 1 >= self._wake or (self._steps + 1) % PROBE_EVERY == 0:
+        following = self._steps + 1
+        if following >= self._wake or following % PROBE_EVERY == 0:  # choose then looks at kinds that were not drafted
             return False
         if self._timed is not None:
             self.costs.add(self._size, 0, (now - self._timed[2]) * own)

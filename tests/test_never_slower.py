@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/never_slower.py makes of its pairs of turns, and that the kept rows are those of the kept pairs."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from never_slower import BASE, rows
+
+
+def test_pairs_are_held_against_the_bases_own() -> None:
+    """The machine is half as fast in the second pair; the ratios do not care, the sums count every second."""
+    pairs = {BASE: [(20, 1.0), (20, 2.0)], "cp": [(30, 1.0), (20, 2.5)]}
+    base, cp = rows({"0.8/2": pairs})
+    assert (base["overall"], base["median"], base["quartiles"]) == (1.0, 1.0, "1.000-1.000")
+    assert (cp["temperature"], cp["batch"], cp["pairs"]) == (0.8, 2, 2)
+    assert cp["overall"] == round(50 / 3.5 / (40 / 3), 3)
+    assert (cp["median"], cp["quartiles"]) == (1.15, "0.975-1.325")
+
+
+def test_kept_rows() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "never_slower.json").read_text())
+    assert rows(kept["cells"]) == kept["rows"]
