@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import logging
@@ -32,7 +31,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_ppd.vllm_plugins import activation, register, seams
 from vllm_ppd.vllm_plugins.config import OptionError
-from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
+from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
 
 register()
 
@@ -129,9 +128,9 @@ def test_seam_runner() -> None:
         "self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
         "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings",
     ]  # fmt: skip
-    assert parameters(GPUModelRunner._calc_spec_decode_metadata) == [
-        "self", "num_draft_tokens", "cu_num_scheduled_tokens",
-    ]  # fmt: skip
+    assert parameters(GPUModelRunner._prepare_inputs) == ["self", "scheduler_output", "num_scheduled_tokens"]
+    prepares = inspect.getsource(GPUModelRunner._prepare_inputs)
+    assert prepares.count("self.speculative_config") == 1, "it does more than compute the metadata of drafts"
     assert parameters(GPUModelRunner._update_states) == ["self", "scheduler_output"]
     assert parameters(GPUModelRunner._input_fits_in_drafter) == ["self", "common_attn_metadata"]
     source = inspect.getsource(GPUModelRunner)
@@ -208,21 +207,37 @@ def test_stock_engine_runs_stock_code(engine: Callable[..., Any]) -> None:
 
 
 @pytest.mark.engine
-def test_metadata_of_steps_without_drafts_is_vllms(engine: Callable[..., Any]) -> None:
-    """The short cut that such steps take gives what vLLM computes, field by field, also where a prompt is taken in."""
-    runner = runner_of(engine({"method": "ppd"}))
-    none, ends = np.zeros(4, dtype=np.int32), np.array([1, 2, 9, 10], dtype=np.int32)
-    runner.query_start_loc.np[:5] = [0, *ends]
-    runner.query_start_loc.copy_to_gpu()
-    stock = super(DraftingRunnerMixin, runner)._calc_spec_decode_metadata(none, ends)
-    ours = runner._calc_spec_decode_metadata(none, ends)
-    for field in dataclasses.fields(stock):
-        expected, found = getattr(stock, field.name), getattr(ours, field.name)
-        if isinstance(expected, torch.Tensor):
-            assert (field.name, found.tolist()) == (field.name, expected.tolist())
-            assert found.is_floating_point() == expected.is_floating_point()
-        else:
-            assert (field.name, found) == (field.name, expected)
+def test_steps_without_drafts_are_prepared_as_without_speculation(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows to sample from are those of the same requests with metadata of no drafts; steps with drafts have theirs."""
+    llm = engine({"method": "ppd", "adaptive": False})
+    runner = runner_of(llm)
+    prepare, configured = runner._prepare_inputs, runner.speculative_config
+    seen = []
+
+    def compared(scheduler_output: SchedulerOutput, scheduled: np.ndarray) -> Any:
+        stock = super(UndraftedSteps, runner)._prepare_inputs(scheduler_output, scheduled)
+        ours = prepare(scheduler_output, scheduled)
+        assert runner.speculative_config is configured
+        assert (ours[0].tolist(), ours[2]) == (stock[0].tolist(), stock[2])
+        drafted = any(stock[1].num_draft_tokens)
+        assert (ours[1] is not None) == drafted
+        seen.append((drafted, int(scheduled.sum())))
+        return ours
+
+    monkeypatch.setattr(runner, "_prepare_inputs", compared)
+    generate(llm, prompts(3), greedy(6))
+    assert any(drafted for drafted, _ in seen)
+    assert any(not drafted and tokens > 3 for drafted, tokens in seen)  # prompts
+
+    def fails(*args: Any) -> None:
+        raise KeyError("anything")
+
+    monkeypatch.setattr(GPUModelRunner, "_prepare_inputs", fails)
+    with pytest.raises(KeyError):
+        prepare(SimpleNamespace(scheduled_spec_decode_tokens={}), np.zeros(0))
+    assert runner.speculative_config is configured
 
 
 @pytest.mark.engine
@@ -266,7 +281,6 @@ def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_mo
 @pytest.mark.engine
 def test_cpu_mend_survives_another_engine(engine: Callable[..., Any]) -> None:
     """vLLM's CPU backend drops sampling parameters of drafts; ours must stay in place when a stock engine follows."""
-    import torch
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 

@@ -5,24 +5,23 @@ Overrides, each of which calls vLLM's unless we draft:
 
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
-    _calc_spec_decode_metadata, _sample
-                               no rejection where none was drafted; tokens that a method adds to the sampled ones
+    _sample                    tokens that a method adds to the sampled ones
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
+    _prepare_inputs            see undrafted_steps.py
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
+from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
 
 
-class DraftingRunnerMixin:
+class DraftingRunnerMixin(UndraftedSteps):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer
@@ -52,28 +51,9 @@ class DraftingRunnerMixin:
             input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
         )
 
-    def _calc_spec_decode_metadata(self, num_draft_tokens: np.ndarray, *args: Any, **kwargs: Any) -> SpecDecodeMetadata:
-        if num_draft_tokens.any():
-            return super()._calc_spec_decode_metadata(num_draft_tokens, *args, **kwargs)  # type: ignore[misc]
-        # The same in a few operations, where vLLM takes a hundredth of a small model's step.
-        last = self.query_start_loc.gpu[1 : len(num_draft_tokens) + 1] - 1  # type: ignore[attr-defined]
-        rows = torch.arange(len(last), dtype=torch.int32, device=last.device)
-        return SpecDecodeMetadata(
-            draft_token_ids=last[:0],
-            num_draft_tokens=num_draft_tokens.tolist(),
-            cu_num_draft_tokens=torch.zeros_like(rows),
-            cu_num_sampled_tokens=rows + 1,
-            target_logits_indices=rows[:0],
-            bonus_logits_indices=rows,
-            logits_indices=last,
-        )
-
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         stock = super()._sample  # type: ignore[misc]
-        # vLLM's rejection sampler also runs where nobody has a draft, and takes a twentieth of a small model's step.
-        drafted = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
-        metadata = spec_decode_metadata if drafted else None
-        return self.drafter.after_sampling(logits, lambda: stock(logits, metadata))
+        return self.drafter.after_sampling(logits, lambda: stock(logits, spec_decode_metadata))
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None

@@ -8,6 +8,7 @@ Overrides, each of which calls vLLM's:
     sample_tokens, _sample     the ticks that follow, on the first and on the last stage
     initialize_kv_cache        room for the lanes' tail blocks
     propose_draft_token_ids    nothing: what the group emits is final
+    _prepare_inputs            see undrafted_steps.py
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.vllm_plugins.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.group.last_stage import LastStage
+from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
 
 
-class GroupRunnerMixin:
+class GroupRunnerMixin(UndraftedSteps):
     """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
 
     drafter: FirstStage | LastStage

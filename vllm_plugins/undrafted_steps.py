@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in which nobody has a draft, as an engine without speculation prepares them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UndraftedSteps:
+    """Mixed into GPUModelRunner or CPUModelRunner (V1).
+
+    vLLM computes the metadata of drafts, and runs its rejection sampler, in every step of a speculative engine: for
+    models with a recurrent state, which we refuse. That takes a twentieth of a small model's step.
+    """
+
+    speculative_config: Any
+
+    def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        prepare = super()._prepare_inputs  # type: ignore[misc]
+        if scheduler_output.scheduled_spec_decode_tokens:
+            return prepare(scheduler_output, *args, **kwargs)
+        speculative_config, self.speculative_config = self.speculative_config, None
+        try:
+            return prepare(scheduler_output, *args, **kwargs)
+        finally:
+            self.speculative_config = speculative_config
