@@ -297,6 +297,17 @@ def test_more_drafts_never_seem_cheaper() -> None:
     np.testing.assert_allclose(costs.relative(0), [1, 1, 1])
 
 
+@pytest.mark.parametrize(("first", "then", "expected"), [(1, 2, [1, 1.5, 1.5]), (2, 1, [1, 3, 3])])
+def test_where_more_drafts_seem_cheaper_the_latest_steps_are_right(first: int, then: int, expected: list[int]) -> None:
+    """Drafts were dear once; those that are not made any more would keep others out for ever."""
+    costs, seconds = StepCosts(2), {0: 1.0, 1: 3.0, 2: 1.5}
+    for drafts in (0, first, then):
+        for _ in range(ENOUGH):
+            costs.add(0, drafts, seconds[drafts])
+    costs.refresh()
+    np.testing.assert_allclose(costs.relative(0), expected)
+
+
 def test_batch_sizes() -> None:
     assert [StepCosts.size(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 10_000)] == [0, 1, 2, 3, 4, 4, 5, 6, len(SIZES) - 1]
 

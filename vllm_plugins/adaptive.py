@@ -187,6 +187,15 @@ class AdaptiveDrafts:
         self._changed |= self.acceptance.set_kinds(kinds)
         return self._best(allowed, relative, emitting)[1]
 
+    @property
+    def drafting(self) -> bool:
+        """Whether the step that runs now has drafts."""
+        return bool(self._drafts.any())
+
+    def interrupted(self) -> None:
+        """The step that runs now did not begin where the last one ended: what it takes is not to be learned from."""
+        self._timed = None
+
     def pass_over(self) -> None:
         """The next step's drafts are another's: in place of choose, or after it to take its drafts back."""
         self._drafts = np.zeros_like(self._drafts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-MEMORY = 32  # drafts of a request that count, at each position
+MEMORY = 64  # drafts of a request that count, at each position
 SERVER_MEMORY = 256  # and of all requests
-BELIEF = 4.0  # drafts of a request that weigh as much as what the others' acceptance says of it
+BELIEF = 8.0  # drafts of a request that weigh as much as what the others' acceptance says of it
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 1.5  # acceptance before any draft was seen, and the drafts that it counts for
 FIRST_WEIGHT = 6.0  # and how many more it does at first: a few bad drafts must not end what has just begun
 FADE, SERVER_FADE = 0.5, 0.8  # of a request's and of all requests' drafts, where they may no longer hold

@@ -36,9 +36,12 @@ class StepCosts:
         self.agree = agree
         self._latest = np.full((*shape, KEPT), np.nan)
         self._counts = np.zeros(shape, dtype=np.int64)
+        self._when = np.zeros((*shape, KEPT))  # of all steps that were added, which these were
+        self._added = 0
         self._changed: set[tuple[int, int]] = set()
         self.due = False  # whether a kind of step can be told for the first time
         self._medians = np.full(shape, np.nan)
+        self._age = np.zeros(shape)  # the median of _when, the same on every rank
         self._agreed = self._medians.copy()
         self._pace = 0.0  # log of how much longer steps take now than those that the medians are of
         self._relative: dict[int, np.ndarray | None] = {}
@@ -53,8 +56,11 @@ class StepCosts:
         if self._medians[size, drafts] > 0 and seconds > 0:
             surprise = math.log(seconds / self._medians[size, drafts]) - self._pace
             self._pace += min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) / PACE_MEMORY
-        self._latest[size, drafts, self._counts[size, drafts] % KEPT] = seconds * math.exp(-self._pace)
+        place = self._counts[size, drafts] % KEPT
+        self._latest[size, drafts, place] = seconds * math.exp(-self._pace)
+        self._when[size, drafts, place] = self._added
         self._counts[size, drafts] += 1
+        self._added += 1
         self._changed.add((size, drafts))
         self.due |= bool(self._counts[size, drafts] == ENOUGH)
 
@@ -72,6 +78,7 @@ class StepCosts:
         for cell in self._changed:
             if self._counts[cell] >= ENOUGH:
                 self._medians[cell] = np.median(self._latest[cell][: self._counts[cell]])
+                self._age[cell] = np.median(self._when[cell][: self._counts[cell]])
         self._changed.clear()
         self.due = False
         self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
@@ -88,17 +95,26 @@ class StepCosts:
             usable = np.flatnonzero(timed[:, 0] & timed[:, 1:].any(axis=1))
             if len(usable):
                 nearest = usable[np.argmin(abs(usable - size))]
-                self._relative[size] = _line(self._agreed[nearest], np.flatnonzero(timed[nearest]))
+                kinds = np.flatnonzero(timed[nearest])
+                self._relative[size] = _line(self._agreed[nearest], kinds, self._age[nearest, kinds])
             else:
                 self._relative[size] = None
         return self._relative[size]
 
 
-def _line(seconds: np.ndarray, timed: np.ndarray) -> np.ndarray:
-    """[most + 1] relative to the first, between and beyond those that were timed on a straight line."""
-    found = np.interp(np.arange(len(seconds)), timed, seconds[timed] / seconds[0])
+def _line(seconds: np.ndarray, timed: np.ndarray, when: np.ndarray) -> np.ndarray:
+    """[most + 1] relative to the first, between and beyond those that were timed on a straight line.
+
+    More drafts never take less time. Where they seem to, what was timed latest is right: kinds that are not drafted any
+    more keep the seconds that they once took.
+    """
+    ratios = np.full(len(timed), np.nan)
+    ratios[0] = 1.0
+    for kind in 1 + np.argsort(-when[1:]):
+        low, high = np.fmax.reduce(ratios[:kind]), np.fmin.reduce(ratios[kind + 1 :], initial=np.inf)
+        ratios[kind] = min(max(seconds[timed[kind]] / seconds[0], low), high)
+    found = np.interp(np.arange(len(seconds)), timed, ratios)
     before, last = timed[-2:]
     beyond = np.arange(last + 1, len(seconds))
     found[beyond] += (beyond - last) * (found[last] - found[before]) / (last - before)
-    # More drafts never take less time; where they seem to, that is noise.
-    return np.maximum.accumulate(np.maximum(found, 1.0))
+    return found
