@@ -8,9 +8,13 @@
         --data build/corpus/validation.jsonl --out benchmarks/results/never_slower.json
 
 `ppd bench decode` lets whole batches decode in turn, which takes seconds each. Here engines of one process decode the
-same requests side by side, and a turn is a few steps: A B C, C B A, and so on, so that each pair of turns has the
-base's own pair around it or within it. Heads draft as a server would let them (adaptive), trials included. A ratio is
-tokens a second over the base's in the same pair; "overall" is that of all tokens and seconds of a cell.
+same requests side by side, and a turn is a few steps: A B C, C B A, then B C A, A C B, and so on, so that nobody
+always follows itself. Heads draft as a server would let them (adaptive), trials included; what they learn in the first
+--warm-up steps of a cell is not counted. A ratio is tokens a second over the base's in the same pair; "overall" is that
+of all tokens and seconds of a cell, "drafting" the share of steps with drafts.
+
+Weights lie in huge pages where the system has them: else the same product takes up to a fifth longer in one engine than
+in another, by the pages that each happened to get.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds pairs to it.
 """
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -35,7 +40,12 @@ from vllm_ppd.vllm_plugins.bench.results import quartiles
 BASE, CONTROL = "vLLM", "vLLM, again"
 MOST_TOKENS = 600  # of a request, before the batch begins anew
 ALIKE = ("git", "versions", "machine", "settings")  # what runs share that add up
-Pair = tuple[int, float]  # tokens and seconds of two turns
+HUGE_PAGES = {
+    "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
+    # What vLLM packs: memory of its own for each matrix, and none that was another's before.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000",
+}
+Pair = tuple[int, float, int]  # tokens, seconds and steps with drafts of two turns
 
 
 class Contender:
@@ -50,7 +60,7 @@ class Contender:
             kv_cache_memory_bytes=int(args.kv_cache_gib * (1 << 30)),
             speculative_config=None if heads is None else {"model": heads},
         )  # fmt: skip
-        self.drafter = None if heads is None else drafter_of(self.llm)
+        self.adaptive = None if heads is None else drafter_of(self.llm).planner.adaptive
         self.names: list[str] = []
         self.begun = 0
 
@@ -81,16 +91,17 @@ class Contender:
         """Whether all of the batch still decode."""
         return self.llm.llm_engine.get_num_unfinished_requests() == len(self.names)
 
-    def turn(self, steps: int) -> tuple[int, float]:
-        """Tokens and seconds of some steps, after one that finds its weights in no cache."""
-        if self.drafter is not None and self.drafter.planner.adaptive is not None:
-            self.drafter.planner.adaptive._timed = None  # the step did not begin where the last one ended
+    def turn(self, steps: int) -> Pair:
+        """Some steps, after one that finds its weights in no cache."""
+        if self.adaptive is not None:
+            self.adaptive.interrupted()
         engine = self.llm.llm_engine
         engine.step()
-        started, tokens = time.perf_counter(), 0
+        started, tokens, drafting = time.perf_counter(), 0, 0
         for _ in range(steps):
+            drafting += self.adaptive is not None and self.adaptive.drafting
             tokens += sum(len(output.outputs[0].token_ids) for output in engine.step())
-        return tokens, time.perf_counter() - started
+        return tokens, time.perf_counter() - started, drafting
 
 
 def measure(args: argparse.Namespace, engines: dict[str, Contender], prompts: list[list[int]],
@@ -101,27 +112,31 @@ def measure(args: argparse.Namespace, engines: dict[str, Contender], prompts: li
         one.begin(prompts, temperature)
         for _ in range(args.warm_up // args.steps):
             one.turn(args.steps)
+            if not one.whole:
+                one.begin(prompts, temperature)
     while len(found[BASE]) < args.pairs:
         if not all(one.whole for one in engines.values()):
             for one in engines.values():
                 one.begin(prompts, temperature)
-        turns: dict[str, list[tuple[int, float]]] = {name: [] for name in engines}
-        for name in [*engines, *reversed(engines)]:
+        turns: dict[str, list[Pair]] = {name: [] for name in engines}
+        first = len(found[BASE]) % len(engines)
+        order = [*list(engines)[first:], *list(engines)[:first]]
+        for name in [*order, *reversed(order)]:
             turns[name].append(engines[name].turn(args.steps))
         if all(one.whole for one in engines.values()):
-            for name, both in turns.items():
-                found[name].append((sum(tokens for tokens, _ in both), sum(seconds for _, seconds in both)))
+            for name, (one, other) in turns.items():
+                found[name].append((one[0] + other[0], one[1] + other[1], one[2] + other[2]))
         progress.update()
     return found
 
 
-def rows(cells: dict[str, dict[str, list[Pair]]]) -> list[dict[str, Any]]:
-    """The table: a row a cell and contender."""
+def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, Any]]:
+    """The table of turns of so many steps: a row a cell and contender."""
     result = []
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
         for name, own in pairs.items():
-            ratios = [t / s / (bt / bs) for (t, s), (bt, bs) in zip(own, pairs[BASE], strict=True)]
+            ratios = [t / s / (bt / bs) for (t, s, _), (bt, bs, _) in zip(own, pairs[BASE], strict=True)]
             middle, low, high = quartiles(ratios)
             totals = [sum(column) for column in zip(*own, strict=True)]
             base = [sum(column) for column in zip(*pairs[BASE], strict=True)]
@@ -129,6 +144,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]]) -> list[dict[str, Any]]:
                 "temperature": float(temperature), "batch": int(batch), "contender": name, "pairs": len(own),
                 "overall": round(totals[0] / totals[1] / (base[0] / base[1]), 3), "median": round(middle, 3),
                 "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": round(totals[0] / totals[1], 1),
+                "drafting": round(totals[2] / (2 * steps * len(own)), 2),
             })  # fmt: skip
     return result
 
@@ -144,10 +160,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--pairs", type=int, default=12, help="of turns, at each temperature and batch size")
-    parser.add_argument("--warm-up", type=int, default=96, help="steps before the first turn of a cell")
+    parser.add_argument("--warm-up", type=int, default=256, help="steps before the first turn of a cell")
     parser.add_argument("--kv-cache-gib", type=float, default=0.6, help="of each engine")
     parser.add_argument("--out", type=Path, default=Path("never_slower.json"))
     args = parser.parse_args()
+    if any(os.environ.get(name) != value for name, value in HUGE_PAGES.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **HUGE_PAGES})
     result = provenance(
         benchmark="never_slower", model=str(args.model),
         settings={name: str(value) for name, value in vars(args).items()
@@ -173,7 +191,7 @@ def main() -> None:
                     cell = result["cells"].setdefault(f"{temperature}/{batch}", {})
                     for name, pairs in found.items():
                         cell[name] = [*cell.get(name, []), *pairs]
-                    result["rows"] = rows(result["cells"])
+                    result["rows"] = rows(result["cells"], args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
         print(f"stopped; {len(result['cells'])} cells are kept in {args.out}, the same command adds to them")

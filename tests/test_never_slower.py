@@ -14,14 +14,15 @@ from never_slower import BASE, rows
 
 def test_pairs_are_held_against_the_bases_own() -> None:
     """The machine is half as fast in the second pair; the ratios do not care, the sums count every second."""
-    pairs = {BASE: [(20, 1.0), (20, 2.0)], "cp": [(30, 1.0), (20, 2.5)]}
-    base, cp = rows({"0.8/2": pairs})
+    pairs = {BASE: [(20, 1.0, 0), (20, 2.0, 0)], "cp": [(30, 1.0, 8), (20, 2.5, 2)]}
+    base, cp = rows({"0.8/2": pairs}, steps=10)
     assert (base["overall"], base["median"], base["quartiles"]) == (1.0, 1.0, "1.000-1.000")
     assert (cp["temperature"], cp["batch"], cp["pairs"]) == (0.8, 2, 2)
+    assert (base["drafting"], cp["drafting"]) == (0.0, 0.25)
     assert cp["overall"] == round(50 / 3.5 / (40 / 3), 3)
     assert (cp["median"], cp["quartiles"]) == (1.15, "0.975-1.325")
 
 
 def test_kept_rows() -> None:
     kept = json.loads((ROOT / "benchmarks" / "results" / "never_slower.json").read_text())
-    assert rows(kept["cells"]) == kept["rows"]
+    assert rows(kept["cells"], int(kept["settings"]["steps"])) == kept["rows"]
