@@ -8,8 +8,8 @@ is taken; n = 0, vLLM's own step, is one of them. Requests of which too little i
 What is not done cannot be measured, so it is done now and then: steps without drafts while drafting, some with drafts
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
 the more often a pause is broken. Steps that draft after a pause are repeated at once only while what was accepted
-pays for it. The first step after others of another sort is not timed: what it runs is in no cache then, and seconds of
-such steps alone would keep a pause going for ever.
+pays for it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds
+of such steps alone would keep a pause going for ever, or drafting that does not pay.
 
 Where a pause begins with drafts that are clearly too dear, once a trial in it has failed, or after LONG_PAUSE steps, a
 method may leave out what only drafts need.
@@ -28,7 +28,9 @@ PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
 LONG_PAUSE = 64  # steps
 TURNS = 4  # times as often is a pause broken that the requests at hand alone have brought about
-BURST = 2  # steps of a probe: one that is not timed, and one that is
+SETTLING = 3  # steps without drafts that are not timed after others; of steps with drafts, one
+CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per cent decide nothing there
+BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
 REFRESH_EVERY = 16  # steps between two looks at the clock
 WORTH = 1.03  # predicted speed-up from which on drafting begins; it ends where there is none
@@ -63,6 +65,8 @@ class AdaptiveDrafts:
         self._price = 1.0  # seconds of that probe, in units of a step without drafts
         self._burst = 0  # steps that the probe goes on for
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
+        self._alike = 0  # steps before that one of its sort, on end
+        self._settling = SETTLING  # steps without drafts that are not timed now
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
         self._size = 0  # batch size of the last choice
@@ -170,8 +174,9 @@ class AdaptiveDrafts:
             self._last_drafted = self._steps
         tried = self._last_drafted > self._paused_at or self._steps - self._paused_at >= LONG_PAUSE
         self.resting = self._pausing and chosen == 0 and (tried or self._clearly)
-        same = self._drafted == (chosen > 0)
-        self._timed = (self._size, chosen, self._now) if same and timed else None
+        self._alike = self._alike + 1 if self._drafted == (chosen > 0) else 0
+        settled = self._alike >= (1 if chosen else self._settling)
+        self._timed = (self._size, chosen, self._now) if settled and timed else None
         self._drafted = chosen > 0
 
     def _ends_at(self, relative: np.ndarray, times: int = 1) -> int:
@@ -210,6 +215,8 @@ class AdaptiveDrafts:
         if relative is None:
             # Nothing is known yet: time some steps without drafts, then some with.
             if self.costs.count(size, 0) < ENOUGH:
+                # Where prompts come all the time, few steps without any are on end.
+                self._settling = SETTLING if self._steps < FIRST_PROBES + SETTLING + ENOUGH else 1
                 return np.zeros_like(allowed)
             self.gain = np.inf
             return allowed
@@ -231,6 +238,7 @@ class AdaptiveDrafts:
             return self._or_probe(allowed, drafts, best, size)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
+            self._settling = SETTLING
             self._clearly = gain < 1 / WORTH
         if due or going_on or self._paid:
             if due:
@@ -246,8 +254,9 @@ class AdaptiveDrafts:
             return self._probe(np.zeros_like(allowed))
         if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):
             self._timings[size] += 1
+            self._settling = SETTLING if self.gain < CLEAR else 1
             # What a batch size met for the first time takes is to be known at once: drafts may cost much more in it.
-            self._burst = ENOUGH if new else BURST - 1
+            self._burst = self._settling + (ENOUGH if new or self.gain < CLEAR else 1) - 1
             return self._probe(np.zeros_like(allowed))
         deeper = np.minimum(allowed, best + 1)
         if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():
