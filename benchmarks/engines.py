@@ -20,6 +20,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 PROMPT_TOKENS = 64
+ALIKE = ("git", "versions", "machine", "settings")  # what runs share that add up
 
 
 def model_arguments(parser: argparse.ArgumentParser, layers: int, hidden: int, vocab: int) -> None:
@@ -136,6 +137,11 @@ def steps(llm: Any, batch: int, count: int, tag: str, before: Callable[[], None]
 def drafter_of(llm: Any) -> Any:
     """Our proposer in an engine of this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def add_up(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether what was measured in two runs may be shown as one: same commit, versions, machine and settings."""
+    return all(one.get(name) == other.get(name) for name in ALIKE)
 
 
 def report(

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engines import drafter_of
+from engines import add_up, drafter_of
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
@@ -39,7 +39,6 @@ from vllm_ppd.vllm_plugins.bench.results import quartiles
 
 BASE, CONTROL = "vLLM", "vLLM, again"
 MOST_TOKENS = 600  # of a request, before the batch begins anew
-ALIKE = ("git", "versions", "machine", "settings")  # what runs share that add up
 HUGE_PAGES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
     # What vLLM packs: memory of its own for each matrix, and none that was another's before.
@@ -174,7 +173,7 @@ def main() -> None:
     )  # fmt: skip
     if args.out.exists():
         earlier = json.loads(args.out.read_text())
-        if all(earlier.get(name) == result[name] for name in ALIKE):
+        if add_up(earlier, result):
             result["cells"] = earlier["cells"]
         else:
             sys.exit(f"{args.out} is of another commit, machine or other settings; give another --out, or remove it")

@@ -25,19 +25,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-
 import numpy as np
 import torch
+from engines import add_up
 
 from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training.provenance import provenance
@@ -60,9 +56,6 @@ FIGURE_6 = (
     "Fig. 6 as the paper's text gives it (its curves are a picture): gamma = 0 predicts at every step and is fastest, "
     "about 30 % rejected; gamma = 0.8 about 5 % rejected; gamma = 1 predicts nothing."
 )
-
-
-ALIKE = ("git", "versions", "machine", "settings")  # what runs share that are shown together
 
 
 class Setting(NamedTuple):
@@ -176,7 +169,7 @@ class Record:
         varying = ("out", "rounds", "minutes", "gamma", "schedule")
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in varying}
         self.run = provenance(settings=settings, turns=[])
-        self.runs = [run for run in self.data["runs"] if all(run[key] == self.run[key] for key in ALIKE)] + [self.run]
+        self.runs = [run for run in self.data["runs"] if add_up(run, self.run)] + [self.run]
         self.data["runs"].append(self.run)
 
     def add(self, setting: Setting, **measured: Any) -> None:
@@ -259,7 +252,7 @@ def turns_of(runs: list[dict[str, Any]], setting: Setting) -> list[dict[str, Any
 def stored(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Of a file of results the newest run, and the rows of it and those like it."""
     runs = json.loads(path.read_text())["runs"]
-    alike = [run for run in runs if all(run[key] == runs[-1][key] for key in ALIKE)]
+    alike = [run for run in runs if add_up(run, runs[-1])]
     return runs[-1], list(rows_of(alike).values())
 
 

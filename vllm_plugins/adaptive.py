@@ -66,7 +66,8 @@ class AdaptiveDrafts:
         self._burst = 0  # steps that the probe goes on for
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._alike = 0  # steps before that one of its sort, on end
-        self._settling = SETTLING  # steps without drafts that are not timed now
+        self._settling = 1  # steps without drafts that are not timed now: at first few are on end between prompts
+        self._settled = np.zeros(len(SIZES), dtype=bool)  # batch sizes that SETTLING of them on end were seen of
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
         self._size = 0  # batch size of the last choice
@@ -176,6 +177,7 @@ class AdaptiveDrafts:
         self.resting = self._pausing and chosen == 0 and (tried or self._clearly)
         self._alike = self._alike + 1 if self._drafted == (chosen > 0) else 0
         settled = self._alike >= (1 if chosen else self._settling)
+        self._settled[self._size] |= chosen == 0 and self._alike >= SETTLING
         self._timed = (self._size, chosen, self._now) if settled and timed else None
         self._drafted = chosen > 0
 
@@ -215,8 +217,6 @@ class AdaptiveDrafts:
         if relative is None:
             # Nothing is known yet: time some steps without drafts, then some with.
             if self.costs.count(size, 0) < ENOUGH:
-                # Where prompts come all the time, few steps without any are on end.
-                self._settling = SETTLING if self._steps < FIRST_PROBES + SETTLING + ENOUGH else 1
                 return np.zeros_like(allowed)
             self.gain = np.inf
             return allowed
@@ -249,14 +249,16 @@ class AdaptiveDrafts:
 
     def _or_probe(self, allowed: np.ndarray, drafts: np.ndarray, best: int, size: int) -> np.ndarray:
         """The drafts that pay, or a step that measures another number."""
-        new = self._timings[size] < ENOUGH and self.costs.count(size, 0) < ENOUGH
+        unsure = self.gain < CLEAR
+        new = self.costs.count(size, 0) < ENOUGH or (unsure and not self._settled[size])
+        new &= bool(self._timings[size] < ENOUGH)
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
         if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):
             self._timings[size] += 1
-            self._settling = SETTLING if self.gain < CLEAR else 1
+            self._settling = SETTLING if unsure else 1
             # What a batch size met for the first time takes is to be known at once: drafts may cost much more in it.
-            self._burst = self._settling + (ENOUGH if new or self.gain < CLEAR else 1) - 1
+            self._burst = self._settling + (ENOUGH if new or unsure else 1) - 1
             return self._probe(np.zeros_like(allowed))
         deeper = np.minimum(allowed, best + 1)
         if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():

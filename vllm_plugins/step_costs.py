@@ -16,6 +16,7 @@ import numpy as np
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512])
 KEPT = 9  # latest steps of a kind whose median counts
 ENOUGH = 3  # steps of a kind from which on its median is believed
+CHANGED = 1.3  # times as long or as short in each of the ENOUGH latest steps: those before them no longer count
 PACE_MEMORY = 32  # steps that say how fast the machine is now
 MOST_SURPRISE = 0.3  # that a single step counts for, which may be late for reasons of its own
 
@@ -77,12 +78,19 @@ class StepCosts:
         """Take the steps since the last refresh into account, on all ranks at once."""
         for cell in self._changed:
             if self._counts[cell] >= ENOUGH:
-                self._medians[cell] = np.median(self._latest[cell][: self._counts[cell]])
+                self._medians[cell] = self._median(*cell)
                 self._age[cell] = np.median(self._when[cell][: self._counts[cell]])
         self._changed.clear()
         self.due = False
         self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
         self._relative.clear()
+
+    def _median(self, size: int, drafts: int) -> float:
+        """Of the latest steps; of the very latest alone where each of them says that such a step is another by now."""
+        count, latest = self._counts[size, drafts], self._latest[size, drafts]
+        median, newest = np.median(latest[:count]), latest[(count - 1 - np.arange(ENOUGH)) % KEPT]
+        changed = newest.max() < median / CHANGED or newest.min() > median * CHANGED
+        return float(np.median(newest) if changed else median)
 
     def relative(self, size: int) -> np.ndarray | None:
         """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [most + 1], ascending from 1.
