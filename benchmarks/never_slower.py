@@ -8,10 +8,11 @@
         --data build/corpus/validation.jsonl --out benchmarks/results/never_slower.json
 
 `ppd bench decode` lets whole batches decode in turn, which takes seconds each. Here engines of one process decode the
-same requests side by side, and a turn is a few steps: A B C, C B A, then B C A, A C B, and so on, so that nobody
-always follows itself. Heads draft as a server would let them (adaptive), trials included; what they learn in the first
---warm-up steps of a cell is not counted. A ratio is tokens a second over the base's in the same pair; "overall" is that
-of all tokens and seconds of a cell, "drafting" the share of steps with drafts.
+same requests side by side, and a turn is a few steps: A B C, C B A, then B C A, A C B, and so on, so that nobody always
+follows itself. Heads draft as a server would let them (adaptive), trials included; what they learn in the first
+--warm-up steps of a cell is not counted. A ratio is tokens a second over those of two engines of vLLM alone together,
+in the same pair of turns; "overall" is that of all tokens and seconds of a cell, "drafting" the share of steps with
+drafts. The last rows are of all cells: the geometric mean, median and quartiles of "overall".
 
 Weights lie in huge pages where the system has them: else the same product takes up to a fifth longer in one engine than
 in another, by the pages that each happened to get.
@@ -24,11 +25,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from engines import add_up, drafter_of
 from tqdm import tqdm
 
@@ -130,21 +133,31 @@ def measure(args: argparse.Namespace, engines: dict[str, Contender], prompts: li
 
 
 def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, Any]]:
-    """The table of turns of so many steps: a row a cell and contender."""
-    result = []
+    """The table of turns of so many steps: a row a cell and contender, and then one a contender for all cells."""
+    result: list[dict[str, Any]] = []
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
-        for name, own in pairs.items():
-            ratios = [t / s / (bt / bs) for (t, s, _), (bt, bs, _) in zip(own, pairs[BASE], strict=True)]
-            middle, low, high = quartiles(ratios)
-            totals = [sum(column) for column in zip(*own, strict=True)]
-            base = [sum(column) for column in zip(*pairs[BASE], strict=True)]
+        base = np.sum([pairs[BASE], pairs[CONTROL]], axis=0)[:, :2]  # [pairs, (tokens, seconds)]
+        for name, found in pairs.items():
+            own = np.array(found)
+            tokens, seconds, drafting = own.sum(axis=0)
+            middle, low, high = quartiles(list(own[:, 0] / own[:, 1] / (base[:, 0] / base[:, 1])))
             result.append({
                 "temperature": float(temperature), "batch": int(batch), "contender": name, "pairs": len(own),
-                "overall": round(totals[0] / totals[1] / (base[0] / base[1]), 3), "median": round(middle, 3),
-                "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": round(totals[0] / totals[1], 1),
-                "drafting": round(totals[2] / (2 * steps * len(own)), 2),
+                "overall": round(tokens / seconds / np.divide(*base.sum(axis=0)), 3), "median": round(middle, 3),
+                "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": round(tokens / seconds, 1),
+                "drafting": round(drafting / (2 * steps * len(own)), 2),
             })  # fmt: skip
+    for name in dict.fromkeys(row["contender"] for row in result):
+        own_rows = [row for row in result if row["contender"] == name]
+        overall = [row["overall"] for row in own_rows]
+        middle, low, high = quartiles(overall)
+        result.append({
+            "temperature": "all", "batch": "all", "contender": name, "pairs": sum(row["pairs"] for row in own_rows),
+            "overall": round(statistics.geometric_mean(overall), 3), "median": round(middle, 3),
+            "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": "",
+            "drafting": round(statistics.mean(row["drafting"] for row in own_rows), 2),
+        })  # fmt: skip
     return result
 
 

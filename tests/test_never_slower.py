@@ -9,18 +9,32 @@ import sys
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from never_slower import BASE, rows
+from never_slower import BASE, CONTROL, rows
 
 
-def test_pairs_are_held_against_the_bases_own() -> None:
+def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
     """The machine is half as fast in the second pair; the ratios do not care, the sums count every second."""
-    pairs = {BASE: [(20, 1.0, 0), (20, 2.0, 0)], "cp": [(30, 1.0, 8), (20, 2.5, 2)]}
-    base, cp = rows({"0.8/2": pairs}, steps=10)
+    pairs = {
+        BASE: [(20, 1.0, 0), (20, 2.0, 0)],
+        CONTROL: [(20, 1.0, 0), (20, 2.0, 0)],
+        "cp": [(30, 1.0, 8), (20, 2.5, 2)],
+    }
+    base, _, cp, *all_cells = rows({"0.8/2": pairs}, steps=10)
     assert (base["overall"], base["median"], base["quartiles"]) == (1.0, 1.0, "1.000-1.000")
     assert (cp["temperature"], cp["batch"], cp["pairs"]) == (0.8, 2, 2)
     assert (base["drafting"], cp["drafting"]) == (0.0, 0.25)
     assert cp["overall"] == round(50 / 3.5 / (40 / 3), 3)
     assert (cp["median"], cp["quartiles"]) == (1.15, "0.975-1.325")
+    assert [(row["contender"], row["overall"]) for row in all_cells] == [
+        (BASE, 1.0),
+        (CONTROL, 1.0),
+        ("cp", cp["overall"]),
+    ]
+
+
+def test_either_of_vllms_engines_is_held_against_both() -> None:
+    first, second, *_ = rows({"0.0/1": {BASE: [(20, 1.0, 0)], CONTROL: [(20, 3.0, 0)]}}, steps=10)
+    assert (first["overall"], second["overall"]) == (2.0, round(20 / 3 / 10, 3))
 
 
 def test_kept_rows() -> None:
