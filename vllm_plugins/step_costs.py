@@ -42,7 +42,7 @@ class StepCosts:
         self._changed: set[tuple[int, int]] = set()
         self.due = False  # whether a kind of step can be told for the first time
         self._medians = np.full(shape, np.nan)
-        self._age = np.zeros(shape)  # the median of _when, the same on every rank
+        self._timed_at = np.zeros(shape)  # the median of _when, the same on every rank
         self._agreed = self._medians.copy()
         self._pace = 0.0  # log of how much longer steps take now than those that the medians are of
         self._relative: dict[int, np.ndarray | None] = {}
@@ -79,7 +79,7 @@ class StepCosts:
         for cell in self._changed:
             if self._counts[cell] >= ENOUGH:
                 self._medians[cell] = self._median(*cell)
-                self._age[cell] = np.median(self._when[cell][: self._counts[cell]])
+                self._timed_at[cell] = np.median(self._when[cell][: self._counts[cell]])
         self._changed.clear()
         self.due = False
         self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
@@ -104,7 +104,7 @@ class StepCosts:
             if len(usable):
                 nearest = usable[np.argmin(abs(usable - size))]
                 kinds = np.flatnonzero(timed[nearest])
-                self._relative[size] = _line(self._agreed[nearest], kinds, self._age[nearest, kinds])
+                self._relative[size] = _line(self._agreed[nearest], kinds, self._timed_at[nearest, kinds])
             else:
                 self._relative[size] = None
         return self._relative[size]
