@@ -87,8 +87,9 @@ class Server:
         return scheduled
 
     def step(
-        self, plan: dict[str, tuple[int, int]], paused: bool = False, drafting: tuple[str, ...] = ()
-    ) -> tuple[bool, dict[str, bool]]:
+        self, plan: dict[str, tuple[int, int]], paused: bool = False, drafting: tuple[str, ...] = (),
+        keeps: bool = True,
+    ) -> tuple[bool, dict[str, bool]]:  # fmt: skip
         """Run a step, of a pause in drafting or not: (whether the heads rested, which requests may draft after it).
 
         Those of `drafting` that may then do, and catch up first; what a token's state is says its position.
@@ -121,7 +122,7 @@ class Server:
             request.num_output_tokens > 0 and start == request.num_tokens - 1
             for request, start in zip(requests, starts.tolist(), strict=True)
         )
-        rests = self.history.begin_step(paused)
+        rests = self.history.begin_step(paused, keeps)
         assert rests == (decoding and ((paused and lengths.max() == 1) or not any(expected)))
         expected = [one and not rests for one in expected]
         if self.history.known is not None:
@@ -132,6 +133,8 @@ class Server:
         self.history.keep((state, -state), torch.from_numpy(np.cumsum(lengths) - 1))
         able = np.ones(len(names), dtype=bool) if self.history.able is None else self.history.able
         may = dict(zip(names, able.tolist(), strict=True))
+        if not keeps:
+            assert able.tolist() == expected
         assert not any(one and not can for one, can in zip(expected, able, strict=True))
         missed = self.history.catch_up(
             np.array([i for i, one in enumerate(names) if one in drafting and may[one]], int)
@@ -342,6 +345,36 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int) -> None:
             elif rng.random() < 0.02:
                 server.preempt(name)
     assert min(count.values()) > 3, count
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_pauses_that_go_on(groups: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the heads miss is kept or not from one step to the next; blocks are looked at only where they change."""
+    rng, looks = np.random.default_rng(0), 0
+    server, stock = Server(GROUPS[groups], 60), HeadsHistory._table
+
+    def counted(self: HeadsHistory, gid: int) -> Any:
+        nonlocal looks
+        looks += 1
+        return stock(self, gid)
+
+    monkeypatch.setattr(HeadsHistory, "_table", counted)
+    paused, keeps, count = False, True, Counter[tuple[bool, bool]]()
+    for step in range(600):
+        if step % 50 == 0:
+            for name in list(server.requests):
+                server.end(name)
+            for i in range(CUT_OFF):
+                server.add(f"{step}-{i}", tokens(step + i, 5 + i))
+            server.step(dict.fromkeys(server.requests, (20, 20)))
+            continue
+        paused, keeps = rng.random() < (0.9 if paused else 0.3), rng.random() < (0.9 if keeps else 0.2)
+        before, looks = server.history._resting is not None, 0
+        drafting = tuple(name for name in server.requests if not paused and rng.random() < 0.5)
+        rests, _ = server.step(dict.fromkeys(server.requests, (1, 1)), paused, drafting, keeps)
+        if rests and before and looks == 0:
+            count[paused, keeps] += 1
+    assert min(count[True, False], count[True, True]) > 20, count
 
 
 @pytest.mark.engine

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.model_patches.base import CutState, rows_of
 
 
 class HeadsBacklog:
@@ -66,7 +66,12 @@ class HeadsBacklog:
         self._next = (self._next + len(req_ids)) % self.capacity
         owners = self._owner[places]
         if (owners >= 0).any():
-            self.forget([self._name[number] for number in np.unique(owners).tolist() if number >= 0])
+            lost = [self._name[number] for number in np.unique(owners).tolist() if number >= 0]
+            self.forget(lost)
+            # Who has lost older ones has holes, whatever is kept of it from here on.
+            left = np.flatnonzero([name not in lost for name in req_ids])
+            req_ids, places, positions = [req_ids[row] for row in left], places[left], positions[left]
+            state = rows_of(state, torch.from_numpy(left).to(state[0].device, non_blocking=True))
         for name in req_ids:
             if name not in self._number:
                 self._number[name], self._name[self._numbers] = self._numbers, name

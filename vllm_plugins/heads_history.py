@@ -90,7 +90,7 @@ class HeadsHistory:
         rows = batch.num_reqs
         crowded = self.most_requests is not None and rows > self.most_requests
         starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
-        if paused and keeps and self._rests_on(starts):
+        if paused and self._rests_on(starts, keeps):
             return True
         decoding, self._resting = self._decoding(starts), None
         self.keeping = None
@@ -125,7 +125,7 @@ class HeadsHistory:
                 self._resting = list(batch.req_ids), ends
         return rests
 
-    def _rests_on(self, starts: np.ndarray) -> bool:
+    def _rests_on(self, starts: np.ndarray, keeps: bool) -> bool:
         """Whether a pause goes on for the same requests in the same blocks, and nothing is to be found out anew."""
         batch = self.runner.input_batch
         if self._resting is None or self._resting[0] != batch.req_ids or not np.array_equal(self._resting[1], starts):
@@ -134,8 +134,10 @@ class HeadsHistory:
             return False
         if any((starts % batch.block_table[gid].block_size == 0).any() for gid in self._groups):
             return False
-        self._resting = self._resting[0], starts + 1
         behind = self.backlog.holds(batch.req_ids)
+        if behind.any() and not keeps:
+            return False
+        self._resting = self._resting[0], starts + 1
         self.keeping = behind if behind.any() else None
         return True
 
@@ -164,6 +166,7 @@ class HeadsHistory:
         if self.known is None or not len(behind):
             return None
         assert self.whole is not None
+        self._resting = None  # blocks are whole again, and have to be looked at if the next step rests
         batch = self.runner.input_batch
         whose, positions, state = self.backlog.take([batch.req_ids[row] for row in behind])
         first = np.full(len(behind), np.iinfo(np.int64).max)
