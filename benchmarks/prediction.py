@@ -6,7 +6,9 @@
 
 Acceptance is the heads' own calibration's, on greedy or sampled texts as the turns were, and runs at temperatures that
 were not calibrated are left out; seconds are those of vLLM's own steps in the same runs (`ppd plan --timings`). Where
-drafting is adaptive, the best number of drafts up to the contender's, none among them, is what is predicted.
+drafting is adaptive, the best number of drafts up to the contender's, none among them, is what is predicted. Where it
+is not, the last column holds the cost of a step alone against its formula: it takes the acceptance that these texts
+had, which with a few of them is another than the calibration's.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.results import Measured, stored
 
 COLUMNS = ("temperature", "batch", "contender", "length", "predicted length", "measured", "quartiles", "predicted",
-           "measured / predicted")  # fmt: skip
+           "measured / predicted", "at the measured length")  # fmt: skip
 
 
 def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
@@ -54,11 +56,14 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
         drafts = predicted > 1 or not config.get("adaptive", True)
         predicted = predicted if drafts else 1.0
         middle, low, high = row["speed_up"]
+        at_length = ""
+        if not config.get("adaptive", True):
+            at_length = f"{middle / predicted * best.length / row['length']:.3f}"
         yield {
             "temperature": options["temperature"], "batch": row["batch"], "contender": row["contender"],
             "length": round(row["length"] or 1, 3), "predicted length": round(best.length if drafts else 1, 3),
             "measured": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}", "predicted": round(predicted, 3),
-            "measured / predicted": round(middle / predicted, 3),
+            "measured / predicted": round(middle / predicted, 3), "at the measured length": at_length,
         }  # fmt: skip
 
 

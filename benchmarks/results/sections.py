@@ -126,6 +126,8 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "fleet_check": ("The fleets of `ppd plan`, held against servers", row_files.anything),
     "decode": ("Offline decoding", _decode),
     "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
+    "decode_fixed": ("Offline decoding, always with drafts", _decode),
+    "prediction_fixed": ("The same where drafts are always made: the cost of a step", row_files.anything),
     "decode_batches": ("Offline decoding in larger batches", _decode),
     "never_slower": ("Never slower: turns of a few steps", row_files.anything),
     "decode_bpe": ("Offline decoding, the demo model of BPE tokens", _decode),
