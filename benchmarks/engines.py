@@ -8,12 +8,12 @@ import json
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.timers import Timers
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -63,25 +63,6 @@ def parameters(args: argparse.Namespace) -> int:
     """Weights of the model of write_config (vLLM's CPU backend repacks them, so they cannot be counted there)."""
     layer = 4 * args.hidden**2 + 3 * args.hidden * (args.hidden * 7 // 2) + 2 * args.hidden
     return args.layers * layer + args.vocab * args.hidden + args.hidden
-
-
-class Timers:
-    """Seconds by part, collected by wrapping the calls that make up a cycle."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def wrap(self, owner: Any, name: str, part: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.perf_counter() - started
-
-        setattr(owner, name, timed)
 
 
 class TimedStack:

@@ -25,6 +25,18 @@ def active_config(holder: Any) -> DraftingConfig | None:
     return DraftingConfig(**holder.additional_config[CONFIG_KEY]) if is_active(holder) else None
 
 
+def own_config(vllm_config: Any, who: object) -> DraftingConfig:
+    """As active_config, for what vLLM builds with our configuration alone.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    config = active_config(vllm_config)
+    if config is None:
+        raise RuntimeError(f"{type(who).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
+    return config
+
+
 def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
     """As _activate; a refusal that nobody catches ends the process with its one line, not with a traceback."""
     try:

@@ -11,14 +11,14 @@ import os
 import signal
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import Contender
+from vllm_ppd.vllm_plugins.bench.timers import Timers
 from vllm_ppd.vllm_plugins.metrics import totals
 
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
@@ -118,32 +118,20 @@ def _serve(pipe: Connection, arguments: dict[str, Any], log: str) -> None:
         pipe.send(" ".join(str(error).split())[:400] or type(error).__name__)
 
 
-class _Split:
-    """Seconds of the host in the worker and in drafting, added up since the engine started."""
+class _Split(Timers):
+    """Seconds of the host in the worker and in drafting since the engine started."""
 
     def __init__(self, llm: Any) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        super().__init__()
         core = getattr(llm.llm_engine.engine_core, "engine_core", None)
         worker = getattr(getattr(getattr(core, "model_executor", None), "driver_worker", None), "worker", None)
         self.known = worker is not None  # not where workers are processes of their own
         if worker is None:
             return
         for name in ("execute_model", "sample_tokens"):
-            self._time(worker, name, "worker")
+            self.wrap(worker, name, "worker")
         if hasattr(worker.model_runner, "propose_draft_token_ids"):
-            self._time(worker.model_runner, "propose_draft_token_ids", "draft")
-
-    def _time(self, owner: Any, name: str, part: str) -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.seconds[part] += time.perf_counter() - started
-
-        setattr(owner, name, timed)
+            self.wrap(worker.model_runner, "propose_draft_token_ids", "draft")
 
 
 def decode_batch(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
 
-from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.activation import own_config
 from vllm_ppd.vllm_plugins.cpu_mends import unlink_shared_memory
 from vllm_ppd.vllm_plugins.group.wire import Wire
 from vllm_ppd.vllm_plugins.metrics import Counters
@@ -30,9 +30,7 @@ class Stage(ABC):
     """One stage's side of the group; vLLM builds it, the runner drives it."""
 
     def __init__(self, vllm_config: Any) -> None:
-        config = active_config(vllm_config)
-        if config is None:
-            raise RuntimeError(f"{type(self).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
+        config = own_config(vllm_config, self)
         self.vllm_config = vllm_config
         self.config = config
         self.split = config.split  # d_bar

@@ -19,7 +19,7 @@ import torch
 from vllm.distributed import get_tp_group
 
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
-from vllm_ppd.vllm_plugins.activation import active_config
+from vllm_ppd.vllm_plugins.activation import own_config
 from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
@@ -59,11 +59,8 @@ class Proposer(ABC):
     looked_up = False  # whether the latest drafts stood in the requests' own text, and have no q(x)
 
     def __init__(self, vllm_config: Any) -> None:
-        config = active_config(vllm_config)
-        if config is None:
-            raise RuntimeError(f"{type(self).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
         self.vllm_config = vllm_config
-        self.config = config
+        self.config = own_config(vllm_config, self)
         self.counters = Counters(vllm_config.parallel_config)
         self.watch = AcceptanceWatch()
 
