@@ -6,9 +6,8 @@
 
 Acceptance is the heads' own calibration's, on greedy or sampled texts as the turns were, and runs at temperatures that
 were not calibrated are left out; seconds are those of vLLM's own steps in the same runs (`ppd plan --timings`). Where
-drafting is adaptive, the best number of drafts up to the contender's, none among them, is what is predicted. Where it
-is not, the last column holds the cost of a step alone against its formula: it takes the acceptance that these texts
-had, which with a few of them is another than the calibration's.
+drafting is adaptive, the best number of drafts up to the contender's, none among them, is what is predicted; what a
+step with drafts costs by itself is held against its formula by step_prediction.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.results import Measured, stored
 
 COLUMNS = ("temperature", "batch", "contender", "length", "predicted length", "measured", "quartiles", "predicted",
-           "measured / predicted", "at the measured length")  # fmt: skip
+           "measured / predicted")  # fmt: skip
 
 
 def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
@@ -44,7 +43,7 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
             heads = load_config(config.get("model") or "")
             if options["temperature"] not in (0, calibration_of(config["model"])["options"]["temperature"]):
                 continue
-            ways = ways_of(config, heads, file, options)
+            ways = ways_of(config, heads, options, str(file))
         except HeadsError as error:
             if config.get("model"):
                 print(f"{row['contender']}: {error}")
@@ -56,21 +55,26 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
         drafts = predicted > 1 or not config.get("adaptive", True)
         predicted = predicted if drafts else 1.0
         middle, low, high = row["speed_up"]
-        at_length = ""
-        if not config.get("adaptive", True):
-            at_length = f"{middle / predicted * best.length / row['length']:.3f}"
         yield {
             "temperature": options["temperature"], "batch": row["batch"], "contender": row["contender"],
             "length": round(row["length"] or 1, 3), "predicted length": round(best.length if drafts else 1, 3),
             "measured": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}", "predicted": round(predicted, 3),
-            "measured / predicted": round(middle / predicted, 3), "at the measured length": at_length,
+            "measured / predicted": round(middle / predicted, 3),
         }  # fmt: skip
 
 
-def ways_of(config: dict[str, Any], heads: HeadsConfig, file: Path, options: dict[str, Any]) -> list[Drafting]:
-    """The calibrated settings that a contender may draft with."""
+def ways_of(config: dict[str, Any], heads: HeadsConfig, options: dict[str, Any],
+            timings: str | None = None) -> list[Drafting]:  # fmt: skip
+    """The calibrated settings that a contender may draft with.
+
+    Args:
+        config: its speculative_config.
+        heads: what its folder says of itself.
+        options: temperature and model.
+        timings: as of PlanOptions.
+    """
     texts: Literal["sampled", "greedy"] = "sampled" if options["temperature"] else "greedy"
-    plan = PlanOptions(heads=(config["model"],), texts=texts, timings=str(file), model=options["model"])
+    plan = PlanOptions(heads=(config["model"],), texts=texts, timings=timings, model=options["model"])
     most = config.get("num_speculative_tokens", heads.num_speculative_tokens)
     wanted: dict[str, Any] = {"exit_layer": None, "eps_b": None}
     if hasattr(heads, "default_exit_layers"):

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What steps with drafts cost at batch 1, against what `ppd plan` predicts of them.
+
+    ppd calibrate build/inflated/heads/early --data build/corpus/validation.jsonl      # and the other heads
+    python benchmarks/step_prediction.py --model build/inflated/model --heads build/inflated/heads/* \\
+        --data build/corpus/validation.jsonl --out benchmarks/results/step_prediction.json
+
+Engines that always draft as many tokens as their heads recommend decode one text after another beside vLLM alone, in
+turns of a few steps (side_by_side.py). Another engine of vLLM alone decodes ROWS requests: with its steps at 1 and at
+ROWS the prediction needs no other time of this machine. Drafts are accepted as the heads' own calibration says, on
+greedy or sampled texts as these are.
+
+"step" is in units of vLLM's own step at batch 1, the median over pairs of turns, and "measured" is "length" over it.
+"at the measured length" is the speed-up held against the formula of the step alone, as if these few texts had been
+predicted to accept what they did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from prediction import ways_of
+from side_by_side import BASE, CONTROL, Contender, Pair, in_turns, with_huge_pages
+from tqdm import tqdm
+
+from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.checkpoint import load_config, write_text
+from vllm_ppd.heads.planning.machine import Served
+from vllm_ppd.heads.planning.plan import calibration_of
+from vllm_ppd.heads.planning.predict import Drafting
+from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
+from vllm_ppd.vllm_plugins.bench.results import quartiles
+
+ROWS = 4  # most tokens of a request that a step verifies, the one before the drafts among them
+
+
+def predicted(heads: str, model: str, temperature: float, steps: dict[str, float]) -> Drafting:
+    """The calibrated setting that always drafts what the heads recommend, on a machine of these steps.
+
+    Raises:
+        HeadsError: if the heads were not calibrated.
+    """
+    config = load_config(heads)
+    options = {"temperature": temperature, "model": model}
+    way = max(ways_of({"model": heads, "adaptive": False}, config, options), key=lambda way: way.speedup(1))
+    share = calibration_of(heads)["parts"]["timing"]["lm_head_share"]
+    return dataclasses.replace(way, machine=Served(steps, way.num_layers, share))
+
+
+def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int) -> dict[str, Any]:
+    """What a contender's pairs of turns of so many steps came to."""
+    own, base = np.array(pairs[name]), np.array(pairs[BASE])
+    cost = list(own[:, 1] / base[:, 1])
+    step, low, high = quartiles(cost)
+    length = float(own[:, 0].sum() / (2 * steps * len(own)))
+    formula = way.seconds(1) / way.plain(1)
+    return {
+        "contender": name, "pairs": len(own), "drafts": way.options["num_speculative_tokens"],
+        "length": round(length, 3), "predicted length": round(way.length, 3),
+        "step": round(step, 3), "quartiles": f"{low:.3f}-{high:.3f}", "predicted step": round(formula, 3),
+        "measured": round(length / step, 3), "predicted": round(way.speedup(1), 3),
+        "measured / predicted": round(length / step / way.speedup(1), 3),
+        "at the measured length": round(formula / step, 3),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--heads", nargs="+", required=True, help="heads folders with a calibration, a contender each")
+    parser.add_argument("--data", nargs="+", required=True, help="prompts, as ppd bench decode takes them")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 0.0])
+    parser.add_argument("--texts", type=int, default=16, help="at each temperature")
+    parser.add_argument("--prompt-tokens", type=int, default=64, help="as of the calibration")
+    parser.add_argument("--steps", type=int, default=12, help="of a turn")
+    parser.add_argument("--pairs", type=int, default=2, help="of turns, of each text")
+    parser.add_argument("--kv-cache-gib", type=float, default=0.25, help="of each engine")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with_huge_pages()
+    for heads in args.heads:
+        calibration_of(heads)  # refused now, not after minutes of starting
+    texts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, args.texts, False)
+    engines = {BASE: Contender(args, 1), CONTROL: Contender(args, ROWS)}
+    engines |= {Path(heads).name: Contender(args, 1, {"model": heads, "adaptive": False}) for heads in args.heads}
+    result = provenance(
+        benchmark="step_prediction", model=str(args.model),
+        settings={name: str(value) for name, value in vars(args).items() if name != "out"}, cells={}, rows=[],
+    )  # fmt: skip
+    with tqdm(total=args.pairs * args.texts * len(args.temperatures), desc="pairs", mininterval=5) as progress:
+        for temperature in args.temperatures:
+            cell: dict[str, list[Pair]] = {name: [] for name in engines}
+            result["cells"][str(temperature)] = cell
+            for text in texts:
+                prompts = {name: [text] * (ROWS if name == CONTROL else 1) for name in engines}
+                found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress)
+                for name, pairs in found.items():
+                    cell[name] += pairs
+                result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps)
+                if args.out is not None:
+                    write_text(args.out, json.dumps(result, indent=1) + "\n")
+    shown = result["rows"]
+    print(table(tuple(shown[0]), [list(one.values()) for one in shown]))
+
+
+def rows(cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, steps: int) -> list[dict[str, Any]]:
+    """A row a temperature and heads folder."""
+    found = []
+    for temperature, pairs in cells.items():
+        one, several = (np.array(pairs[name])[:, 1] / (2 * steps) for name in (BASE, CONTROL))
+        # A ratio of the same seconds: the machine is as fast as it is in both.
+        seconds = {"1": float(np.median(one)), str(ROWS): float(np.median(one) * np.median(several / one))}
+        for folder in heads:
+            way = predicted(folder, model, float(temperature), seconds)
+            found.append({"temperature": float(temperature), **row(Path(folder).name, way, pairs, steps)})
+    return found
+
+
+if __name__ == "__main__":
+    main()
