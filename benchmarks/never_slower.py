@@ -18,20 +18,16 @@ A cell is written as soon as it is over; a further run on the same commit with t
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import add_up
-from side_by_side import BASE, CONTROL, Contender, Pair, in_turns, with_huge_pages
+from side_by_side import BASE, CONTROL, Contender, Pair, add_pairs, begun, flags, in_turns, with_huge_pages
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
-from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import quartiles
 
@@ -66,33 +62,17 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--heads", nargs="+", required=True, help="heads folders, a contender each")
-    parser.add_argument("--data", nargs="+", required=True, help="prompts, as ppd bench decode takes them")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = flags(__doc__)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 0.0, 1.0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--pairs", type=int, default=12, help="of turns, at each temperature and batch size")
     parser.add_argument("--warm-up", type=int, default=256, help="steps before the first turn of a cell")
     parser.add_argument("--kv-cache-gib", type=float, default=0.6, help="of each engine")
     parser.add_argument("--out", type=Path, default=Path("never_slower.json"))
     args = parser.parse_args()
     with_huge_pages()
-    result = provenance(
-        benchmark="never_slower", model=str(args.model),
-        settings={name: str(value) for name, value in vars(args).items()
-                  if name not in ("out", "pairs", "temperatures", "batch_sizes")},
-        cells={}, rows=[],
-    )  # fmt: skip
-    if args.out.exists():
-        earlier = json.loads(args.out.read_text())
-        if add_up(earlier, result):
-            result["cells"] = earlier["cells"]
-        else:
-            sys.exit(f"{args.out} is of another commit, machine or other settings; give another --out, or remove it")
+    result = begun("never_slower", args, apart=("pairs", "temperatures", "batch_sizes"))
     all_prompts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, max(args.batch_sizes), False)
     most = max(args.batch_sizes)
     engines = {BASE: Contender(args, most), CONTROL: Contender(args, most)}
@@ -105,9 +85,7 @@ def main() -> None:
                     prompts = [all_prompts[i % len(all_prompts)] for i in range(batch)]
                     found = in_turns(engines, dict.fromkeys(engines, prompts), temperature, args.pairs, args.steps,
                                      args.warm_up, progress)  # fmt: skip
-                    cell = result["cells"].setdefault(f"{temperature}/{batch}", {})
-                    for name, pairs in found.items():
-                        cell[name] = [*cell.get(name, []), *pairs]
+                    add_pairs(result, f"{temperature}/{batch}", found)
                     result["rows"] = rows(result["cells"], args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:

@@ -11,12 +11,16 @@ in another, by the pages that each happened to get.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from engines import drafter_of
+from engines import add_up, drafter_of
+
+from vllm_ppd.heads.training.provenance import provenance
 
 BASE, CONTROL = "vLLM", "vLLM, again"
 MOST_TOKENS = 600  # of a request, before the batch begins anew
@@ -132,3 +136,39 @@ def with_huge_pages() -> None:
     """Start this command again with weights in huge pages, if it was not."""
     if any(os.environ.get(name) != value for name, value in HUGE_PAGES.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **HUGE_PAGES})
+
+
+def flags(description: str | None) -> argparse.ArgumentParser:
+    """Flags of the engines and of their turns."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--heads", nargs="+", required=True, help="heads folders, a contender each")
+    parser.add_argument("--data", nargs="+", required=True, help="prompts, as ppd bench decode takes them")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--steps", type=int, default=12, help="of a turn")
+    return parser
+
+
+def begun(benchmark: str, args: argparse.Namespace, apart: tuple[str, ...]) -> dict[str, Any]:
+    """What is to be written to args.out: the cells that are there, and where this run comes from.
+
+    Args:
+        benchmark: its name.
+        args: its flags.
+        apart: those in which runs that add up may differ.
+    """
+    settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", *apart)}
+    result = provenance(benchmark=benchmark, model=str(args.model), settings=settings, cells={}, rows=[])
+    if args.out.exists():
+        earlier = json.loads(args.out.read_text())
+        if not add_up(earlier, result):
+            sys.exit(f"{args.out} is of another commit, machine or other settings; give another --out, or remove it")
+        result["cells"] = earlier["cells"]
+    return result
+
+
+def add_pairs(result: dict[str, Any], cell: str, found: dict[str, list[Pair]]) -> None:
+    """Add each contender's pairs of turns to a cell."""
+    pairs = result["cells"].setdefault(cell, {})
+    for name, own in found.items():
+        pairs[name] = [*pairs.get(name, []), *own]

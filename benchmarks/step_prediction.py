@@ -17,23 +17,22 @@ predicted to accept what they did.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from prediction import ways_of
-from side_by_side import BASE, CONTROL, Contender, Pair, in_turns, with_huge_pages
+from side_by_side import BASE, CONTROL, Contender, Pair, add_pairs, begun, flags, in_turns, with_huge_pages
 from tqdm import tqdm
 
 from vllm_ppd.heads.calibration.tables import table
-from vllm_ppd.heads.checkpoint import load_config, write_text
+from vllm_ppd.heads.checkpoint import HeadsError, load_config, write_text
 from vllm_ppd.heads.planning.machine import Served
 from vllm_ppd.heads.planning.plan import calibration_of
 from vllm_ppd.heads.planning.predict import Drafting
-from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import quartiles
 
@@ -71,43 +70,40 @@ def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--heads", nargs="+", required=True, help="heads folders with a calibration, a contender each")
-    parser.add_argument("--data", nargs="+", required=True, help="prompts, as ppd bench decode takes them")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = flags(__doc__)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 0.0])
-    parser.add_argument("--texts", type=int, default=16, help="at each temperature")
+    parser.add_argument("--texts", type=int, default=16, help="at each temperature; a further run takes further ones")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="as of the calibration")
-    parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--pairs", type=int, default=2, help="of turns, of each text")
     parser.add_argument("--kv-cache-gib", type=float, default=0.25, help="of each engine")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("step_prediction.json"))
     args = parser.parse_args()
     with_huge_pages()
-    for heads in args.heads:
-        calibration_of(heads)  # refused now, not after minutes of starting
-    texts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, args.texts, False)
+    result = begun("step_prediction", args, apart=("texts", "temperatures"))
+    try:
+        for heads in args.heads:
+            calibration_of(heads)  # refused now, not after minutes of starting
+    except HeadsError as error:
+        sys.exit(str(error))
+    seen = {t: len(result["cells"].get(str(t), {BASE: []})[BASE]) // args.pairs for t in args.temperatures}
+    wanted = max(seen.values()) + args.texts
+    texts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, wanted, False)
     engines = {BASE: Contender(args, 1), CONTROL: Contender(args, ROWS)}
     engines |= {Path(heads).name: Contender(args, 1, {"model": heads, "adaptive": False}) for heads in args.heads}
-    result = provenance(
-        benchmark="step_prediction", model=str(args.model),
-        settings={name: str(value) for name, value in vars(args).items() if name != "out"}, cells={}, rows=[],
-    )  # fmt: skip
-    with tqdm(total=args.pairs * args.texts * len(args.temperatures), desc="pairs", mininterval=5) as progress:
-        for temperature in args.temperatures:
-            cell: dict[str, list[Pair]] = {name: [] for name in engines}
-            result["cells"][str(temperature)] = cell
-            for text in texts:
-                prompts = {name: [text] * (ROWS if name == CONTROL else 1) for name in engines}
-                found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress)
-                for name, pairs in found.items():
-                    cell[name] += pairs
-                result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps)
-                if args.out is not None:
+    try:
+        with tqdm(total=args.pairs * args.texts * len(args.temperatures), desc="pairs", mininterval=5) as progress:
+            for temperature in args.temperatures:
+                for number in range(seen[temperature], seen[temperature] + args.texts):
+                    text = texts[number % len(texts)]
+                    prompts = {name: [text] * (ROWS if name == CONTROL else 1) for name in engines}
+                    found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress)
+                    add_pairs(result, str(temperature), found)
+                    result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")
-    shown = result["rows"]
-    print(table(tuple(shown[0]), [list(one.values()) for one in shown]))
+    except KeyboardInterrupt:
+        print(f"stopped; what was measured is kept in {args.out}, the same command adds to it")
+    if shown := result["rows"]:
+        print(table(tuple(shown[0]), [list(one.values()) for one in shown]))
 
 
 def rows(cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, steps: int) -> list[dict[str, Any]]:

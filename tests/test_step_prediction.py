@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -13,6 +16,7 @@ from vllm_ppd.heads.planning.machine import Served
 from vllm_ppd.heads.planning.predict import Drafting
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import step_prediction
 from side_by_side import BASE
 from step_prediction import row
 
@@ -31,3 +35,30 @@ def test_step_and_length_are_held_apart() -> None:
     found = row("cp", way, pairs | {"cp": [(20, 1.2, 20), (20, 2.4, 20)]}, steps=10)  # nothing was accepted
     assert found["measured / predicted"] == round(1.1 / 1.2 / 1.5, 3)
     assert found["at the measured length"] == round(1.1 / 1.2, 3)
+
+
+def test_a_further_run_takes_further_texts_and_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop alone: engines, prompts and predictions are given; the second run is stopped in its second text."""
+    said: list[int] = []
+
+    def turns(engines: dict[str, Any], prompts: dict[str, Any], *_: Any) -> dict[str, Any]:
+        if len(said) == 3:
+            raise KeyboardInterrupt
+        said.append(prompts[BASE][0])
+        return {name: [[1, 1.0, 0]] for name in engines}
+
+    monkeypatch.setattr(step_prediction, "with_huge_pages", lambda: None)
+    monkeypatch.setattr(step_prediction, "calibration_of", lambda heads: None)
+    monkeypatch.setattr(step_prediction, "Contender", lambda *_: None)
+    monkeypatch.setattr(step_prediction, "read_prompts", lambda *_: list(range(10)))
+    monkeypatch.setattr(step_prediction, "in_turns", turns)
+    monkeypatch.setattr(step_prediction, "rows", lambda cells, *_: [{"pairs": len(cells["0.8"][BASE])}])
+    out = tmp_path / "out.json"
+    flags = ["--model", "m", "--heads", "cp", "--data", "d", "--out", str(out), "--pairs", "1", "--temperatures", "0.8"]
+    monkeypatch.setattr(sys, "argv", ["step_prediction.py", *flags, "--texts", "2"])
+    step_prediction.main()
+    step_prediction.main()
+    kept = json.loads(out.read_text())
+    assert said == [0, 1, 2]
+    assert {name: len(pairs) for name, pairs in kept["cells"]["0.8"].items()} == {BASE: 3, "vLLM, again": 3, "cp": 3}
+    assert kept["rows"] == [{"pairs": 3}]
