@@ -8,10 +8,11 @@
         --data build/corpus/validation.jsonl --out benchmarks/results/never_slower.json
 
 Engines decode the same requests in turns of a few steps (side_by_side.py). Heads draft as a server would let them
-(adaptive), trials included; what they learn in the first --warm-up steps of a cell is not counted. A ratio is tokens a
-second over those of two engines of vLLM alone together, in the same pair of turns; "overall" is that of all tokens and
-seconds of a cell, "drafting" the share of steps with drafts. The last rows are of all cells: the geometric mean, median
-and quartiles of "overall".
+(adaptive), trials included; what they learn in the first --warm-up steps of a cell is not counted. A ratio is tokens
+over those that vLLM alone gives in the same seconds, at the speed of its two engines in the same pair of turns:
+"overall" that of all pairs of a cell, with the interval in which it lies at 90 % (bootstrap over pairs), "median" and
+"quartiles" those of single pairs, "drafting" the share of steps with drafts. The last rows are of all cells: the
+geometric mean of "overall" with its interval, and median and quartiles over cells.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds pairs to it.
 """
@@ -31,34 +32,54 @@ from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import quartiles
 
+RESAMPLES = 2000
+
 
 def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, Any]]:
     """The table of turns of so many steps: a row a cell and contender, and then one a contender for all cells."""
     result: list[dict[str, Any]] = []
+    drawn: dict[str, list[np.ndarray]] = {}
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
-        base = np.sum([pairs[BASE], pairs[CONTROL]], axis=0)[:, :2]  # [pairs, (tokens, seconds)]
+        base = np.sum([pairs[BASE], pairs[CONTROL]], axis=0)
         for name, found in pairs.items():
-            own = np.array(found)
-            tokens, seconds, drafting = own.sum(axis=0)
-            middle, low, high = quartiles(list(own[:, 0] / own[:, 1] / (base[:, 0] / base[:, 1])))
+            tokens, seconds, drafting = np.array(found).T
+            expected = seconds * base[:, 0] / base[:, 1]  # tokens of vLLM alone in the same seconds
+            samples = resampled(tokens, expected)
+            drawn.setdefault(name, []).append(samples)
+            middle, low, high = quartiles((tokens / expected).tolist())
             result.append({
-                "temperature": float(temperature), "batch": int(batch), "contender": name, "pairs": len(own),
-                "overall": round(tokens / seconds / np.divide(*base.sum(axis=0)), 3), "median": round(middle, 3),
-                "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": round(tokens / seconds, 1),
-                "drafting": round(drafting / (2 * steps * len(own)), 2),
+                "temperature": float(temperature), "batch": int(batch), "contender": name, "pairs": len(tokens),
+                "overall": round(float(tokens.sum() / expected.sum()), 3), "interval": interval(samples),
+                "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}",
+                "tokens a second": round(float(tokens.sum() / seconds.sum()), 1),
+                "drafting": round(float(drafting.sum()) / (2 * steps * len(tokens)), 2),
             })  # fmt: skip
-    for name in dict.fromkeys(row["contender"] for row in result):
+    for name, samples_of in drawn.items():
         own_rows = [row for row in result if row["contender"] == name]
         overall = [row["overall"] for row in own_rows]
         middle, low, high = quartiles(overall)
         result.append({
             "temperature": "all", "batch": "all", "contender": name, "pairs": sum(row["pairs"] for row in own_rows),
-            "overall": round(statistics.geometric_mean(overall), 3), "median": round(middle, 3),
-            "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": "",
+            "overall": round(statistics.geometric_mean(overall), 3),
+            "interval": interval(np.exp(np.mean(np.log(samples_of), axis=0))),
+            "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": "",
             "drafting": round(statistics.mean(row["drafting"] for row in own_rows), 2),
         })  # fmt: skip
     return result
+
+
+def resampled(tokens: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Ratios of sums over pairs, with pairs drawn anew each time: [RESAMPLES]."""
+    chosen = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
+    ratios: np.ndarray = tokens[chosen].sum(axis=1) / expected[chosen].sum(axis=1)
+    return ratios
+
+
+def interval(samples: np.ndarray) -> str:
+    """Where nine of ten samples lie."""
+    low, high = np.quantile(samples, (0.05, 0.95))
+    return f"{low:.3f}-{high:.3f}"
 
 
 def main() -> None:
