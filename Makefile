@@ -6,8 +6,13 @@ PORT   ?= 8000
 MODEL  ?= benchmarks/demo/model
 HEADS  ?=
 ARGS   ?=
+JOBS   ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
+
+# Tests that keep to a core each, JOBS at a time, and then those that take them all; either may have none of $(ARGS).
+PYTEST := $(BIN)/python -m pytest
+NONE   := 5
 
 .PHONY: setup serve test test-full quality format clean bytes
 
@@ -27,11 +32,12 @@ serve: DRAFTS = $(if $(HEADS),$(firstword $(wildcard benchmarks/demo/heads/$(HEA
 serve: setup
 	. .ci/serve-env.sh && $(BIN)/vllm serve $(MODEL) --port $(PORT) --speculative-model $(DRAFTS) $(ARGS)
 
-test: setup
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
-
-test-full: setup
-	$(BIN)/python -m pytest $(ARGS)
+test: KIND = not full and
+test test-full: setup
+	@failed=0; \
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
+	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
+	exit $$failed
 
 quality: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,10 +19,15 @@ os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over an engine's own kv_cache_memory_bytes
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # one of several that run at once: a core each
+    os.environ["OMP_NUM_THREADS"] = "1"
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import tiny
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "benchmarks" / "demo" / "model"
@@ -40,16 +46,30 @@ def patterned_texts(count: int, repeats: int) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A tiny random model of a family, made once a session."""
-    made: dict[str, Path] = {}
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
+    """made_once(name, make): a folder that make(folder) has filled, once for all processes that run tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent / "shared" if "PYTEST_XDIST_WORKER" in os.environ else base / "shared"
+    shared.mkdir(exist_ok=True)
 
-    def get(family: str = "llama") -> Path:
-        if family not in made:
-            made[family] = tiny.make_model(tmp_path_factory.mktemp(family), family)
-        return made[family]
+    def get(name: str, make: Callable[[Path], Any]) -> Path:
+        folder = shared / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = shared / f"{name}.unfinished"
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                make(unfinished)
+                unfinished.rename(folder)
+        return folder
 
     return get
+
+
+@pytest.fixture(scope="session")
+def tiny_model(made_once: Callable[..., Path]) -> Callable[..., Path]:
+    """A tiny random model of a family, made once a session."""
+    return lambda family="llama": made_once(family, lambda folder: tiny.make_model(folder, family))
 
 
 def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
@@ -205,18 +225,15 @@ def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def fitted_heads(
-    tiny_model: Callable[..., Path], said: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[..., Path], said: Callable[..., Any], made_once: Callable[..., Path]
 ) -> Callable[..., str]:
     """fitted_heads(kind, family, **options): heads fitted to what a tiny model says, made once a session."""
     import overfitted
 
-    made: dict[str, str] = {}
-
     def get(kind: str, family: str = "llama", **options: Any) -> str:
-        key = repr((kind, family, sorted(options.items())))
-        if key not in made:
-            folder = tmp_path_factory.mktemp(kind) / "heads"
-            made[key] = str(overfitted.fit(tiny_model(family), kind, said(family), folder, **options))
-        return made[key]
+        name = "-".join([kind, family, *(f"{option}={value}" for option, value in sorted(options.items()))])
+        return str(
+            made_once(name, lambda folder: overfitted.fit(tiny_model(family), kind, said(family), folder, **options))
+        )
 
     return get

@@ -190,6 +190,7 @@ def _marked(mark: str) -> list[bytes]:
 
 
 @pytest.mark.full
+@pytest.mark.ranks
 @pytest.mark.engine
 def test_a_server_that_does_not_start(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     arguments = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 26, "dtype": "float32", "enforce_eager": True}
@@ -199,6 +200,7 @@ def test_a_server_that_does_not_start(tiny_model: Callable[..., Path], tmp_path:
 
 
 @pytest.mark.full
+@pytest.mark.ranks
 @pytest.mark.engine
 def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path) -> None:
     """Turns in order, counters that add up, every token that was asked for; then Ctrl-C, and no process is left."""
@@ -257,6 +259,7 @@ def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], text
 
 
 @pytest.mark.full
+@pytest.mark.ranks
 @pytest.mark.engine
 def test_a_server_that_ends_under_load(
     tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

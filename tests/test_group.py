@@ -12,7 +12,7 @@ from conftest import end_workers, our_counter, start_engine
 from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one lane": {"method": "ppd"},

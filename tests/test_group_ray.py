@@ -10,7 +10,7 @@ import pytest
 from conftest import end_workers, our_counter, start_engine
 from exactness import CASES
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]
+pytestmark = [pytest.mark.engine, pytest.mark.ranks, pytest.mark.full]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from server import Server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 
 def family_of(root: int) -> dict[int, str]:

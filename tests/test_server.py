@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from server import VLLM, Server, environment
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")

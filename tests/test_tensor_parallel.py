@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 from exactness import CASES
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 SCRIPT = """
 import json, os, sys

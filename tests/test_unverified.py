@@ -30,7 +30,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def unverified(engine: Callable[..., Any], fitted_heads: Callable[..., str]) -> Any:
-    return engine({"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 0.1})
+    options = {"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 0.1}
+    return engine(options, max_num_seqs=64, max_num_batched_tokens=512)
 
 
 def with_eps(eps_b: float, **settings: Any) -> SamplingParams:
