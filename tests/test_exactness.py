@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from conftest import drafter_of, runner_of
 from exactness import CASES, generate, greedy, prompts
+from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine
 
@@ -186,6 +188,20 @@ def test_steps_without_drafts_are_sampled_as_vllm_does(
     assert not rejected
     generate(llm, prompts(2), [greedy(extra_args={"ppd_draft": draft}) for draft in (False, True)])
     assert rejected
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_thinking_budget(engine: Callable[..., Any], variant: Callable[..., Any], drafting: bool) -> None:
+    """The end of thinking is forced on the request whose budget ran out, and on no other."""
+    reasoning = ReasoningConfig(reasoning_start_str="<", reasoning_end_str=">")
+    begin, end = (tiny.make_tokenizer().encode(text, add_special_tokens=False) for text in "<>")
+    requests = [{"prompt_token_ids": [*request["prompt_token_ids"], *begin]} for request in prompts(3, 20)]
+    settings = [greedy(extra_args={"ppd_draft": drafting}) for _ in requests]
+    settings[1].thinking_token_budget = 6
+    llm = engine(variant("middle"), reasoning_config=reasoning)
+    found = generate(llm, requests, settings)
+    assert found == generate(engine(reasoning_config=reasoning), requests, settings)
+    assert [tokens.index(*end) if end[0] in tokens else None for tokens in found] == [None, 6, None]
 
 
 def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:

@@ -75,5 +75,5 @@ class DraftingRunnerMixin(UndraftedSteps):
         self._draft_probs = self._draft_prob_req_ids = None
         if self.drafter.probs is not None and not self.drafter.looked_up and not sampling_metadata.all_greedy:
             self._draft_probs = self.drafter.probs
-            self._draft_prob_req_ids = list(self.input_batch.req_ids)  # type: ignore[attr-defined]
+            self._draft_prob_req_ids = list(self.input_batch.req_ids)
         return drafts

@@ -72,7 +72,7 @@ class GroupRunnerMixin(UndraftedSteps):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.drafter, FirstStage) and self._first_states is not None:
-            count = self.input_batch.num_reqs  # type: ignore[attr-defined]
+            count = self.input_batch.num_reqs
             states, self._first_states = self._first_states, None
             self.drafter.run_ticks((states["hidden_states"][:count], states["residual"][:count]))
         return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
@@ -87,7 +87,7 @@ class GroupRunnerMixin(UndraftedSteps):
         return common_attn_metadata is not None
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        return [[] for _ in range(self.input_batch.num_reqs)]  # type: ignore[attr-defined]
+        return [[] for _ in range(self.input_batch.num_reqs)]
 
     def take_draft_token_ids(self) -> None:
         return None
