@@ -14,6 +14,9 @@ from conftest import our_counter
 from exactness import generate
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from vllm_ppd.vllm_plugins.proposers.base import Proposer
 
 pytestmark = pytest.mark.engine
 SAMPLES = 3000
@@ -21,10 +24,10 @@ TOKENS = 4
 PROMPT = {"prompt_token_ids": [7, 40, 3, 99, 12]}
 
 
-def sample(llm: Any, **settings: Any) -> list[tuple[int, ...]]:
+def sample(llm: Any, count: int = SAMPLES, **settings: Any) -> list[tuple[int, ...]]:
     """Many short continuations of one prompt."""
     params = SamplingParams(**{"temperature": 0.8, "max_tokens": TOKENS, "ignore_eos": True, **settings})
-    return [tuple(tokens) for tokens in generate(llm, [PROMPT] * SAMPLES, params)]
+    return [tuple(tokens) for tokens in generate(llm, [PROMPT] * count, params)]
 
 
 def p_value(first: list[Any], second: list[Any]) -> float:
@@ -139,6 +142,27 @@ def test_distribution_with_heads(
     assert worst(sample(llm), expected) > LEVEL
     seen = llm.counts - before
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
+
+
+def test_drafts_that_a_grammar_may_cut_off_are_greedy(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether such a draft stays depends on which it is, so what stays is not a sample of q(x)."""
+    options = {"method": "ppd", "draft_sample_method": "probabilistic", "exit_layer": 5}
+    llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
+    seen: list[list[float]] = []
+    original = Proposer.temperature
+
+    def temperature(self: Any, rows: Any, sampling: Any) -> Any:
+        found = original(self, rows, sampling)
+        seen.append(found.tolist())
+        return found
+
+    monkeypatch.setattr(Proposer, "temperature", temperature)
+    free = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
+    letters = StructuredOutputsParams(regex="[a-z]{8}")
+    generate(llm, [PROMPT] * 2, [free, SamplingParams(temperature=0.8, max_tokens=8, structured_outputs=letters)])
+    assert {tuple(round(each, 3) for each in found) for found in seen if len(found) == 2} == {(0.8, 0.0)}
 
 
 def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:

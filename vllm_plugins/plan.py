@@ -53,6 +53,7 @@ class DraftPlanner:
         self._allowed = np.zeros(0, dtype=bool)
         self._greedy = np.zeros(0, dtype=bool)
         self._seeded = np.zeros(0, dtype=bool)  # sampled with a seed: as many drafts on every run
+        self.structured = np.zeros(0, dtype=bool)  # [batch rows] what they say follows a grammar
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
         self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
 
@@ -146,6 +147,7 @@ class DraftPlanner:
         self._allowed = np.array([drafting_allowed(args) for args in extra], dtype=bool)
         self._greedy = np.array([p is None or p.temperature < GREEDY_BELOW for p in params], dtype=bool)
         self._seeded = np.array([p is not None and p.seed is not None for p in params], dtype=bool) & ~self._greedy
+        self.structured = np.array([p is not None and p.structured_outputs is not None for p in params], dtype=bool)
         self.several_at_once = np.array([not one_token_at_a_time(p) for p in params], dtype=bool)
         thresholds = [back_off_threshold(args) for args in extra]
         self.eps_b = np.array([np.nan if eps is None else eps for eps in thresholds])

@@ -114,7 +114,6 @@ class Proposer(ABC):
         """Which rows of the batch have what it takes to draft: [batch rows] bool; None: all."""
         return None
 
-    @torch.inference_mode()
     def draft(self, step: Step) -> list[list[int]]:
         """Draft token ids, a list a batch row; empty where a request does not draft."""
         started = time.perf_counter()
@@ -150,12 +149,13 @@ class Proposer(ABC):
     def temperature(self, rows: np.ndarray, sampling: Any) -> torch.Tensor | None:
         """Temperatures [requests] at which drafts are sampled; 0 where they must be greedy, None if all must.
 
-        A seed promises the same output on every run, and drafts are drawn from a generator that requests share.
+        A seed promises the same output on every run, and drafts are drawn from a generator that requests share. A
+        grammar cuts drafts off by what was drawn, after which q(x) is not what they were drawn from.
         """
         if self.probs is None or sampling.all_greedy:
             return None
-        seeded = self.index(np.isin(rows, list(sampling.generators)))
-        return sampling.temperature[self.index(rows)].masked_fill(seeded, 0.0)
+        greedy = np.isin(rows, list(sampling.generators)) | self.planner.structured[rows]
+        return sampling.temperature[self.index(rows)].masked_fill(self.index(greedy), 0.0)
 
 
 def _agreement() -> Callable[[np.ndarray], np.ndarray] | None:
