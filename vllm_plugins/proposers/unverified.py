@@ -40,7 +40,9 @@ class NGramEmission:
             return sample()
         first_head = logits.float().clone()  # the sampler overwrites its input
         output = sample()
-        if output.logprobs_tensors is not None:
+        # vLLM may give a request that comes in with one token to compute places for drafts, and several logits.
+        padded = output.sampled_token_ids.shape[1] > 1
+        if padded or output.logprobs_tensors is not None:
             return output
         runner, planner = self.proposer.runner, self.proposer.planner
         emitted = ~runner.discard_request_mask.np[: runner.input_batch.num_reqs]
