@@ -85,6 +85,8 @@ class BranchedModel(ModelCut):
         stem = before_last[0], before_last[1]
         self.stem = stem if self.keeps_stem else None
         if self.branches is not None and self.branch_hidden is not None and not self.resting:
+            if self.junction is not None:
+                output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one
             found = self.branches(positions, *self.at_junction(stem))
             for hidden, one in zip(self.branch_hidden, found, strict=True):
                 hidden[: output.shape[0]].copy_(one)
