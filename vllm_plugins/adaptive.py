@@ -33,7 +33,8 @@ CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per c
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
 REFRESH_EVERY = 16  # steps between two looks at the clock
-WORTH = 1.03  # predicted speed-up from which on drafting begins; it ends where there is none
+# Predicted speed-up from which on drafting begins, and below which it ends: a step's time is not known to a per cent.
+WORTH, STAYS = 1.05, 1.02
 
 
 class AdaptiveDrafts:
@@ -56,7 +57,7 @@ class AdaptiveDrafts:
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
         self._steps = self._last_drafted = self._last_deeper = 0
         # By batch size: the latest step without drafts, and how many were made to time them.
-        self._last_without, self._timings = np.zeros((2, len(SIZES)), dtype=np.int64)
+        self._last_without, self._timings = [0] * len(SIZES), [0] * len(SIZES)
         self._pausing = False  # drafts do not pay
         self._paused_at = 0  # the step at which they were found not to
         self._clearly = False  # whether they were found to be far from paying then
@@ -67,7 +68,7 @@ class AdaptiveDrafts:
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._alike = 0  # steps before that one of its sort, on end
         self._settling = 1  # steps without drafts that are not timed now: at first few are on end between prompts
-        self._settled = np.zeros(len(SIZES), dtype=bool)  # batch sizes that SETTLING of them on end were seen of
+        self._settled = [False] * len(SIZES)  # batch sizes that SETTLING of them on end were seen of
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
         self._size = 0  # batch size of the last choice
@@ -233,7 +234,7 @@ class AdaptiveDrafts:
                 # The text may have become another.
                 self.acceptance.fade()
         best, gain, drafts = self._best(allowed, relative, emitting)
-        if gain >= (WORTH if self._pausing else 1.0):
+        if gain >= (WORTH if self._pausing else STAYS):
             self._pausing, self.gain = False, gain
             return self._or_probe(allowed, drafts, best, size)
         if not self._pausing:
@@ -251,7 +252,7 @@ class AdaptiveDrafts:
         """The drafts that pay, or a step that measures another number."""
         unsure = self.gain < CLEAR
         new = self.costs.count(size, 0) < ENOUGH or (unsure and not self._settled[size])
-        new &= bool(self._timings[size] < ENOUGH)
+        new &= self._timings[size] < ENOUGH
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
         if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):

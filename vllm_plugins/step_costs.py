@@ -8,6 +8,8 @@ held against how fast steps of known kinds are now.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -23,6 +25,24 @@ MOST_SURPRISE = 0.3  # that a single step counts for, which may be late for reas
 Agree = Callable[[np.ndarray], np.ndarray]
 
 
+class _Kind:
+    """Steps of a batch size and a number of drafts."""
+
+    def __init__(self) -> None:
+        self.latest: deque[float] = deque(maxlen=KEPT)  # seconds
+        self.when: deque[int] = deque(maxlen=KEPT)  # of all steps that were added, which these were
+        self.count = 0
+        self.median = math.nan
+
+    def tell(self) -> float:
+        """The median of the latest; of the very latest alone where each of them says that such a step is another."""
+        self.median = statistics.median(self.latest)
+        newest = list(self.latest)[-ENOUGH:]
+        if max(newest) < self.median / CHANGED or min(newest) > self.median * CHANGED:
+            self.median = statistics.median(newest)
+        return self.median
+
+
 class StepCosts:
     """Medians of the latest steps' seconds, by batch size and most drafts of a request in the step.
 
@@ -33,16 +53,14 @@ class StepCosts:
     """
 
     def __init__(self, most: int, agree: Agree | None = None) -> None:
-        shape = len(SIZES), most + 1
         self.agree = agree
-        self._latest = np.full((*shape, KEPT), np.nan)
-        self._counts = np.zeros(shape, dtype=np.int64)
-        self._when = np.zeros((*shape, KEPT))  # of all steps that were added, which these were
+        # Not in arrays: their entries take five times as long, cold, and a step adds one.
+        self._kinds = [[_Kind() for _ in range(most + 1)] for _ in SIZES]
         self._added = 0
         self._changed: set[tuple[int, int]] = set()
         self.due = False  # whether a kind of step can be told for the first time
-        self._medians = np.full(shape, np.nan)
-        self._timed_at = np.zeros(shape)  # the median of _when, the same on every rank
+        self._medians = np.full((len(SIZES), most + 1), np.nan)
+        self._timed_at = np.zeros(self._medians.shape)  # the median of when they were, the same on every rank
         self._agreed = self._medians.copy()
         self._pace = 0.0  # log of how much longer steps take now than those that the medians are of
         self._relative: dict[int, np.ndarray | None] = {}
@@ -54,20 +72,20 @@ class StepCosts:
 
     def add(self, size: int, drafts: int, seconds: float) -> None:
         """A step took so long."""
-        if self._medians[size, drafts] > 0 and seconds > 0:
-            surprise = math.log(seconds / self._medians[size, drafts]) - self._pace
+        kind = self._kinds[size][drafts]
+        if kind.median > 0 and seconds > 0:
+            surprise = math.log(seconds / kind.median) - self._pace
             self._pace += min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) / PACE_MEMORY
-        place = self._counts[size, drafts] % KEPT
-        self._latest[size, drafts, place] = seconds * math.exp(-self._pace)
-        self._when[size, drafts, place] = self._added
-        self._counts[size, drafts] += 1
+        kind.latest.append(seconds * math.exp(-self._pace))
+        kind.when.append(self._added)
+        kind.count += 1
         self._added += 1
         self._changed.add((size, drafts))
-        self.due |= bool(self._counts[size, drafts] == ENOUGH)
+        self.due |= kind.count == ENOUGH
 
     def count(self, size: int, drafts: int) -> int:
         """Steps of a kind seen so far; the same on every rank."""
-        return int(self._counts[size, drafts])
+        return self._kinds[size][drafts].count
 
     def plain(self, requests: int) -> float:
         """Seconds of a step without drafts; 0 where none was timed."""
@@ -77,20 +95,14 @@ class StepCosts:
     def refresh(self) -> None:
         """Take the steps since the last refresh into account, on all ranks at once."""
         for cell in self._changed:
-            if self._counts[cell] >= ENOUGH:
-                self._medians[cell] = self._median(*cell)
-                self._timed_at[cell] = np.median(self._when[cell][: self._counts[cell]])
+            kind = self._kinds[cell[0]][cell[1]]
+            if kind.count >= ENOUGH:
+                self._medians[cell] = kind.tell()
+                self._timed_at[cell] = statistics.median(kind.when)
         self._changed.clear()
         self.due = False
         self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
         self._relative.clear()
-
-    def _median(self, size: int, drafts: int) -> float:
-        """Of the latest steps; of the very latest alone where each of them says that such a step is another by now."""
-        count, latest = self._counts[size, drafts], self._latest[size, drafts]
-        median, newest = np.median(latest[:count]), latest[(count - 1 - np.arange(ENOUGH)) % KEPT]
-        changed = newest.max() < median / CHANGED or newest.min() > median * CHANGED
-        return float(np.median(newest) if changed else median)
 
     def relative(self, size: int) -> np.ndarray | None:
         """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [most + 1], ascending from 1.
