@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from test_config import from_dict, from_flags
 from vllm import SamplingParams, envs
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config import OptionError, parse_options
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER
+from vllm_ppd.vllm_plugins.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods import METHODS
 from vllm_ppd.vllm_plugins.resolve import resolve
 
@@ -125,3 +128,23 @@ def test_progress() -> None:
     assert progress.position.tolist() == [6, 7, 19, 6]
     progress.missed[3] = True
     assert not progress.waits_for_missed()  # it has emitted what it may
+
+
+@pytest.mark.parametrize(
+    ("drafts", "requests", "allowed"),
+    [
+        ([PLACEHOLDER] * 2, 2, {"0": 3, "1": 1}),
+        ([-1] * 2, 2, None),  # vLLM's padding
+        ([PLACEHOLDER] * 2, 3, None),  # more than the cut-off
+    ],
+)
+def test_group_steps(drafts: list[int], requests: int, allowed: dict[str, int] | None) -> None:
+    """Only our scheduler's placeholders make a group step; in any other step a request has its one token."""
+    stage: Any = SimpleNamespace(config=SimpleNamespace(disable_by_batch_size=2))
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {str(i): 1 + len(drafts) * (i == 0) for i in range(requests)}
+    output.scheduled_spec_decode_tokens = {"0": drafts}
+    taken = Stage.begin_step(stage, output)
+    assert stage._allowed == allowed
+    assert set(taken.num_scheduled_tokens.values()) == {1}
+    assert (taken.total_num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == (requests, {})
