@@ -148,6 +148,19 @@ def test_prompts_of_one_token_join(
     assert (ticks > 0) == (running <= 8)
 
 
+def test_logprobs_of_some_tokens(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Beside a request that wants none: no step of the batch goes on."""
+    params = [greedy(20), greedy(20, logprob_token_ids=[5, 9])]
+    results = []
+    for llm in _with_prefix_cache(engine, group):
+        free, asked = (output.outputs[0] for output in llm.generate(SHORT[:2], params, use_tqdm=False))
+        assert free.logprobs is None and len(asked.logprobs) == 20
+        assert all({5, 9} <= set(at) for at in asked.logprobs)
+        logprobs = [sorted((token, round(entry.logprob, 3)) for token, entry in at.items()) for at in asked.logprobs]
+        results.append((list(free.token_ids), list(asked.token_ids), logprobs))
+    assert results[1] == results[0]
+
+
 BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
 
 

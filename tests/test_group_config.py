@@ -19,7 +19,7 @@ from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config import OptionError, parse_options
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
-from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER
+from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods import METHODS
 from vllm_ppd.vllm_plugins.resolve import resolve
@@ -128,6 +128,32 @@ def test_progress() -> None:
     assert progress.position.tolist() == [6, 7, 19, 6]
     progress.missed[3] = True
     assert not progress.waits_for_missed()  # it has emitted what it may
+
+
+@pytest.mark.parametrize(
+    ("settings", "decode", "room"),
+    [
+        ({}, True, 3),
+        ({"extra_args": {"ppd_draft": False}}, True, 0),
+        ({"repetition_penalty": 1.2}, True, 0),
+        ({"logprobs": 0}, False, 3),
+        ({"logprob_token_ids": [5]}, False, 3),
+    ],
+)
+def test_who_takes_ticks(settings: dict[str, Any], decode: bool, room: int) -> None:
+    """What a request asks for: whether its batch may go on in a step, and by how many tokens itself."""
+    scheduler: Any = object.__new__(GroupScheduler)
+    scheduler.placeholders = 3
+    scheduler.running = [
+        SimpleNamespace(
+            num_computed_tokens=5, num_tokens=6, num_output_tokens=2, max_tokens=40,
+            sampling_params=SamplingParams(max_tokens=40, **options),
+        )
+        for options in ({}, settings)
+    ]  # fmt: skip
+    scheduler.get_request_counts = lambda: (len(scheduler.running), 0)
+    assert scheduler._all_decode() == decode
+    assert [scheduler._room(request) for request in scheduler.running] == [3, room]
 
 
 @pytest.mark.parametrize(

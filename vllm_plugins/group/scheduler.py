@@ -64,4 +64,4 @@ class GroupScheduler(Scheduler):
 
 
 def _wants_logprobs(request: Request) -> bool:
-    return request.sampling_params is None or request.sampling_params.logprobs is not None
+    return request.sampling_params is None or request.sampling_params.num_logprobs is not None
