@@ -11,6 +11,7 @@ import pytest
 from conftest import end_workers, our_counter, start_engine
 from exactness import CASES, SCHEMA, generate, greedy, prompts
 from vllm import SamplingParams
+from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -105,11 +106,13 @@ def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any],
 # Two blocks and a token: read again, one token of it is left to compute.
 REPEATED = {"prompt_token_ids": [(11 * i) % 250 + 2 for i in range(65)]}
 SINGLE = {"prompt_token_ids": [77]}
+THOUGHT = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
 
 
 def _with_prefix_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> tuple[Any, Any]:
-    """One rank alone and a group, both of which keep prefixes."""
-    return engine(enable_prefix_caching=True), group(VARIANTS["lanes"], enable_prefix_caching=True)
+    """One rank alone and a group, both of which keep prefixes and know where a thought begins and ends."""
+    settings: dict[str, Any] = {"enable_prefix_caching": True, "reasoning_config": THOUGHT}
+    return engine(**settings), group(VARIANTS["lanes"], **settings)
 
 
 def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
@@ -159,6 +162,18 @@ def test_logprobs_of_some_tokens(engine: Callable[..., Any], group: Callable[...
         logprobs = [sorted((token, round(entry.logprob, 3)) for token, entry in at.items()) for at in asked.logprobs]
         results.append((list(free.token_ids), list(asked.token_ids), logprobs))
     assert results[1] == results[0]
+
+
+def test_thinking_budget(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Where a budget is spent the end of the thought is forced, in that request and in no other."""
+    alone, stages = _with_prefix_cache(engine, group)
+    start, end = (alone.get_tokenizer().encode(text, add_special_tokens=False) for text in ("<t>", "</t>"))
+    requests = [*SHORT[:3], {"prompt_token_ids": [*start, 40, 3]}, SHORT[3]]
+    params = [greedy(), greedy(), greedy(), greedy(thinking_token_budget=6), greedy()]
+    got = generate(stages, requests, params)
+    assert got == generate(alone, requests, params)
+    ended = [any(tokens[at : at + len(end)] == end for at in range(40)) for tokens in got]
+    assert ended == [False, False, False, True, False]
 
 
 BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer

@@ -138,6 +138,7 @@ def test_progress() -> None:
         ({"repetition_penalty": 1.2}, True, 0),
         ({"logprobs": 0}, False, 3),
         ({"logprob_token_ids": [5]}, False, 3),
+        ({"thinking_token_budget": 0}, False, 0),
     ],
 )
 def test_who_takes_ticks(settings: dict[str, Any], decode: bool, room: int) -> None:

@@ -59,6 +59,7 @@ def sees_each_token(params: Any) -> bool:
         or params.min_tokens
         or params.bad_words
         or params.structured_outputs
+        or params.thinking_token_budget is not None
     )
 
 
