@@ -10,15 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_config import from_dict, from_flags
 from vllm import SamplingParams, envs
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config import OptionError, parse_options
+from vllm_ppd.vllm_plugins.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods import METHODS
@@ -175,3 +179,29 @@ def test_group_steps(drafts: list[int], requests: int, allowed: dict[str, int] |
     assert stage._allowed == allowed
     assert set(taken.num_scheduled_tokens.values()) == {1}
     assert (taken.total_num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == (requests, {})
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
+    """vLLM waits for its sends in the next step; this one's ticks run the same CUDA graphs again."""
+
+    class VllmsRunner:
+        memory = IntermediateTensors({"hidden_states": torch.ones(2, 4), "residual": torch.ones(2, 4)})
+
+        def _model_forward(self) -> IntermediateTensors:
+            return self.memory
+
+    class Runner(GroupRunnerMixin, VllmsRunner):
+        def __init__(self) -> None:
+            stage: Any = object.__new__(FirstStage)
+            stage.cut = SimpleNamespace(junction=(torch.zeros(2, 4), None) if graphs else None)
+            stage.is_group_step, stage.carried = lambda: True, lambda: None
+            self.drafter = stage
+
+    runner = Runner()
+    sent = runner._model_forward()
+    assert sent is runner._first_states
+    for name, states in runner.memory.tensors.items():
+        assert (sent[name].data_ptr() == states.data_ptr()) != graphs
+        states.zero_()
+        assert bool(sent[name].all()) == graphs

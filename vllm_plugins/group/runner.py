@@ -66,6 +66,10 @@ class GroupRunnerMixin(UndraftedSteps):
         carried = stage.carried()
         if carried is None:
             self._first_states = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+            if stage.cut.junction is not None:
+                # The ticks replay CUDA graphs into the same memory, while vLLM may still be sending from it.
+                copies = {name: states.clone() for name, states in self._first_states.tensors.items()}
+                self._first_states = IntermediateTensors(copies)
         else:
             self._first_states = IntermediateTensors(dict(zip(("hidden_states", "residual"), carried, strict=True)))
         return self._first_states
