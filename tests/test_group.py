@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from conftest import end_workers, our_counter, start_engine
-from exactness import CASES, generate, greedy, prompts
+from exactness import CASES, SCHEMA, generate, greedy, prompts
 from vllm import SamplingParams
+from vllm.config import ReasoningConfig
+from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -99,6 +101,79 @@ def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any],
     )
     assert got == expected
     assert hits > 0 and misses > 0
+
+
+# Two blocks and a token: read again, one token of it is left to compute.
+REPEATED = {"prompt_token_ids": [(11 * i) % 250 + 2 for i in range(65)]}
+SINGLE = {"prompt_token_ids": [77]}
+THOUGHT = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
+
+
+def _with_prefix_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> tuple[Any, Any]:
+    """One rank alone and a group, both of which keep prefixes and know where a thought begins and ends."""
+    settings: dict[str, Any] = {"enable_prefix_caching": True, "reasoning_config": THOUGHT}
+    return engine(**settings), group(VARIANTS["lanes"], **settings)
+
+
+def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
+    """Prompts with one token to compute that join requests which have decoded for some steps."""
+    generate(llm, [REPEATED], greedy(2))
+    arrivals = {0: [(request, greedy(60)) for request in SHORT[:running]], 4: [(REPEATED, params), (SINGLE, params)]}
+    engine, finished, added, step = llm.llm_engine, {}, 0, 0
+    while step <= max(arrivals) or engine.has_unfinished_requests():
+        for request, settings in arrivals.get(step, ()):
+            engine.add_request(f"joined-{added}", request, settings)
+            added += 1
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        step += 1
+    return [finished[f"joined-{name}"] for name in range(added)]
+
+
+@pytest.mark.parametrize(
+    ("running", "params"),
+    [
+        (3, greedy(repetition_penalty=1.3)),
+        (3, greedy(ignore_eos=False, structured_outputs=StructuredOutputsParams(json=SCHEMA))),
+        (3, greedy(logprobs=2)),
+        (9, greedy()),
+    ],
+    ids=["penalties", "structured output", "logprobs", "above the cut-off"],
+)
+def test_prompts_of_one_token_join(
+    engine: Callable[..., Any], group: Callable[..., Any], running: int, params: SamplingParams
+) -> None:
+    """vLLM's own padding of such prompts does not say that a step may go on."""
+    alone, stages = _with_prefix_cache(engine, group)
+    got, (ticks,) = counted(lambda: _joined(stages, running, params), "group_ticks")
+    assert got == _joined(alone, running, params)
+    assert (ticks > 0) == (running <= 8)
+
+
+def test_logprobs_of_some_tokens(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Beside a request that wants none: no step of the batch goes on."""
+    params = [greedy(20), greedy(20, logprob_token_ids=[5, 9])]
+    results = []
+    for llm in _with_prefix_cache(engine, group):
+        free, asked = (output.outputs[0] for output in llm.generate(SHORT[:2], params, use_tqdm=False))
+        assert free.logprobs is None and len(asked.logprobs) == 20
+        assert all({5, 9} <= set(at) for at in asked.logprobs)
+        logprobs = [sorted((token, round(entry.logprob, 3)) for token, entry in at.items()) for at in asked.logprobs]
+        results.append((list(free.token_ids), list(asked.token_ids), logprobs))
+    assert results[1] == results[0]
+
+
+def test_thinking_budget(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Where a budget is spent the end of the thought is forced, in that request and in no other."""
+    alone, stages = _with_prefix_cache(engine, group)
+    start, end = (alone.get_tokenizer().encode(text, add_special_tokens=False) for text in ("<t>", "</t>"))
+    requests = [*SHORT[:3], {"prompt_token_ids": [*start, 40, 3]}, SHORT[3]]
+    params = [greedy(), greedy(), greedy(), greedy(thinking_token_budget=6), greedy()]
+    got = generate(stages, requests, params)
+    assert got == generate(alone, requests, params)
+    ended = [any(tokens[at : at + len(end)] == end for at in range(40)) for tokens in got]
+    assert ended == [False, False, False, True, False]
 
 
 BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer

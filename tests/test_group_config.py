@@ -10,14 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_config import from_dict, from_flags
 from vllm import SamplingParams, envs
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config import OptionError, parse_options
+from vllm_ppd.vllm_plugins.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
+from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER, GroupScheduler
+from vllm_ppd.vllm_plugins.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods import METHODS
 from vllm_ppd.vllm_plugins.resolve import resolve
 
@@ -125,3 +132,76 @@ def test_progress() -> None:
     assert progress.position.tolist() == [6, 7, 19, 6]
     progress.missed[3] = True
     assert not progress.waits_for_missed()  # it has emitted what it may
+
+
+@pytest.mark.parametrize(
+    ("settings", "decode", "room"),
+    [
+        ({}, True, 3),
+        ({"extra_args": {"ppd_draft": False}}, True, 0),
+        ({"repetition_penalty": 1.2}, True, 0),
+        ({"logprobs": 0}, False, 3),
+        ({"logprob_token_ids": [5]}, False, 3),
+        ({"thinking_token_budget": 0}, False, 0),
+    ],
+)
+def test_who_takes_ticks(settings: dict[str, Any], decode: bool, room: int) -> None:
+    """What a request asks for: whether its batch may go on in a step, and by how many tokens itself."""
+    scheduler: Any = object.__new__(GroupScheduler)
+    scheduler.placeholders = 3
+    scheduler.running = [
+        SimpleNamespace(
+            num_computed_tokens=5, num_tokens=6, num_output_tokens=2, max_tokens=40,
+            sampling_params=SamplingParams(max_tokens=40, **options),
+        )
+        for options in ({}, settings)
+    ]  # fmt: skip
+    scheduler.get_request_counts = lambda: (len(scheduler.running), 0)
+    assert scheduler._all_decode() == decode
+    assert [scheduler._room(request) for request in scheduler.running] == [3, room]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "requests", "allowed"),
+    [
+        ([PLACEHOLDER] * 2, 2, {"0": 3, "1": 1}),
+        ([-1] * 2, 2, None),  # vLLM's padding
+        ([PLACEHOLDER] * 2, 3, None),  # more than the cut-off
+    ],
+)
+def test_group_steps(drafts: list[int], requests: int, allowed: dict[str, int] | None) -> None:
+    """Only our scheduler's placeholders make a group step; in any other step a request has its one token."""
+    stage: Any = SimpleNamespace(config=SimpleNamespace(disable_by_batch_size=2))
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {str(i): 1 + len(drafts) * (i == 0) for i in range(requests)}
+    output.scheduled_spec_decode_tokens = {"0": drafts}
+    taken = Stage.begin_step(stage, output)
+    assert stage._allowed == allowed
+    assert set(taken.num_scheduled_tokens.values()) == {1}
+    assert (taken.total_num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == (requests, {})
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
+    """vLLM waits for its sends in the next step; this one's ticks run the same CUDA graphs again."""
+
+    class VllmsRunner:
+        memory = IntermediateTensors({"hidden_states": torch.ones(2, 4), "residual": torch.ones(2, 4)})
+
+        def _model_forward(self) -> IntermediateTensors:
+            return self.memory
+
+    class Runner(GroupRunnerMixin, VllmsRunner):
+        def __init__(self) -> None:
+            stage: Any = object.__new__(FirstStage)
+            stage.cut = SimpleNamespace(junction=(torch.zeros(2, 4), None) if graphs else None)
+            stage.is_group_step, stage.carried = lambda: True, lambda: None
+            self.drafter = stage
+
+    runner = Runner()
+    sent = runner._model_forward()
+    assert sent is runner._first_states
+    for name, states in runner.memory.tensors.items():
+        assert (sent[name].data_ptr() == states.data_ptr()) != graphs
+        states.zero_()
+        assert bool(sent[name].all()) == graphs

@@ -59,6 +59,7 @@ def sees_each_token(params: Any) -> bool:
         or params.min_tokens
         or params.bad_words
         or params.structured_outputs
+        or params.thinking_token_budget is not None
     )
 
 
@@ -66,7 +67,7 @@ def one_token_at_a_time(params: Any) -> bool:
     """Whether a request asks for what n-grams emitted at once cannot give: its own draws, or a say in each token."""
     return params is None or bool(
         params.seed is not None
-        or params.logprobs is not None
+        or params.num_logprobs is not None
         or params.min_p
         or params.logit_bias
         or params.allowed_token_ids

@@ -66,6 +66,10 @@ class GroupRunnerMixin(UndraftedSteps):
         carried = stage.carried()
         if carried is None:
             self._first_states = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+            if stage.cut.junction is not None:
+                # The ticks replay CUDA graphs into the same memory, while vLLM may still be sending from it.
+                copies = {name: states.clone() for name, states in self._first_states.tensors.items()}
+                self._first_states = IntermediateTensors(copies)
         else:
             self._first_states = IntermediateTensors(dict(zip(("hidden_states", "residual"), carried, strict=True)))
         return self._first_states
@@ -78,6 +82,9 @@ class GroupRunnerMixin(UndraftedSteps):
         return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        budgets = self.input_batch.thinking_budget_state_holder  # type: ignore[attr-defined]
+        if budgets is not None:
+            budgets.in_spec_mode = False  # there are never drafts to verify, so every request has one row of logits
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
             return self.drafter.run_ticks(output)

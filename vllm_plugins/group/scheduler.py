@@ -29,6 +29,9 @@ class GroupScheduler(Scheduler):
         assert config is not None and config.disable_by_batch_size is not None
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
+        # vLLM gives prompts with one token to compute padding that looks like our placeholders, unless the number of
+        # drafts follows the batch size. Here it is the same for every size.
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     def has_requests(self) -> bool:
         # A second batch in flight would wait for the group, and its requests could never join the first one's.
@@ -48,7 +51,7 @@ class GroupScheduler(Scheduler):
 
     def _all_decode(self) -> bool:
         return self.get_request_counts()[1] == 0 and all(
-            request.num_computed_tokens >= request.num_tokens - 1 and not _wants_logprobs(request)
+            request.num_computed_tokens >= request.num_tokens - 1 and not _needs_own_steps(request)
             for request in self.running
         )
 
@@ -60,5 +63,7 @@ class GroupScheduler(Scheduler):
         return max(0, min(self.placeholders, request.max_tokens - request.num_output_tokens - 1))
 
 
-def _wants_logprobs(request: Request) -> bool:
-    return request.sampling_params is None or request.sampling_params.logprobs is not None
+def _needs_own_steps(request: Request) -> bool:
+    """Whether nobody may go on in a step with a request: ticks make no logprobs, and a thinking budget counts steps."""
+    params = request.sampling_params
+    return params is None or params.num_logprobs is not None or params.thinking_token_budget is not None

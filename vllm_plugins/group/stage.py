@@ -22,6 +22,7 @@ from vllm.distributed import get_pp_group, get_tp_group
 
 from vllm_ppd.vllm_plugins.activation import own_config
 from vllm_ppd.vllm_plugins.cpu_mends import unlink_shared_memory
+from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.group.wire import Wire
 from vllm_ppd.vllm_plugins.metrics import Counters
 
@@ -68,8 +69,10 @@ class Stage(ABC):
             req_id: count - len(placeholders.get(req_id, ()))
             for req_id, count in scheduler_output.num_scheduled_tokens.items()
         }
-        # With a prompt in the batch the step stays one of vLLM's own.
-        if all(count == 1 for count in scheduled.values()):
+        # With a prompt in the batch, or drafts that are not our scheduler's, the step stays one of vLLM's own.
+        ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
+        small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
+        if ours and small and all(count == 1 for count in scheduled.values()):
             self._allowed = {req_id: 1 + len(placeholders.get(req_id, ())) for req_id in scheduled}
         return dataclasses.replace(
             scheduler_output,
