@@ -37,6 +37,7 @@ from engines import add_up
 
 from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -75,7 +76,7 @@ class Contender:
 
         self.llm = LLM(
             model=str(args.model), dtype=args.dtype, enforce_eager=args.eager, max_num_seqs=4, seed=0,
-            max_model_len=args.prompt_tokens + args.tokens + 32, kv_cache_memory_bytes=1 << 28,
+            max_model_len=args.prompt_tokens + args.tokens + 32, **kv_cache(0.25),
             enable_prefix_caching=False, speculative_config=options,
         )  # fmt: skip
         self.predicted = self.rejected = 0

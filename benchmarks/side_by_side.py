@@ -21,6 +21,7 @@ from typing import Any
 from engines import add_up, drafter_of
 
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 BASE, CONTROL = "vLLM", "vLLM, again"
 MOST_TOKENS = 600  # of a request, before the batch begins anew
@@ -48,8 +49,7 @@ class Contender:
         self.llm = LLM(
             model=str(args.model), dtype=args.dtype, seed=0, max_num_seqs=requests,
             max_model_len=args.prompt_tokens + MOST_TOKENS + 16, enable_prefix_caching=False,
-            kv_cache_memory_bytes=int(args.kv_cache_gib * (1 << 30)),
-            speculative_config=speculative,
+            **kv_cache(args.kv_cache_gib), speculative_config=speculative,
         )  # fmt: skip
         self.adaptive = None if speculative is None else drafter_of(self.llm).planner.adaptive
         self.always = speculative is not None and self.adaptive is None

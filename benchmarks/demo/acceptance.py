@@ -25,6 +25,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 from corpus import split
 
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {"greedy": 0.0, "T 0.8": 0.8}
@@ -75,7 +76,7 @@ def measure(model: Path, options: dict[str, Any], texts: list[str], tokens: int)
 
     llm = LLM(
         model=str(model), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, seed=0,
-        kv_cache_memory_bytes=1 << 28, disable_log_stats=False, speculative_config=options,
+        **kv_cache(0.25), disable_log_stats=False, speculative_config=options,
     )  # fmt: skip
     rows = []
     for setting, temperature in SETTINGS.items():
