@@ -167,7 +167,7 @@ def test_documents_shorter_than_a_window(heads: Callable[..., Path], tmp_path: P
     found = calibrate(asked)["parts"]["likelihood"]
     assert found["ppl_n"][0] > 1
     nothing = write_texts(tmp_path / "nothing.jsonl", [text[:8] for text in patterned_texts(60, 30)])
-    with pytest.raises(TrainingError, match="the longest document of the data has .* give longer documents"):
+    with pytest.raises(TrainingError, match="the longest document of the data has "):
         _ = Calibration(options(folder, nothing)).windows
 
 
