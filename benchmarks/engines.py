@@ -133,6 +133,8 @@ def report(
 ) -> None:
     """A benchmark's main: take the flags, measure rows, show them, and write them with where they came from."""
     args = parser.parse_args()
+    if args.out is not None:  # now, not after all that was measured
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = measure(args)
     script = Path(sys.argv[0])
     result = provenance(

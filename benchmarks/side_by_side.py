@@ -158,6 +158,7 @@ def begun(benchmark: str, args: argparse.Namespace, apart: tuple[str, ...]) -> d
         apart: those in which runs that add up may differ.
     """
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", *apart)}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     result = provenance(benchmark=benchmark, model=str(args.model), settings=settings, cells={}, rows=[])
     if args.out.exists():
         earlier = json.loads(args.out.read_text())

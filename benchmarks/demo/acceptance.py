@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.out is not None:  # now, not after all that was measured
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     texts = prompts(args.prompts)
     rows = []
     print(f"| method | texts | {' | '.join(COLUMNS)} |\n| --- | --- |{' ---: |' * len(COLUMNS)}")
