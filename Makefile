@@ -49,24 +49,48 @@ format: setup
 	$(BIN)/ruff format .
 
 # The demo model of bytes, its heads and peers, all inflated: what speeds are measured on (benchmarks/demo/README.md).
+# A step whose last file is there is not done again, so that a stopped `make bytes` goes on.
 BYTES     := build/bytes
-TRAINING  := --model $(BYTES)/model --data build/corpus/train.jsonl
-CALIBRATE := $(BIN)/ppd calibrate --data build/corpus/validation.jsonl --prompt-tokens 192
+CORPUS    := build/corpus
 KINDS     := early cp dynamo
-bytes: setup
-	$(BIN)/python benchmarks/demo/corpus.py --out build/corpus
-	$(BIN)/python benchmarks/demo/train.py --vocabulary 257 --out $(BYTES)/model
-	$(BIN)/ppd train early --steps 120 --num-speculative-tokens 4 $(TRAINING) --out $(BYTES)/heads/early
-	$(BIN)/ppd train cp --rank 3 --positions 5 --num-speculative-tokens 4 --steps 120 $(TRAINING) --out $(BYTES)/heads/cp
-	$(BIN)/ppd train dynamo --steps 120 --mask-entries 100000 $(TRAINING) --out $(BYTES)/heads/dynamo
-	for kind in $(KINDS); do $(CALIBRATE) $(BYTES)/heads/$$kind || exit 1; done
-	$(BIN)/python benchmarks/peers/eagle.py --steps 480 --model $(BYTES)/model --out $(BYTES)/peers/eagle
-	$(BIN)/python benchmarks/peers/medusa.py --heads 4 --steps 480 --model $(BYTES)/model --out $(BYTES)/peers/medusa
-	$(BIN)/python benchmarks/inflate.py --model $(BYTES)/model --parameters 450M --out $(BYTES)/inflated \
+PEERS     := eagle medusa
+INFLATED  := $(BYTES)/inflated
+MODEL_IS  := $(BYTES)/model/provenance.json
+LARGE_IS  := $(INFLATED)/heads/$(lastword $(KINDS))/provenance.json
+SMALL     := $(KINDS:%=$(BYTES)/heads/%/.calibrated)
+LARGE     := $(KINDS:%=$(INFLATED)/heads/%/.calibrated)
+OF_early  := --steps 120 --num-speculative-tokens 4
+OF_cp     := --rank 3 --positions 5 --num-speculative-tokens 4 --steps 120
+OF_dynamo := --steps 120 --mask-entries 100000
+OF_eagle  := --steps 480
+OF_medusa := --heads 4 --steps 480
+
+bytes: $(SMALL) $(PEERS:%=$(INFLATED)/peers/%/config.json) $(LARGE)
+
+$(CORPUS)/validation.jsonl: | setup
+	$(BIN)/python benchmarks/demo/corpus.py --out $(CORPUS)
+
+$(MODEL_IS): | $(CORPUS)/validation.jsonl
+	$(BIN)/python benchmarks/demo/train.py --vocabulary 257 --out $(@D)
+
+$(KINDS:%=$(BYTES)/heads/%/provenance.json): $(BYTES)/heads/%/provenance.json: | $(MODEL_IS)
+	$(BIN)/ppd train $* $(OF_$*) --model $(BYTES)/model --data $(CORPUS)/train.jsonl --out $(@D)
+
+$(SMALL) $(LARGE): %/.calibrated: | %/provenance.json
+	$(BIN)/ppd calibrate --data $(CORPUS)/validation.jsonl --prompt-tokens 192 $(@D)
+	touch $@
+
+$(PEERS:%=$(BYTES)/peers/%/provenance.json): $(BYTES)/peers/%/provenance.json: | $(MODEL_IS)
+	$(BIN)/python benchmarks/peers/$*.py $(OF_$*) --model $(BYTES)/model --out $(@D)
+
+$(LARGE_IS): | $(SMALL)
+	$(BIN)/python benchmarks/inflate.py --model $(BYTES)/model --parameters 450M --out $(INFLATED) \
 		--heads $(KINDS:%=$(BYTES)/heads/%)
-	$(BIN)/python benchmarks/peers/inflate_peers.py --peers $(BYTES)/peers/eagle $(BYTES)/peers/medusa \
-		--model $(BYTES)/inflated/model --out $(BYTES)/inflated/peers
-	for kind in $(KINDS); do $(CALIBRATE) $(BYTES)/inflated/heads/$$kind || exit 1; done
+
+$(filter-out $(LARGE_IS),$(KINDS:%=$(INFLATED)/heads/%/provenance.json)): | $(LARGE_IS) ;
+
+$(PEERS:%=$(INFLATED)/peers/%/config.json): $(INFLATED)/peers/%/config.json: | $(BYTES)/peers/%/provenance.json $(LARGE_IS)
+	$(BIN)/python benchmarks/peers/inflate_peers.py --peers $(BYTES)/peers/$* --model $(INFLATED)/model --out $(INFLATED)/peers
 
 clean:
 	rm -rf $(VENV) typing build *.egg-info .pytest_cache .ruff_cache .mypy_cache

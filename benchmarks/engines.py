@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 from vllm_ppd.vllm_plugins.bench.timers import Timers
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -84,7 +85,7 @@ def start(model: Path, args: argparse.Namespace, speculative_config: dict[str, A
 
     return LLM(
         model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype=args.dtype, max_model_len=1024,
-        max_num_seqs=max(args.batch), max_num_batched_tokens=1024, kv_cache_memory_bytes=1 << 30, block_size=32,
+        max_num_seqs=max(args.batch), max_num_batched_tokens=1024, block_size=32, **kv_cache(1),
         enable_prefix_caching=False, enforce_eager=args.eager, seed=0, speculative_config=speculative_config,
     )  # fmt: skip
 
@@ -132,6 +133,8 @@ def report(
 ) -> None:
     """A benchmark's main: take the flags, measure rows, show them, and write them with where they came from."""
     args = parser.parse_args()
+    if args.out is not None:  # now, not after all that was measured
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = measure(args)
     script = Path(sys.argv[0])
     result = provenance(

@@ -103,6 +103,8 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="results of ppd bench serve")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.out is not None:  # now, not after all that was measured
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     everything = stored(args.file)
     if not everything:
         raise SystemExit(f"{args.file} holds no turns; run ppd bench serve first")

@@ -39,13 +39,14 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
     """The table of turns of so many steps: a row a cell and contender, and then one a contender for all cells."""
     result: list[dict[str, Any]] = []
     drawn: dict[str, list[np.ndarray]] = {}
+    generator = np.random.default_rng(0)  # one for all: cells that drew the same pairs would vary together
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
         base = np.sum([pairs[BASE], pairs[CONTROL]], axis=0)
         for name, found in pairs.items():
             tokens, seconds, drafting = np.array(found).T
             expected = seconds * base[:, 0] / base[:, 1]  # tokens of vLLM alone in the same seconds
-            samples = resampled(tokens, expected)
+            samples = resampled(tokens, expected, generator)
             drawn.setdefault(name, []).append(samples)
             middle, low, high = quartiles((tokens / expected).tolist())
             result.append({
@@ -69,9 +70,9 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
     return result
 
 
-def resampled(tokens: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def resampled(tokens: np.ndarray, expected: np.ndarray, generator: np.random.Generator) -> np.ndarray:
     """Ratios of sums over pairs, with pairs drawn anew each time: [RESAMPLES]."""
-    chosen = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
+    chosen = generator.integers(len(tokens), size=(RESAMPLES, len(tokens)))
     ratios: np.ndarray = tokens[chosen].sum(axis=1) / expected[chosen].sum(axis=1)
     return ratios
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +36,9 @@ from engines import add_up
 
 from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
+from vllm_ppd.vllm_plugins.bench.results import quartiles
 
 DEMO = Path(__file__).resolve().parent / "demo"
 COLUMNS = (
@@ -75,7 +76,7 @@ class Contender:
 
         self.llm = LLM(
             model=str(args.model), dtype=args.dtype, enforce_eager=args.eager, max_num_seqs=4, seed=0,
-            max_model_len=args.prompt_tokens + args.tokens + 32, kv_cache_memory_bytes=1 << 28,
+            max_model_len=args.prompt_tokens + args.tokens + 32, **kv_cache(0.25),
             enable_prefix_caching=False, speculative_config=options,
         )  # fmt: skip
         self.predicted = self.rejected = 0
@@ -222,13 +223,13 @@ def measure(args: argparse.Namespace, record: Record) -> None:
 def row(setting: Setting, turns: list[dict[str, Any]]) -> dict[str, Any]:
     """One row of the table, over all turns of a setting."""
     ratios = [turn["base_seconds"] / turn["seconds"] for turn in turns]
-    quartiles = statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
+    middle, low, high = quartiles(ratios)
     tokens, same, predicted, rejected = (
         sum(turn[key] for turn in turns) for key in ("tokens", "same_tokens", "predicted", "rejected")
     )
     values = (
-        *setting[:3], "yes" if setting.verified else "no", len(turns), round(statistics.median(ratios), 3),
-        f"{quartiles[0]:.2f}-{quartiles[1]:.2f}", f"{same / tokens:.2%}", round(predicted / tokens, 3),
+        *setting[:3], "yes" if setting.verified else "no", len(turns), round(middle, 3),
+        f"{low:.2f}-{high:.2f}", f"{same / tokens:.2%}", round(predicted / tokens, 3),
         f"{rejected / predicted:.1%}" if predicted and setting.verified else "",
     )  # fmt: skip
     return dict(zip(COLUMNS, values, strict=True))

@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="results of ppd bench decode")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.out is not None:  # now, not after all that was measured
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     everything = stored(args.file)
     rows = [row for measured in everything for row in rows_of(args.file, measured)]
     if not rows:

@@ -21,6 +21,7 @@ from typing import Any
 from engines import add_up, drafter_of
 
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 BASE, CONTROL = "vLLM", "vLLM, again"
 MOST_TOKENS = 600  # of a request, before the batch begins anew
@@ -48,8 +49,7 @@ class Contender:
         self.llm = LLM(
             model=str(args.model), dtype=args.dtype, seed=0, max_num_seqs=requests,
             max_model_len=args.prompt_tokens + MOST_TOKENS + 16, enable_prefix_caching=False,
-            kv_cache_memory_bytes=int(args.kv_cache_gib * (1 << 30)),
-            speculative_config=speculative,
+            **kv_cache(args.kv_cache_gib), speculative_config=speculative,
         )  # fmt: skip
         self.adaptive = None if speculative is None else drafter_of(self.llm).planner.adaptive
         self.always = speculative is not None and self.adaptive is None
@@ -158,6 +158,7 @@ def begun(benchmark: str, args: argparse.Namespace, apart: tuple[str, ...]) -> d
         apart: those in which runs that add up may differ.
     """
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("out", *apart)}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     result = provenance(benchmark=benchmark, model=str(args.model), settings=settings, cells={}, rows=[])
     if args.out.exists():
         earlier = json.loads(args.out.read_text())

@@ -31,7 +31,6 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "benchmarks" / "demo" / "model"
-MIB = 1 << 20
 
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:
@@ -76,6 +75,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive."""
     from vllm import LLM
 
+    from vllm_ppd.vllm_plugins.bench.options import kv_cache
     from vllm_ppd.vllm_plugins.checks import is_ours
 
     if speculative_config is not None and is_ours(speculative_config):
@@ -88,7 +88,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
         "max_num_seqs": 16,
         "max_num_batched_tokens": 96,  # far less than the prompts together: prefill comes in chunks
         "block_size": 32,
-        "kv_cache_memory_bytes": 64 * MIB,
+        **kv_cache(1 / 16),
         "seed": 0,
         "disable_log_stats": False,
         "enable_prefix_caching": False,

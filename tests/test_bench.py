@@ -11,9 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import BASE, CONTROL, contenders
@@ -28,6 +30,23 @@ PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 
 def options(**changes: Any) -> DecodeOptions:
     return DecodeOptions(**{"model": "model", "data": ("prompts.jsonl",), "plain": "none", **changes})
+
+
+def test_engines_start_beside_others_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check at the start, on a GPU that another engine has half of; the KV cache has its own size."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.utils import request_memory
+
+    names = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+    assert names[0] not in options().engine_arguments
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = options(kv_cache_gib=3).engine_arguments
+    assert found["kv_cache_memory_bytes"] == 3 << 30
+    half: Any = SimpleNamespace(total_memory=80 << 30, free_memory=40 << 30, device_="cuda:0")
+    request_memory(half, CacheConfig(**{name: found[name] for name in names}))
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(half, CacheConfig(kv_cache_memory_bytes=3 << 30))
+    assert options(engine='{"gpu_memory_utilization": 0.5}').engine_arguments["gpu_memory_utilization"] == 0.5
 
 
 @pytest.fixture

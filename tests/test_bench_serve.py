@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import patterned_texts, write_texts
 
 from vllm_ppd.vllm_plugins.bench import BenchError
@@ -49,7 +50,7 @@ def test_loads() -> None:
     assert options().essence() == options(rates="9", concurrencies="none", rounds=2, out="x.json").essence()
 
 
-def test_flags_of_a_server() -> None:
+def test_flags_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     made = options(eager=True, engine='{"enable_prefix_caching": false, "block_size": 32}').engine_arguments
     words = flags(made | {"speculative_config": {"method": "ppd"}})
     assert words[-6:] == [
@@ -57,6 +58,11 @@ def test_flags_of_a_server() -> None:
         '{"method": "ppd"}',
     ]  # fmt: skip
     assert words[words.index("--max-model-len") + 1] == "1024"
+    assert "--gpu-memory-utilization" not in words
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = flags(options().engine_arguments)
+    # On a GPU vLLM wants that share free before it starts: servers stand side by side.
+    assert float(words[words.index("--gpu-memory-utilization") + 1]) < 0.05
 
 
 def test_lengths_are_log_normal_and_fit() -> None:

@@ -21,7 +21,7 @@ from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import Calibration, calibrate
 from vllm_ppd.heads.calibration.walk import walk
 from vllm_ppd.heads.checkpoint import load_config
-from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -153,6 +153,22 @@ def test_report_and_recommendation(
     assert "Recommended" in text
     assert "| layer" in text
     assert ("Draft vocabularies" in text) == (kind != "early")
+
+
+@pytest.mark.parametrize("kind", ["cp", "dynamo"])
+def test_documents_shorter_than_a_window(heads: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+    """Also where most of them have no room for a prompt; a window is as long as the longest one."""
+    folder, texts = heads(kind, **EXTRA[kind]), patterned_texts(1, 8)
+    short = write_texts(tmp_path / "short.jsonl", [text[:8] for text in patterned_texts(60, 30)] + texts)
+    asked = options(folder, short, prompts=2, recommend=False)
+    calibration = Calibration(asked)
+    ids = calibration.target.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
+    assert [batch.input_ids.tolist() for batch in calibration.windows] == [[ids]]
+    found = calibrate(asked)["parts"]["likelihood"]
+    assert found["ppl_n"][0] > 1
+    nothing = write_texts(tmp_path / "nothing.jsonl", [text[:8] for text in patterned_texts(60, 30)])
+    with pytest.raises(TrainingError, match="the longest document of the data has "):
+        _ = Calibration(options(folder, nothing)).windows
 
 
 def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from conftest import DEMO, ROOT, start_engine
 from exactness import generate, greedy
 from vllm import SamplingParams
 
+from vllm_ppd.heads.checkpoint import load_config
+
 sys.path.insert(0, str(ROOT / "benchmarks" / "demo"))
 from corpus import is_validation, sources
 
@@ -43,6 +45,18 @@ def texts() -> list[str]:
 
 def serve(options: dict[str, Any] | None) -> Any:
     return start_engine(DEMO, options, max_model_len=512, max_num_batched_tokens=512, kv_cache_memory_bytes=1 << 28)
+
+
+def test_variants_draft_from_the_whole_vocabulary_unless_they_say_so() -> None:
+    """Whatever the heads' own configurations recommend."""
+    from acceptance import variants
+
+    found = variants([6], 3, [])
+    assert load_config(ROOT / "benchmarks" / "demo" / "heads" / "cp").draft_vocab_size == 1024
+    sizes = {name: options.get("draft_vocab_size") for name, options in found.items() if name[:2] in ("cp", "dy")}
+    assert sizes.pop("cp, draft vocabulary 1024") == 1024
+    assert len(sizes) == 5
+    assert set(sizes.values()) == {4096}
 
 
 @pytest.mark.engine

@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+
+from vllm_ppd.vllm_plugins.bench.options import DecodeOptions
+from vllm_ppd.vllm_plugins.cli.arguments import options_from
+from vllm_ppd.vllm_plugins.cli.main import make_parser
 
 GPU = Path(__file__).resolve().parent.parent / "benchmarks" / "gpu"
 CASES = 8 * 2  # kernels and variants at each of the CPU mode's two batch sizes
@@ -39,6 +46,29 @@ def gpu_module(name: str) -> Any:
 def test_the_rule_of_80_percent(triton: float, floor: float, expected: str) -> None:
     row = {"reference_us": 10.0, "triton_us": float(triton), "triton_share_of_floor": floor / triton}
     assert gpu_module("verdict").verdict(row) == expected
+
+
+@pytest.mark.parametrize("gib", [24, 40, 80, 141])
+def test_the_kv_cache_holds_the_largest_batch(gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside two engines' weights, with the bytes that a token takes in so many layers."""
+    monkeypatch.setitem(sys.modules, "results", gpu_module("results"))
+    run = gpu_module("run")
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    args = argparse.Namespace(out=tmp_path, cpu=False, tests=None, bandwidth=None, peak=None)
+    shape = run.write_model(tmp_path / "model", cpu=False)
+    *others, decode = run.parts(args, shape)
+    options = options_from(DecodeOptions, make_parser().parse_args(decode.command[3:]))
+    token = 2 * 2 * 8 * 128 * shape["num_hidden_layers"]  # keys and values in bfloat16
+    needed = max(options.batch_sizes) * options.engine_arguments["max_model_len"]
+    cache = options.engine_arguments["kv_cache_memory_bytes"]
+    assert cache > 1.1 * needed * token
+    assert 2 * (run.SHARE * (gib << 30) + cache) < 0.9 * (gib << 30) or gib < 80
+    assert "tests: exactness" in [part.name for part in others]
+    assert "tests: tensor_parallel" not in [part.name for part in others]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "tests: tensor_parallel" in [part.name for part in run.parts(args, shape)]
 
 
 def entries(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -36,6 +37,14 @@ def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
 def test_either_of_vllms_engines_is_held_against_both() -> None:
     first, second, *_ = rows({"0.0/1": {BASE: [(20, 1.0, 0)], CONTROL: [(20, 3.0, 0)]}}, steps=10)
     assert (first["overall"], second["overall"]) == (2.0, round(20 / 3 / 10, 3))
+
+
+def test_cells_are_drawn_apart_from_each_other() -> None:
+    """What all cells say together varies less than a cell alone: its draws are not those of the others."""
+    pairs = {name: [(20, 1.0, 0)] * 8 for name in (BASE, CONTROL)} | {"cp": [(10 + 3 * i, 1.0, 0) for i in range(8)]}
+    found = [row for row in rows({f"{t}/1": pairs for t in (0.0, 0.5, 0.8, 1.0)}, steps=10) if row["contender"] == "cp"]
+    widths = [high - low for low, high in (map(float, row["interval"].split("-")) for row in found)]
+    assert widths[-1] == pytest.approx(widths[0] / 2, rel=0.15)
 
 
 def test_kept_rows() -> None:

@@ -171,6 +171,17 @@ def test_missing_heads_and_bad_names(options: Callable[..., TablesOptions], tmp_
     assert "no file of tables" in capsys.readouterr().err
 
 
+def test_data_too_short_for_prompts_is_one_line(
+    options: Callable[..., TablesOptions], tmp_path: Path, capsys: Any
+) -> None:
+    given = options()
+    short = write_texts(tmp_path / "short.jsonl", ["a", "b"])
+    flags = ["--model", given.model, "--data", str(short), "--heads", *given.heads, "--out", str(tmp_path / "t.json")]
+    assert main(["bench", "tables", "--only", "ppd-2", "--device", "cpu", *flags]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("ppd: error: the data holds 0 prompts of 64 tokens")
+
+
 def test_render() -> None:
     rows = (Row("same", [1.0, None], [0.5, "x"]), Row("apart", [None, 0.25], [2.0, None]))
     table = PaperTable("p-1", "P", "Table 1: things", ("a", "b"), rows, "Note.", ("{:.1f}", "{:.0%}"), {"rounds": 3})

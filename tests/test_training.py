@@ -24,6 +24,7 @@ from vllm_ppd.heads import checkpoint
 from vllm_ppd.heads.checkpoint import check_weights, kind_of, load_config
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.options import OPTIONS
+from vllm_ppd.vllm_plugins.cli import on_policy
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Train = Callable[..., Path]
@@ -336,6 +337,37 @@ def test_two_processes_train_what_one_does(tiny_model: Callable[..., Path], data
     expected = load_file(alone / "model.safetensors")
     for name, tensor in load_file(several / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_on_policy_responses_are_written_by_one_process(
+    tiny_model: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop alone, without an engine; of torchrun's processes none writes, and all read what is finished."""
+    options = OPTIONS["early"](model=str(tiny_model()), data=(str(data),), out=str(tmp_path), steps=1)
+    asked: list[int] = []
+
+    def answer(_: None, prompts: list[list[int]], tokens: int) -> list[str]:
+        asked.extend(map(len, prompts))
+        return ["!"] * len(prompts)
+
+    monkeypatch.setattr(on_policy, "_engine", lambda *_: None)
+    monkeypatch.setattr(on_policy, "_generate", answer)
+
+    def write() -> Path:
+        return on_policy.write_responses(options, tmp_path / "responses", 16, 24)
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TrainingError, match="are written by one process: run this command without torchrun first"):
+        write()
+    assert not list((tmp_path / "responses").iterdir())
+    monkeypatch.delenv("WORLD_SIZE")
+    written = write()
+    count = len(asked)
+    assert written.read_text().count("!") == count > 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert write() == written
+    assert len(asked) == count
+    assert sorted(path.name for path in written.parent.iterdir()) == ["done.json", "responses.jsonl"]
 
 
 @pytest.mark.full

@@ -24,11 +24,19 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 from corpus import split
 
+from vllm_ppd.heads.checkpoint import load_config
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 HERE = Path(__file__).resolve().parent
 SETTINGS = {"greedy": 0.0, "T 0.8": 0.8}
 COLUMNS = ("drafted a step", "accepted a step", "rate", "length", "repeated 4-grams")
+
+
+def whole(folder: str | Path) -> dict[str, int]:
+    """The whole vocabulary to draft from, where heads recommend a part of it."""
+    config = load_config(folder)
+    return {} if config.draft_vocab_size is None else {"draft_vocab_size": config.target.vocab_size}
 
 
 def variants(exits: list[int], drafts: int, also: list[str]) -> dict[str, dict[str, Any]]:
@@ -41,10 +49,11 @@ def variants(exits: list[int], drafts: int, also: list[str]) -> dict[str, dict[s
     for folder in [str(heads / "cp"), *also]:
         config = json.loads((Path(folder) / "config.json").read_text())
         name = f"cp, rank {config['rank']}" if "rank" in config else config["speculators_model_type"]
-        found[name] = {"model": folder}
+        found[name] = {"model": folder} | whole(folder)
     found["cp, draft vocabulary 1024"] = {"model": str(heads / "cp"), "draft_vocab_size": 1024}
     for tokens in (2, 3):
         options = {"model": str(heads / "dynamo"), "eps_b": 0.0, "num_speculative_tokens": tokens - 1}
+        options |= whole(heads / "dynamo")
         found[f"dynamo T{tokens}, always all"] = options
         found[f"dynamo T{tokens}, eps_b 0.5"] = options | {"eps_b": 0.5}
     found["vLLM's ngram"] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -75,7 +84,7 @@ def measure(model: Path, options: dict[str, Any], texts: list[str], tokens: int)
 
     llm = LLM(
         model=str(model), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, seed=0,
-        kv_cache_memory_bytes=1 << 28, disable_log_stats=False, speculative_config=options,
+        **kv_cache(0.25), disable_log_stats=False, speculative_config=options,
     )  # fmt: skip
     rows = []
     for setting, temperature in SETTINGS.items():
@@ -108,6 +117,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.out is not None:  # now, not after all that was measured
+        args.out.parent.mkdir(parents=True, exist_ok=True)
     texts = prompts(args.prompts)
     rows = []
     print(f"| method | texts | {' | '.join(COLUMNS)} |\n| --- | --- |{' ---: |' * len(COLUMNS)}")

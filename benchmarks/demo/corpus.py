@@ -57,8 +57,10 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name, texts in zip(("train", "validation"), split(), strict=True):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)
-        with (args.out / f"{name}.jsonl").open("w") as file:
+        part = args.out / f"{name}.jsonl.part"
+        with part.open("w") as file:
             file.writelines(lines)
+        part.replace(args.out / f"{name}.jsonl")  # whole or not at all
         print(f"{args.out / name}.jsonl: {len(texts)} documents")
 
 

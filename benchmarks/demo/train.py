@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the demo model from nothing on the standard library's sources.
 
-    python benchmarks/demo/train.py                # about an hour on two cores
+    python benchmarks/demo/train.py                # about 80 minutes on one core
     python benchmarks/demo/train.py --vocabulary 257 --out build/bytes/model    # of bytes: see README.md
     python benchmarks/demo/train.py --steps 20 --out /tmp/try
 

@@ -41,6 +41,8 @@ TESTS = [
 ]
 CPU_TESTS = ["units", "kernels"]
 SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
 
 class Part(NamedTuple):
@@ -81,20 +83,35 @@ def model_shape(cpu: bool) -> dict[str, Any]:
     return {**shape, "num_hidden_layers": min(layers, 126)}
 
 
-def write_model(folder: Path, cpu: bool) -> None:
-    """A model folder of a config alone (weights are drawn at random), and prompts for it."""
+def kv_gib(shape: dict[str, Any]) -> float:
+    """A KV cache of each engine that holds the largest batch, an eighth more for drafts and partly filled blocks."""
+    token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    needed = max(BATCHES) * (PROMPT_TOKENS + NEW_TOKENS + 32) * token
+    return max(4.0, round(1.125 * needed / (1 << 30) + 0.05, 1))
+
+
+def usual_tests(cpu: bool) -> list[str]:
+    """Of this machine; ranks of tensor parallelism have a GPU each."""
+    if cpu:
+        return CPU_TESTS
+    return [name for name in TESTS if name != "tensor_parallel" or torch.cuda.device_count() > 1]
+
+
+def write_model(folder: Path, cpu: bool) -> dict[str, Any]:
+    """A model folder of a config alone (weights are drawn at random), and prompts for it; the config."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = model_shape(cpu)
     (folder / "config.json").write_text(json.dumps(shape, indent=1))
-    prompts = [[(37 * i + j * j) % (shape["vocab_size"] - 2) + 2 for j in range(64)] for i in range(64)]
+    prompts = [[(37 * i + j * j) % (shape["vocab_size"] - 2) + 2 for j in range(PROMPT_TOKENS)] for i in range(64)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in prompts))
+    return shape
 
 
-def parts(args: argparse.Namespace) -> list[Part]:
-    """What is run, in order."""
+def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
+    """What is run, in order, with a model of this shape."""
     out, model = args.out.resolve(), args.out.resolve() / "model"
     made = []
-    for name in (CPU_TESTS if args.cpu else TESTS) if args.tests is None else args.tests:
+    for name in usual_tests(args.cpu) if args.tests is None else args.tests:
         path = ROOT / "tests" / f"test_{name}.py"
         made.append(Part(f"tests: {name}", [sys.executable, "-m", "pytest", "-q", "-m", "not full", str(path)]))
     command = [sys.executable, str(HERE / "kernels.py"), "--out", str(out / "kernels.json")]
@@ -104,7 +121,9 @@ def parts(args: argparse.Namespace) -> list[Part]:
     made.append(Part("kernel times", command, out / "kernels.json"))
     engine = {"load_format": "dummy"}
     sizes = ["--batch-sizes", "1", "--rounds", "1", "--new-tokens", "8", "--eager"] if args.cpu else []
-    sizes = sizes or ["--batch-sizes", "1,2,4,8,16,32,64", "--rounds", "5", "--kv-cache-gib", "4"]
+    if not sizes:
+        sizes = ["--batch-sizes", ",".join(map(str, BATCHES)), "--rounds", "5", "--kv-cache-gib", str(kv_gib(shape))]
+        sizes += ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS)]
     decode = [*PPD, "bench", "decode", "--model", str(model), "--data", str(model / "prompts.jsonl")]
     # Random weights say the same over and over and accept nearly all drafts: what a step costs is what counts here.
     always = {"method": "ppd", "adaptive": False}
@@ -148,8 +167,7 @@ def main() -> int:
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
     kept = {key: value for key, value in vars(args).items() if key in ("cpu", "bandwidth", "peak")}
     results = Results(args.out / "results.json", kept)
-    write_model(args.out / "model", args.cpu)
-    planned = parts(args)
+    planned = parts(args, write_model(args.out / "model", args.cpu))
     if unknown := {*args.again, *args.skip} - {part.name for part in planned}:
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in planned)}")
     failed = False

@@ -19,13 +19,15 @@ from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
 NAME = "calibration.json"
-WINDOW = 512  # tokens of the windows on which perplexities are measured
+WINDOW = 512  # tokens of the windows on which perplexities are measured, where documents have so many
+SHORTEST_WINDOW = 32  # in shorter ones hardly a token has as many after it as heads predict
 
 
 class Calibration:
@@ -82,28 +84,46 @@ class Calibration:
 
     @cached_property
     def windows(self) -> list[Batch]:
-        """The data itself as unpacked windows of one length, for teacher-forced likelihoods."""
+        """The data itself as unpacked windows of one length, for teacher-forced likelihoods.
+
+        Raises:
+            TrainingError: if no document has SHORTEST_WINDOW tokens.
+        """
         if self._shared is not None:
             return self._shared.windows
-        prompts = take_prompts(self.options.data, self.target, self._count(WINDOW), WINDOW)
-        positions = torch.arange(WINDOW, device=prompts.device)
+        length, count = self._held()
+        prompts = take_prompts(self.options.data, self.target, count, length)
+        positions = torch.arange(length, device=prompts.device)
         size = self.options.batch
         return [
             Batch(prompts[s : s + size], positions.expand(len(prompts[s : s + size]), -1))
             for s in range(0, len(prompts), size)
         ]
 
-    def _count(self, length: int) -> int:
-        """Windows of a length that the data holds, at most as many as there are prompts."""
+    def _held(self) -> tuple[int, int]:
+        """Tokens of a window, and how many the data holds, at most as many as there are prompts.
+
+        Where no document has WINDOW tokens, a window has as many as the longest document.
+        """
         from vllm_ppd.heads.training.corpus import documents, expand
 
-        found = 0
+        found = longest = as_long = 0
         for text in documents(expand(self.options.data), self.target.tokenizer):
             ids = self.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            found += len(ids) // length
+            found += len(ids) // WINDOW
             if found >= self.options.prompts:
-                return self.options.prompts
-        return max(1, found)
+                return WINDOW, self.options.prompts
+            if len(ids) > longest:
+                longest, as_long = len(ids), 0
+            as_long += len(ids) == longest
+        if found:
+            return WINDOW, found
+        if longest < SHORTEST_WINDOW:
+            raise TrainingError(
+                f"the longest document of the data has {longest} tokens, and likelihoods are measured on "
+                f"{SHORTEST_WINDOW} at least: give longer documents"
+            )
+        return longest, min(as_long, self.options.prompts)
 
     @cached_property
     def times(self) -> dict[str, dict[int, float]]:

@@ -99,7 +99,8 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int) -
             raise TrainingError(f"the tokenizer makes token id {max(ids)}, and the model knows {target.vocab_size}")
         pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
         middle = len(pieces) // 2
-        rows.append(pieces[middle:] + pieces[:middle])
+        if pieces:  # a document that is too short must not count as one that was taken
+            rows.append(pieces[middle:] + pieces[:middle])
         if len(rows) >= 4 * count:
             break
     depth = max((len(pieces) for pieces in rows), default=0)

@@ -41,9 +41,15 @@ def xformers_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     position_ids: torch.Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """One call over all documents of all windows: [windows, length, heads, head size]."""
+    if key.shape[2] != query.shape[2]:  # generation with a KV cache: nothing is packed, and keys are older than queries
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
+        )  # fmt: skip
     from xformers.ops import memory_efficient_attention
     from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
 

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+
 
 class BenchOptions(BaseModel):
     """Who is compared, on which prompts, and how often."""
@@ -117,9 +119,21 @@ class DecodeOptions(BenchOptions):
             "model": self.model, "dtype": self.dtype, "enforce_eager": self.eager, "seed": self.seed,
             "trust_remote_code": self.trust_remote_code, "max_num_seqs": max(self.batch_sizes),
             "max_model_len": self.prompt_tokens + self.new_tokens + 32, "max_num_batched_tokens": 1024,
-            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)), "enable_prefix_caching": False,
+            **kv_cache(self.kv_cache_gib), "enable_prefix_caching": False,
             **json.loads(self.engine),
         }  # fmt: skip
+
+
+def kv_cache(gib: float) -> dict[str, Any]:
+    """Engine arguments for a KV cache of so many GiB, with which engines start beside others on a GPU.
+
+    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by default, also where the size of
+    the KV cache is given and nothing else comes from that share.
+    """
+    import torch
+
+    gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
+    return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}
 
 
 def split(value: Any) -> Any:

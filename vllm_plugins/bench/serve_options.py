@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_ppd.vllm_plugins.bench.options import BenchOptions, split
+from vllm_ppd.vllm_plugins.bench.options import BenchOptions, kv_cache, split
 
 SHORTEST = 8  # tokens of a prompt or an answer
 PLAIN: Any = BenchOptions.model_fields["plain"]
@@ -95,6 +95,6 @@ class ServeOptions(BenchOptions):
         return {
             "dtype": self.dtype, "seed": self.seed, "max_model_len": self.context,
             "tokenizer": self.tokenizer or self.model,
-            "kv_cache_memory_bytes": int(self.kv_cache_gib * (1 << 30)),
+            **kv_cache(self.kv_cache_gib),
             **{name: True for name, value in wished.items() if value}, **json.loads(self.engine),
         }  # fmt: skip

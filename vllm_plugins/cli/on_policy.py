@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.corpus import documents, expand
 from vllm_ppd.heads.training.options import TrainingOptions
@@ -29,7 +30,7 @@ def write_responses(options: TrainingOptions, folder: Path, prompt_tokens: int, 
         response_tokens: most tokens generated after it.
 
     Raises:
-        TrainingError: if no document is long enough.
+        TrainingError: if no document is long enough, or if several processes would write responses.
     """
     from transformers import AutoTokenizer
 
@@ -41,6 +42,11 @@ def write_responses(options: TrainingOptions, folder: Path, prompt_tokens: int, 
         raise TrainingError(f"{folder} holds responses of other options; delete it or give another --out")
     if state.get("finished"):
         return path
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # each would write the same file
+        raise TrainingError(
+            "on-policy responses are written by one process: run this command without torchrun first, stop it when "
+            "training begins, and torchrun goes on from there"
+        )
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     prompts = itertools.islice(_prompts(options, tokenizer, prompt_tokens), state["prompts"], None)
     engine = None
@@ -54,11 +60,11 @@ def write_responses(options: TrainingOptions, folder: Path, prompt_tokens: int, 
             out.flush()
             os.fsync(out.fileno())
             state |= {"prompts": state["prompts"] + len(chunk), "bytes": out.tell()}
-            mark.write_text(json.dumps(state))
+            write_text(mark, json.dumps(state))
             progress.update(len(chunk))
     if not state["prompts"]:
         raise TrainingError(f"no document has {prompt_tokens} tokens for a prompt; give longer data or fewer tokens")
-    mark.write_text(json.dumps(state | {"finished": True}))
+    write_text(mark, json.dumps(state | {"finished": True}))
     return path
 
 
