@@ -232,8 +232,9 @@ def fitted_heads(
 
     def get(kind: str, family: str = "llama", **options: Any) -> str:
         name = "-".join([kind, family, *(f"{option}={value}" for option, value in sorted(options.items()))])
-        return str(
-            made_once(name, lambda folder: overfitted.fit(tiny_model(family), kind, said(family), folder, **options))
+        folder = made_once(
+            name, lambda folder: overfitted.fit(tiny_model(family), kind, said(family), folder / "heads", **options)
         )
+        return str(folder / "heads")
 
     return get
