@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEMO
+from safetensors.torch import save_file
 
 from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.checkpoint import HeadsError, save_heads
@@ -129,6 +130,28 @@ def test_transforms_are_part_of_the_price() -> None:
     assert added == pytest.approx([0.1 * setting.drafts * setting.trained for setting in found])
     # One or two drafts, and the token before them.
     assert [setting.layers for setting in settings(config, cp)] == pytest.approx([0.4, 0.6, 0.4])
+
+
+def test_calibrations_without_transforms_count_them_by_the_weights(
+    folder: Callable[..., str], early: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a target on this disk; of another one the plan says what it lacks, and goes on."""
+    target = tmp_path / "target"
+    target.mkdir()
+    layers = {f"model.layers.{n}.mlp.up_proj.weight": torch.zeros(40, 16) for n in range(LAYERS)}
+    save_file({**layers, "model.embed_tokens.weight": torch.zeros(64, 8)}, target / "model.safetensors")
+    counted = early_parts(0.8)
+    counted["timing"]["transform_in_layers"] = 8 * 8 / (40 * 16)
+    expected = plan(folder(early_config(), counted))
+    capsys.readouterr()
+    found = plan(early, model=str(target))
+    assert capsys.readouterr().err == ""
+    assert [one.speedup for one in found.ways] == pytest.approx([one.speedup for one in expected.ways])
+    assert found.best is not None
+    without = plan(early).best
+    assert without is not None
+    assert without.speedup > found.best.speedup
+    assert f"run `ppd calibrate {early}` again" in capsys.readouterr().err
 
 
 def test_cp_by_hand(folder: Callable[..., str]) -> None:

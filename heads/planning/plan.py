@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from typing import Any, NamedTuple
 from vllm_ppd.heads.calibration.recommend import Setting, settings
 from vllm_ppd.heads.calibration.run import NAME
 from vllm_ppd.heads.checkpoint import HeadsError, load_config
-from vllm_ppd.heads.config import EarlyConfig, HeadsConfig
+from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
 from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
-from vllm_ppd.heads.planning.machine import machine_of
+from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
 
@@ -49,15 +50,28 @@ def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
         HeadsError: on heads without a finished calibration, of different targets, or of a kind without a group.
     """
     ways: list[Way] = []
-    targets = []
+    targets, lacking = [], []
     for folder in options.heads:
         config, result = load_config(folder), calibration_of(folder)
         targets.append(options.model or config.verifier)
         if targets[-1] != targets[0]:
             raise HeadsError(f"{folder!r} has heads for {targets[-1]}, the others for {targets[0]}; plan one target")
-        ways += _ways(folder, config, result["parts"], targets[0], options)
+        parts = result["parts"]
+        if _has_transforms(config) and "transform_in_layers" not in parts["timing"]:  # not always counted
+            try:
+                size = config.target.hidden_size**2 / weights_of(targets[0]).layer[0]
+                parts = parts | {"timing": parts["timing"] | {"transform_in_layers": size}}
+            except HeadsError:
+                lacking.append(folder)
+        ways += _ways(folder, config, parts, targets[0], options)
     if not ways:
         raise HeadsError(f"no setting of {', '.join(options.heads)} can be planned for; see --stages and --lanes")
+    for folder in lacking:
+        print(
+            f"{folder}: its calibration lacks what the heads' own transforms cost, so gains look too high; run "
+            f"`ppd calibrate {folder}` again, or give --model DIR",
+            file=sys.stderr,
+        )
     return targets[0], ways
 
 
@@ -112,6 +126,11 @@ def calibration_of(folder: str) -> dict[str, Any]:
     if not result.get("finished"):
         raise HeadsError(f"heads in {folder!r} have no finished calibration; run `ppd calibrate {folder} --data FILE`")
     return result
+
+
+def _has_transforms(config: HeadsConfig) -> bool:
+    """Whether the heads have d x d matrices of their own, which drafting reads."""
+    return config.factorised if isinstance(config, CPConfig) else getattr(config, "head", None) == "transform"
 
 
 def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, options: PlanOptions) -> Iterator[Way]:
