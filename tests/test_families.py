@@ -97,7 +97,7 @@ def test_cut_is_exact(
 
 
 DYNAMO = [family for family in tiny.FAMILIES if family != "gpt_neox"]
-QUICK = {"qwen3", "gemma3"}  # tied embeddings and three parts of the configuration; two KV cache groups
+QUICK = {"gemma3"}  # two KV cache groups
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.full]) for f in DYNAMO])

@@ -83,7 +83,7 @@ def test_two_ranks_adaptive(
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        ("dynamo", {}),
+        pytest.param("dynamo", {}, marks=pytest.mark.full),
         pytest.param("cp", {"rank": 3}, marks=pytest.mark.full),
         pytest.param("cp", {"rank": 2, "factorised": False}, marks=pytest.mark.full),
         pytest.param("early", {"head": "classifier"}, marks=pytest.mark.full),
