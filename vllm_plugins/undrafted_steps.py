@@ -12,7 +12,7 @@ class UndraftedSteps:
     vLLM computes the metadata of drafts, and runs its rejection sampler, in every step of a speculative engine: for
     models with a recurrent state, which we refuse. That takes a twentieth of a small model's step.
 
-    Thinking budgets count rows as a speculative engine's sampler does, and keep vLLM's way.
+    A thinking budget is told that such a step has one row of logits a request.
     """
 
     speculative_config: Any
@@ -20,9 +20,11 @@ class UndraftedSteps:
 
     def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         prepare = super()._prepare_inputs  # type: ignore[misc]
+        drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
         budgets = self.input_batch.thinking_budget_state_holder
-        thinking = budgets is not None and budgets.has_tracked_requests()
-        if scheduler_output.scheduled_spec_decode_tokens or thinking:
+        if budgets is not None:
+            budgets.in_spec_mode = drafts
+        if drafts:
             return prepare(scheduler_output, *args, **kwargs)
         speculative_config, self.speculative_config = self.speculative_config, None
         try:

@@ -82,9 +82,6 @@ class GroupRunnerMixin(UndraftedSteps):
         return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        budgets = self.input_batch.thinking_budget_state_holder
-        if budgets is not None:
-            budgets.in_spec_mode = False  # there are never drafts to verify, so every request has one row of logits
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
             return self.drafter.run_ticks(output)
