@@ -9,10 +9,11 @@
 
 Engines decode the same requests in turns of a few steps (side_by_side.py). Heads draft as a server would let them
 (adaptive), trials included; what they learn in the first --warm-up steps of a cell is not counted. A ratio is tokens
-over those that vLLM alone gives in the same seconds, at the speed of its two engines in the same pair of turns:
-"overall" that of all pairs of a cell, with the interval in which it lies at 90 % (bootstrap over pairs), "median" and
-"quartiles" those of single pairs, "drafting" the share of steps with drafts. The last rows are of all cells: the
-geometric mean of "overall" with its interval, and median and quartiles over cells.
+over those that vLLM alone gives in the same seconds, at its speed in the turns right before and after ("vLLM" and
+"vLLM, again", its two engines, which take these in turn: in all such turns of the pair). "overall" is that of all pairs
+of a cell, with the interval in which it lies at 90 % (bootstrap over pairs), "median" and "quartiles" those of single
+pairs, "drafting" the share of steps with drafts. The last rows are of all cells: the geometric mean of "overall" with
+its interval, and median and quartiles over cells.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds pairs to it.
 """
@@ -42,10 +43,9 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
     generator = np.random.default_rng(0)  # one for all: cells that drew the same pairs would vary together
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
-        base = np.sum([pairs[BASE], pairs[CONTROL]], axis=0)
         for name, found in pairs.items():
-            tokens, seconds, drafting = np.array(found).T
-            expected = seconds * base[:, 0] / base[:, 1]  # tokens of vLLM alone in the same seconds
+            tokens, seconds, drafting, plain_tokens, plain_seconds, turns = np.array(found).T
+            expected = seconds * plain_tokens / plain_seconds  # tokens of vLLM alone in the same seconds
             samples = resampled(tokens, expected, generator)
             drawn.setdefault(name, []).append(samples)
             middle, low, high = quartiles((tokens / expected).tolist())
@@ -54,7 +54,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
                 "overall": round(float(tokens.sum() / expected.sum()), 3), "interval": interval(samples),
                 "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}",
                 "tokens a second": round(float(tokens.sum() / seconds.sum()), 1),
-                "drafting": round(float(drafting.sum()) / (2 * steps * len(tokens)), 2),
+                "drafting": round(float(drafting.sum() / (steps * turns.sum())), 2),
             })  # fmt: skip
     for name, samples_of in drawn.items():
         own_rows = [row for row in result if row["contender"] == name]
@@ -106,7 +106,7 @@ def main() -> None:
                 for batch in args.batch_sizes:
                     prompts = [all_prompts[i % len(all_prompts)] for i in range(batch)]
                     found = in_turns(engines, dict.fromkeys(engines, prompts), temperature, args.pairs, args.steps,
-                                     args.warm_up, progress)  # fmt: skip
+                                     args.warm_up, progress, (BASE, CONTROL))  # fmt: skip
                     add_pairs(result, f"{temperature}/{batch}", found)
                     result["rows"] = rows(result["cells"], args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")

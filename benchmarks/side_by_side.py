@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines of one process that decode side by side, for machines that are not equally fast from one second to the next.
 
-`ppd bench decode` lets whole batches decode in turn, which takes seconds each. Here a turn is a few steps: A B C,
-C B A, then B C A, A C B, and so on, so that nobody always follows itself.
+`ppd bench decode` lets whole batches decode in turn, which takes seconds each. Here a turn is a few steps, and each
+contender's is between two of vLLM alone, whose speed then is the machine's: V A V B V and back, then V B V A V and
+back, and so on, so that nobody is always first.
 
 Weights lie in huge pages where the system has them: else the same product takes up to a fifth longer in one engine than
 in another, by the pages that each happened to get.
@@ -16,7 +17,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engines import add_up, drafter_of
 
@@ -30,25 +31,45 @@ HUGE_PAGES = {
     # What vLLM packs: memory of its own for each matrix, and none that was another's before.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000",
 }
-Pair = tuple[int, float, int]  # tokens, seconds and steps with drafts of two turns
+
+
+class Turn(NamedTuple):
+    """A few steps of an engine."""
+
+    tokens: int
+    seconds: float
+    drafting: int = 0  # steps with drafts
+
+
+class Pair(NamedTuple):
+    """A contender's turns there and back, and those of vLLM alone right before and after them."""
+
+    tokens: int
+    seconds: float
+    drafting: int  # steps with drafts
+    plain_tokens: int
+    plain_seconds: float
+    turns: int = 2  # of the contender
 
 
 class Contender:
     """An engine and the requests that it decodes."""
 
-    def __init__(self, args: argparse.Namespace, requests: int, speculative: dict[str, Any] | None = None) -> None:
+    def __init__(self, args: argparse.Namespace, requests: int, speculative: dict[str, Any] | None = None,
+                 context: int | None = None) -> None:  # fmt: skip
         """Start it.
 
         Args:
             args: model, dtype, prompt_tokens and kv_cache_gib.
             requests: most that it decodes at once.
             speculative: vLLM's speculative_config.
+            context: most tokens of a request (None: MOST_TOKENS after the prompt).
         """
         from vllm import LLM
 
         self.llm = LLM(
             model=str(args.model), dtype=args.dtype, seed=0, max_num_seqs=requests,
-            max_model_len=args.prompt_tokens + MOST_TOKENS + 16, enable_prefix_caching=False,
+            max_model_len=context or args.prompt_tokens + MOST_TOKENS + 16, enable_prefix_caching=False,
             **kv_cache(args.kv_cache_gib), speculative_config=speculative,
         )  # fmt: skip
         self.adaptive = None if speculative is None else drafter_of(self.llm).planner.adaptive
@@ -83,7 +104,7 @@ class Contender:
         """Whether all of the batch still decode."""
         return self.llm.llm_engine.get_num_unfinished_requests() == len(self.names)
 
-    def turn(self, steps: int) -> Pair:
+    def turn(self, steps: int) -> Turn:
         """Some steps, after one that finds its weights in no cache."""
         if self.adaptive is not None:
             self.adaptive.interrupted()
@@ -93,21 +114,23 @@ class Contender:
         for _ in range(steps):
             drafting += self.always or (self.adaptive is not None and self.adaptive.drafting)
             tokens += sum(len(output.outputs[0].token_ids) for output in engine.step())
-        return tokens, time.perf_counter() - started, drafting
+        return Turn(tokens, time.perf_counter() - started, drafting)
 
 
 def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]], temperature: float, pairs: int,
-             steps: int, warm_up: int, progress: Any) -> dict[str, list[Pair]]:  # fmt: skip
+             steps: int, warm_up: int, progress: Any, plain: tuple[str, ...] = (BASE,)
+             ) -> dict[str, list[Pair]]:  # fmt: skip
     """Pairs of turns of every contender.
 
     Args:
-        engines: by name, vLLM alone first.
+        engines: by name.
         prompts: of each.
         temperature: of all requests.
         pairs: of turns, in all of which every request decodes.
         steps: of a turn.
         warm_up: steps of each before the first turn.
         progress: is told of every pair.
+        plain: engines of vLLM alone, which take the turns between the others' in turn.
     """
     found: dict[str, list[Pair]] = {name: [] for name in engines}
     for name, one in engines.items():
@@ -116,20 +139,47 @@ def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]],
             one.turn(steps)
             if not one.whole:
                 one.begin(prompts[name], temperature)
-    while len(found[BASE]) < pairs:
+    others = [name for name in engines if name not in plain]
+    while len(found[others[0]]) < pairs:
         if not all(one.whole for one in engines.values()):
             for name, one in engines.items():
                 one.begin(prompts[name], temperature)
-        turns: dict[str, list[Pair]] = {name: [] for name in engines}
-        first = len(found[BASE]) % len(engines)
-        order = [*list(engines)[first:], *list(engines)[:first]]
-        for name in [*order, *reversed(order)]:
-            turns[name].append(engines[name].turn(steps))
+        first = len(found[others[0]]) % len(others)
+        there = between([*others[first:], *others[:first]], plain, len(found[others[0]]))
+        order = [*there, *reversed(there)]
+        taken = [(name, engines[name].turn(steps)) for name in order]
         if all(one.whole for one in engines.values()):
-            for name, (one, other) in turns.items():
-                found[name].append((one[0] + other[0], one[1] + other[1], one[2] + other[2]))
+            for name, pair in paired(taken, plain).items():
+                found[name].append(pair)
         progress.update()
     return found
+
+
+def between(others: list[str], plain: tuple[str, ...], first: int) -> list[str]:
+    """V A V B V: the others' turns between those of vLLM alone, whose engines change, from the first-th on."""
+    order = [plain[first % len(plain)]]
+    for i, name in enumerate(others, first + 1):
+        order += [name, plain[i % len(plain)]]
+    return order
+
+
+def paired(taken: list[tuple[str, Turn]], plain: tuple[str, ...]) -> dict[str, Pair]:
+    """What turns in a row come to, for each engine; those of vLLM alone are held against all of these."""
+    beside: dict[str, list[Turn]] = {}
+    own: dict[str, list[Turn]] = {}
+    for i, (name, turn) in enumerate(taken):
+        own.setdefault(name, []).append(turn)
+        if name not in plain:
+            beside.setdefault(name, []).extend((taken[i - 1][1], taken[i + 1][1]))
+    every = [turn for name, turn in taken if name in plain]
+    return {
+        name: Pair(
+            sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns),
+            sum(turn.drafting for turn in turns), sum(turn.tokens for turn in beside.get(name, every)),
+            sum(turn.seconds for turn in beside.get(name, every)), len(turns),
+        )
+        for name, turns in own.items()
+    }  # fmt: skip
 
 
 def with_huge_pages() -> None:

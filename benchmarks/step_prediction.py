@@ -52,12 +52,18 @@ def predicted(heads: str, model: str, temperature: float, steps: dict[str, float
     return dataclasses.replace(way, machine=Served(steps, way.num_layers, share))
 
 
+def step_seconds(pairs: list[Pair], steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """[pairs] of a step of the contender, in turns of so many, and of vLLM alone at batch 1 beside it."""
+    _, seconds, _, plain_tokens, plain_seconds, turns = np.array(pairs).T
+    return seconds / (steps * turns), plain_seconds / plain_tokens
+
+
 def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int) -> dict[str, Any]:
     """What a contender's pairs of turns of so many steps came to."""
-    own, base = np.array(pairs[name]), np.array(pairs[BASE])
-    cost = list(own[:, 1] / base[:, 1])
-    step, low, high = quartiles(cost)
-    length = float(own[:, 0].sum() / (2 * steps * len(own)))
+    own = np.array(pairs[name])
+    seconds, plain = step_seconds(pairs[name], steps)
+    step, low, high = quartiles((seconds / plain).tolist())
+    length = float(own[:, 0].sum() / (steps * own[:, 5].sum()))
     formula = way.seconds(1) / way.plain(1)
     return {
         "contender": name, "pairs": len(own), "drafts": way.options["num_speculative_tokens"],
@@ -110,7 +116,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, 
     """A row a temperature and heads folder."""
     found = []
     for temperature, pairs in cells.items():
-        one, several = (np.array(pairs[name])[:, 1] / (2 * steps) for name in (BASE, CONTROL))
+        several, one = step_seconds(pairs[CONTROL], steps)
         # A ratio of the same seconds: the machine is as fast as it is in both.
         seconds = {"1": float(np.median(one)), str(ROWS): float(np.median(one) * np.median(several / one))}
         for folder in heads:

@@ -60,7 +60,8 @@ class Simulation:
         for _ in range(steps):
             resting = bool(self.extra) and self.adaptive.resting
             self.steps, self.rested = self.steps + 1, self.rested + resting
-            self.holes = (self.holes or resting) and self.steps % self.life != 0
+            lasting = bool(self.extra) and self.adaptive.lasting  # what is missed then is not made up for
+            self.holes = (self.holes or lasting) and self.steps % self.life != 0
             names = [f"r{i} of {self.steps // self.life}" for i in range(self.requests)]
             took = self.cost(self.requests, int(self.drafts.max())) + self.extra * (not resting)
             self.alike = self.alike + 1 if bool(self.drafts.any()) == self.drafted else 0

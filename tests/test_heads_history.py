@@ -22,6 +22,8 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
+from vllm_ppd.vllm_plugins.passes import consecutive
+from vllm_ppd.vllm_plugins.states import flat_ranges
 
 BLOCK = 4  # tokens
 LAYERS = 6
@@ -100,7 +102,8 @@ class Server:
             return False, {}
         lengths = np.array([scheduled[name] for name in names])
         starts = np.array([self.requests[name].num_computed_tokens for name in names], dtype=np.int32)
-        self.query_start_loc = SimpleNamespace(np=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+        starting = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        self.query_start_loc = SimpleNamespace(np=starting, gpu=torch.from_numpy(starting))
         tables = []
         for gid in range(len(self.kv_cache_config.kv_cache_groups)):
             table = np.zeros((len(names), 32), dtype=np.int32)
@@ -130,7 +133,7 @@ class Server:
         self.run(names, starts, lengths, heads=not rests)
         places = torch.from_numpy(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]))
         state = places.float()[:, None]
-        self.history.keep((state, -state), torch.from_numpy(np.cumsum(lengths) - 1))
+        self.history.keep((state, -state))
         able = np.ones(len(names), dtype=bool) if self.history.able is None else self.history.able
         may = dict(zip(names, able.tolist(), strict=True))
         if not keeps:
@@ -491,3 +494,55 @@ def test_heads_that_caught_up_say_the_same(
     assert len(common) > 10
     for place in common:
         torch.testing.assert_close(scores[place], always[place], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("lasts", [False, True])
+def test_what_was_missed_in_a_pause_that_lasts_is_not_made_up_for_where_that_is_dear(
+    lasts: bool, engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pause that does not last the heads rest from its first step on, too, and catch up whatever it costs."""
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    drafter = drafter_of(llm)
+    adaptive, original, caught_up = drafter.planner.adaptive, drafter.passes.branches, 0
+    steps = iter(range(1000))
+
+    def choose(allowed: np.ndarray, *_: Any) -> np.ndarray:
+        adaptive.resting = next(steps) % 16 < 8
+        adaptive.lasting = adaptive.resting and lasts
+        return np.zeros_like(allowed) if adaptive.resting else allowed
+
+    def branches(*missed: Any) -> Any:
+        nonlocal caught_up
+        caught_up += 1
+        return original(*missed)
+
+    monkeypatch.setattr(adaptive, "choose", choose)
+    monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
+    monkeypatch.setattr(drafter, "prices", [60.0, 60.0])  # seconds a token
+    monkeypatch.setattr(drafter.passes, "branches", branches)
+    resting, accepted = our_counter("resting_steps"), llm.counts["accepted"]
+    assert generate(llm, prompts(2), greedy(60)) == generate(engine(), prompts(2), greedy(60))
+    assert our_counter("resting_steps") - resting > 10
+    if lasts:  # who was there once does not draft again, and the heads go on resting
+        assert caught_up == 0 and our_counter("resting_steps") - resting > 40
+    else:
+        assert caught_up > 1 and llm.counts["accepted"] > accepted
+
+
+def test_consecutive_tokens_are_spans_of_passes_that_are_not_too_large() -> None:
+    rng = np.random.default_rng(0)
+    for most_tokens, most_spans in ((100, 100), (7, 100), (100, 2), (5, 2), (1, 1)):
+        lengths = rng.integers(1, 9, size=6)
+        rows = np.repeat([4, 1, 0, 0, 2, 3], lengths)  # row 0 lacks tokens on both sides of others
+        positions = np.concatenate(
+            [start + np.arange(n) for start, n in zip((3, 0, 5, 40, 7, 9), lengths, strict=True)]
+        )
+        parts = list(consecutive(rows, positions, most_tokens, most_spans))
+        assert [one for tokens, _ in parts for one in range(tokens.start, tokens.stop)] == list(range(len(rows)))
+        for tokens, span in parts:
+            assert span.num_tokens == tokens.stop - tokens.start <= most_tokens
+            assert len(span.rows) <= most_spans
+            assert np.repeat(span.rows, span.lengths).tolist() == rows[tokens].tolist()
+            assert flat_ranges(span.starts, span.lengths).tolist() == positions[tokens].tolist()
+    assert [len(span.rows) for _, span in consecutive(rows, positions, 100, 100)] == [6]

@@ -10,38 +10,46 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-from never_slower import BASE, CONTROL, rows
+from never_slower import rows
+from side_by_side import BASE, CONTROL, Pair, Turn, between, paired
 
 
 def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
     """The machine is half as fast in the second pair, and no ratio cares: 20 tokens of vLLM's, then 25."""
     pairs = {
-        BASE: [(20, 1.0, 0), (20, 2.0, 0)],
-        CONTROL: [(20, 1.0, 0), (20, 2.0, 0)],
-        "cp": [(30, 1.0, 8), (20, 2.5, 2)],
+        BASE: [Pair(20, 1.0, 0, 40, 2.0), Pair(20, 2.0, 0, 40, 4.0)],
+        "cp": [Pair(30, 1.0, 8, 40, 2.0), Pair(20, 2.5, 2, 40, 4.0)],
     }
-    base, _, cp, *all_cells = rows({"0.8/2": pairs}, steps=10)
+    base, cp, *all_cells = rows({"0.8/2": pairs}, steps=10)
     assert (base["overall"], base["median"], base["quartiles"]) == (1.0, 1.0, "1.000-1.000")
     assert (cp["temperature"], cp["batch"], cp["pairs"]) == (0.8, 2, 2)
     assert (base["drafting"], cp["drafting"]) == (0.0, 0.25)
     assert cp["overall"] == round(50 / 45, 3)
     assert cp["interval"] == "0.800-1.500"  # either pair twice
     assert (cp["median"], cp["quartiles"]) == (1.15, "0.975-1.325")
-    assert [(row["contender"], row["overall"]) for row in all_cells] == [
-        (BASE, 1.0),
-        (CONTROL, 1.0),
-        ("cp", cp["overall"]),
-    ]
+    assert [(row["contender"], row["overall"]) for row in all_cells] == [(BASE, 1.0), ("cp", cp["overall"])]
 
 
-def test_either_of_vllms_engines_is_held_against_both() -> None:
-    first, second, *_ = rows({"0.0/1": {BASE: [(20, 1.0, 0)], CONTROL: [(20, 3.0, 0)]}}, steps=10)
-    assert (first["overall"], second["overall"]) == (2.0, round(20 / 3 / 10, 3))
+def test_a_turn_is_held_against_those_beside_it() -> None:
+    """Each of two contenders is between two of vLLM alone, whose engines are first in turn."""
+    plain = (BASE, CONTROL)
+    assert between(["cp", "early"], plain, 0) == [BASE, "cp", CONTROL, "early", BASE]
+    assert between(["cp", "early"], plain, 1) == [CONTROL, "cp", BASE, "early", CONTROL]
+    seconds = {BASE: 1.0, CONTROL: 3.0, "cp": 5.0, "early": 7.0}
+    there = between(["cp", "early"], plain, 0)
+    taken = [(name, Turn(10, seconds[name] + i / 100, 2)) for i, name in enumerate([*there, *reversed(there)])]
+    found = paired(taken, plain)
+    # Turns 0 to 9: "cp" is the 1st and the 8th, between BASE and CONTROL both times.
+    assert found["cp"] == Pair(20, 10.09, 4, 40, pytest.approx(8.18))
+    assert found["early"] == Pair(20, 14.09, 4, 40, pytest.approx(8.18))
+    every = pytest.approx(10.27)
+    assert found[BASE] == Pair(40, pytest.approx(4.18), 8, 60, every, turns=4)
+    assert found[CONTROL] == Pair(20, pytest.approx(6.09), 4, 60, every, turns=2)
 
 
 def test_cells_are_drawn_apart_from_each_other() -> None:
     """What all cells say together varies less than a cell alone: its draws are not those of the others."""
-    pairs = {name: [(20, 1.0, 0)] * 8 for name in (BASE, CONTROL)} | {"cp": [(10 + 3 * i, 1.0, 0) for i in range(8)]}
+    pairs = {"cp": [Pair(10 + 3 * i, 1.0, 0, 40, 2.0) for i in range(8)]}
     found = [row for row in rows({f"{t}/1": pairs for t in (0.0, 0.5, 0.8, 1.0)}, steps=10) if row["contender"] == "cp"]
     widths = [high - low for low, high in (map(float, row["interval"].split("-")) for row in found)]
     assert widths[-1] == pytest.approx(widths[0] / 2, rel=0.15)

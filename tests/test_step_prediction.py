@@ -17,7 +17,7 @@ from vllm_ppd.heads.planning.predict import Drafting
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import step_prediction
-from side_by_side import BASE
+from side_by_side import BASE, Pair
 from step_prediction import row
 
 
@@ -26,13 +26,15 @@ def test_step_and_length_are_held_apart() -> None:
     setting = Setting({}, drafts=2, drafted=2, length=1.5, layers=0, reads=0.5)
     machine = Served({"1": 0.05, "4": 0.05}, num_layers=4, head_share=0.2)
     way = Drafting("cp", {"num_speculative_tokens": 2}, 1.5, 1.0, setting, machine, 4)
-    pairs = {BASE: [(20, 1.0, 0), (20, 2.0, 0)], "cp": [(24, 1.2, 20), (36, 2.4, 20)]}
+    beside = [(40, 2.0), (40, 4.0)]  # tokens and seconds of vLLM alone
+    pairs = {"cp": [Pair(24, 1.2, 20, *beside[0]), Pair(36, 2.4, 20, *beside[1])]}
     found = row("cp", way, pairs, steps=10)
     assert (found["length"], found["predicted length"]) == (1.5, 1.5)
     assert (found["step"], found["predicted step"]) == (1.2, pytest.approx(1.1))
     assert found["measured"] == 1.25
     assert found["measured / predicted"] == found["at the measured length"] == round(1.1 / 1.2, 3)
-    found = row("cp", way, pairs | {"cp": [(20, 1.2, 20), (20, 2.4, 20)]}, steps=10)  # nothing was accepted
+    pairs = {"cp": [Pair(20, 1.2, 20, *beside[0]), Pair(20, 2.4, 20, *beside[1])]}
+    found = row("cp", way, pairs, steps=10)  # nothing was accepted
     assert found["measured / predicted"] == round(1.1 / 1.2 / 1.5, 3)
     assert found["at the measured length"] == round(1.1 / 1.2, 3)
 
@@ -45,7 +47,7 @@ def test_a_further_run_takes_further_texts_and_adds(tmp_path: Path, monkeypatch:
         if len(said) == 3:
             raise KeyboardInterrupt
         said.append(prompts[BASE][0])
-        return {name: [[1, 1.0, 0]] for name in engines}
+        return {name: [Pair(1, 1.0, 0, 1, 1.0)] for name in engines}
 
     monkeypatch.setattr(step_prediction, "with_huge_pages", lambda: None)
     monkeypatch.setattr(step_prediction, "calibration_of", lambda heads: None)

@@ -11,8 +11,9 @@ the more often a pause is broken. Steps that draft after a pause are repeated at
 pays for it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds
 of such steps alone would keep a pause going for ever, or drafting that does not pay.
 
-Where a pause begins with drafts that are clearly too dear, once a trial in it has failed, or after LONG_PAUSE steps, a
-method may leave out what only drafts need.
+In a pause a method may leave out what only drafts need. It is made up for before the next trial, and never where that
+is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has failed, or it is
+LONG_PAUSE steps old.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class AdaptiveDrafts:
         self.withheld = 0  # drafts that the last choice left out
         self.gain = 1.0  # speed-up that the last choice promises; infinite where it is made to measure
         self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
+        self.lasting = False  # nor, if that costs much, later on
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
         self._steps = self._last_drafted = self._last_deeper = 0
         # By batch size: the latest step without drafts, and how many were made to time them.
@@ -175,7 +177,8 @@ class AdaptiveDrafts:
         else:
             self._last_drafted = self._steps
         tried = self._last_drafted > self._paused_at or self._steps - self._paused_at >= LONG_PAUSE
-        self.resting = self._pausing and chosen == 0 and (tried or self._clearly)
+        self.resting = self._pausing and chosen == 0
+        self.lasting = self.resting and (tried or self._clearly)
         self._alike = self._alike + 1 if self._drafted == (chosen > 0) else 0
         settled = self._alike >= (1 if chosen else self._settling)
         self._settled[self._size] |= chosen == 0 and self._alike >= SETTLING
@@ -208,7 +211,7 @@ class AdaptiveDrafts:
         """The next step's drafts are another's: in place of choose, or after it to take its drafts back."""
         self._drafts = np.zeros_like(self._drafts)
         self._timed = self._drafted = None
-        self.probing = self.resting = False
+        self.probing = self.resting = self.lasting = False
         self._wake = 0
         self.withheld = 0
 

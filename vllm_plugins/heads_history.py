@@ -24,7 +24,7 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 
-from vllm_ppd.model_patches.base import CutState, rows_of
+from vllm_ppd.model_patches.base import CutState, copied, rows_of
 from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -43,7 +43,7 @@ class BlockTable(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Tokens that the heads have not seen, of those that they attend to."""
+    """Tokens that the heads have not seen, of those that they attend to, ordered by row and position."""
 
     rows: np.ndarray  # [tokens] batch row
     positions: np.ndarray  # [tokens]
@@ -141,19 +141,23 @@ class HeadsHistory:
         self.keeping = behind if behind.any() else None
         return True
 
-    def keep(self, state: CutState, last: torch.Tensor) -> None:
+    def keep(self, state: CutState) -> None:
         """Keep states of the step that ran.
 
         Args:
             state: of its tokens.
-            last: [batch rows] place of each row's last token among them.
         """
         if self.keeping is None:
             return
+        if self._resting is not None and self.keeping.all():  # every row has one token: nothing is to be looked up
+            ids, ends = self._resting
+            self.backlog.add(ids, ends - 1, copied(rows_of(state, slice(len(ids)))))
+            return
         batch, kept = self.runner.input_batch, np.flatnonzero(self.keeping)
         index = torch.from_numpy(kept).to(state[0].device, non_blocking=True)
+        last = self.runner.query_start_loc.gpu[1:].index_select(0, index).long() - 1
         ids = [batch.req_ids[row] for row in kept]
-        self.backlog.add(ids, batch.num_computed_tokens_cpu[kept], rows_of(state, last[index].long()))
+        self.backlog.add(ids, batch.num_computed_tokens_cpu[kept], rows_of(state, last))
 
     @property
     def able(self) -> np.ndarray | None:

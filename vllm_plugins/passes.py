@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,23 +39,20 @@ class StackPasses:
         return self._run(len(self.cut.stacks) - 1, span, None, state)
 
     def branches(self, rows: np.ndarray, positions: np.ndarray, state: CutState) -> list[torch.Tensor]:
-        """The branches beside the target's last layer over tokens that need not be consecutive.
+        """The branches beside the target's last layer over tokens of some requests, each one's in order.
 
         Args:
-            rows: [tokens] batch row.
-            positions: [tokens]
+            rows: [tokens] batch row, that of each request's tokens together.
+            positions: [tokens] rising within a row, not necessarily by one.
             state: [tokens, hidden].
 
         Returns:
             Normed hidden states [tokens, hidden] of each branch.
         """
-        part, most = len(self.cut.stacks), self.runner.max_num_reqs  # every token is a request of its own
-        parts = [slice(start, start + most) for start in range(0, len(rows), most)]
         found = [
-            self._run(part, Span(rows[some], positions[some], np.ones(len(rows[some]), dtype=np.int64)), None,
-                      rows_of(state, some))
-            for some in parts
-        ]  # fmt: skip
+            self._run(len(self.cut.stacks), span, None, rows_of(state, tokens))
+            for tokens, span in consecutive(rows, positions, self.runner.max_num_tokens, self.runner.max_num_reqs)
+        ]
         return [torch.cat(of_branch) for of_branch in zip(*found, strict=True)]
 
     def _run(self, part: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
@@ -118,3 +116,28 @@ class StackPasses:
                 ]
                 self._groups.append([entry for entry in found if entry[2]])
         return self._groups[part]
+
+
+def consecutive(
+    rows: np.ndarray, positions: np.ndarray, most_tokens: int, most_spans: int
+) -> Iterator[tuple[slice, Span]]:
+    """Tokens that are ordered by row and position, as spans of passes that are not too large.
+
+    Args:
+        rows, positions: [tokens]
+        most_tokens, most_spans: of a pass.
+
+    Yields:
+        Which tokens a pass has, and the spans that they are.
+    """
+    begins = np.ones(len(rows), dtype=bool)
+    begins[1:] = (rows[1:] != rows[:-1]) | (positions[1:] != positions[:-1] + 1)
+    begins[::most_tokens] = True  # a span lies within a pass
+    first = np.flatnonzero(begins)
+    lengths = np.diff(first, append=len(rows))
+    part = first // most_tokens
+    for one in np.unique(part):
+        spans = np.flatnonzero(part == one)
+        for some in np.split(spans, range(most_spans, len(spans), most_spans)):
+            tokens = slice(int(first[some[0]]), int(first[some[-1]] + lengths[some[-1]]))
+            yield tokens, Span(rows[first[some]], positions[first[some]], lengths[some])

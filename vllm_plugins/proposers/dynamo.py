@@ -86,7 +86,7 @@ class DynaMoProposer(Proposer):
         if self.history is not None:
             adaptive, layers = self.planner.adaptive, self.config.num_layers
             paused = adaptive is not None and adaptive.resting
-            self.cut.resting = self.history.begin_step(paused, not self._catching_up_is_dear())
+            self.cut.resting = self.history.begin_step(paused, keeps=not self._gives_up())
             self.cut.keeps_stem = self.history.keeping is not None
             self.counters.add("resting_steps", self.cut.resting)
             self.own_share = 1.0 if self.cut.resting else layers / (layers + self.config.num_speculative_tokens)
@@ -100,19 +100,19 @@ class DynaMoProposer(Proposer):
         return super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
-        """Those that know their past, and those that can catch up where that costs next to nothing.
+        """Those that know their past, and those that can catch up."""
+        return None if self.history is None else self.history.able
 
-        All that the heads miss is caught up with in the end, so the price of a step's tokens is that of every step.
+    def _gives_up(self) -> bool:
+        """Whether what the heads miss from now on is not to be completed.
+
+        To catch up with a pause that ends soon takes less than they would have taken. One that lasts is caught up with
+        at its trials, for little but their sake: the price of a step's tokens is that of every step.
         """
-        if self.history is None:
-            return None
-        return self.history.known if self._catching_up_is_dear() else self.history.able
-
-    def _catching_up_is_dear(self) -> bool:
         adaptive = self.planner.adaptive
         if adaptive is None:  # there are no pauses to catch up after
             return True
-        if len(self.prices) < 2:  # the first may have found nothing in the caches
+        if not adaptive.lasting or len(self.prices) < 2:  # the first may have found nothing in the caches
             return False
         rows = self.runner.input_batch.num_reqs
         return min(self.prices) * rows * PROBE_EVERY > adaptive.costs.plain(rows)
@@ -122,7 +122,7 @@ class DynaMoProposer(Proposer):
 
     def draft(self, step: Step) -> list[list[int]]:
         if self.history is not None and self.cut.stem is not None:
-            self.history.keep(self.cut.stem, self.token_places(None))
+            self.history.keep(self.cut.stem)
             self.cut.stem = None
         return super().draft(step) if self.emission is None else [[] for _ in step.sampled_token_ids]
 

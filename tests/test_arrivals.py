@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks/arrivals.py makes of requests that arrive, and that the kept rows are those of the kept requests."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import arrivals
+from arrivals import Arrival, Replica, Served, draw, rows, serve
+from side_by_side import BASE, CONTROL
+
+from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
+
+
+class OneTokenAStep:
+    """An engine whose steps take so many seconds and give each request a token."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.left: dict[str, int] = {}
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.left[name] = params.max_tokens
+
+    def step(self) -> list[Any]:
+        self.clock[0] += self.seconds
+        self.left = {name: tokens - 1 for name, tokens in self.left.items()}
+        outputs = [SimpleNamespace(request_id=name, finished=tokens == 0) for name, tokens in self.left.items()]
+        self.left = {name: tokens for name, tokens in self.left.items() if tokens}
+        return outputs
+
+
+def test_each_engine_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second engine takes half as long: it is idle for longer, and serves nothing before it comes."""
+    clock = [0.0]
+    monkeypatch.setattr(arrivals.time, "perf_counter", lambda: clock[0])
+    replicas = {
+        name: Replica(SimpleNamespace(adaptive=None, always=False, llm=SimpleNamespace(llm_engine=engine)))
+        for name, engine in (("slow", OneTokenAStep(clock, 1.0)), ("fast", OneTokenAStep(clock, 0.5)))
+    }
+    coming = [Arrival(0.0, [1], 3), Arrival(1.5, [1], 2), Arrival(10.0, [1], 1)]
+    progress = SimpleNamespace(update=lambda count: None)
+    found = serve(replicas, coming, 0.0, 2, progress)
+    # The second request comes within a step, and waits for its end.
+    assert found["slow"] == [Served(1.0, 3.0, 3, 3, 0), Served(1.5, 2.5, 2, 2, 0), Served(1.0, 1.0, 1, 1, 0)]
+    assert found["fast"] == [Served(0.5, 1.5, 3, 3, 0), Served(0.5, 1.0, 2, 2, 0), Served(0.5, 0.5, 1, 1, 0)]
+
+
+def test_the_same_requests_arrive_at_every_rate() -> None:
+    texts: Any = SimpleNamespace(stream=list(range(5000)))
+    options = ServeOptions(model="m", data=("d",), requests=400)
+    slow, fast, at_once = (draw(texts, options, rate, 1) for rate in (1.0, 4.0, math.inf))
+    assert [one.tokens for one in slow] == [one.tokens for one in fast] == [one.tokens for one in at_once]
+    assert slow[-1].at == pytest.approx(4 * fast[-1].at)
+    assert 300 < slow[-1].at < 500
+    assert {one.at for one in at_once} == {0.0}
+    assert slow[0] != draw(texts, options, 1.0, 2)[0]
+
+
+def test_ratios_are_to_both_of_vllms_engines() -> None:
+    cells = {
+        "0.8/1": {
+            BASE: [Served(1.0, 3.0, 3, 10, 0), Served(1.0, 5.0, 5, 10, 0)],
+            CONTROL: [Served(1.0, 5.0, 3, 10, 0), Served(1.0, 7.0, 5, 10, 0)],
+            "cp": [Served(2.0, 4.0, 3, 10, 4), Served(2.0, 4.0, 5, 10, 6)],
+        }
+    }
+    *_, cp, base, control, over_all = rows(cells)
+    assert (cp["temperature"], cp["rate"], cp["requests"], cp["drafting"]) == (0.8, "1", 2, 0.5)
+    assert (cp["latency"], cp["TTFT"], cp["TPOT"]) == (10 / 8, 0.5, round((1.5 + 1.25) / 1.5, 3))
+    assert cp["latency, interval"] == "1.000-1.500"  # either request twice
+    assert (base["latency"], control["latency"]) == (1.25, 0.833)
+    assert {name: over_all[name] for name in ("latency", "TTFT")} == {"latency": 1.25, "TTFT": 0.5}
+
+
+def test_kept_rows() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "results" / "arrivals.json").read_text())
+    assert rows(kept["cells"]) == kept["rows"]
