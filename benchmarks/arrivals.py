@@ -14,7 +14,7 @@ Heads draft as a server would let them (adaptive), trials included; what they le
 those that count is not counted. A ratio is how many times as long vLLM alone takes (the mean of its two engines) for
 the same requests: "latency" from arrival to last token, "TPOT" for each token after the first, "TTFT" up to the first,
 all summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests). "drafting" is the
-share of steps with drafts. The last rows are of all cells: geometric means.
+share of steps with drafts, each counted for every request in it. The last rows are of all cells: geometric means.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds other requests.
 """
@@ -88,13 +88,13 @@ class Replica:
                 return
             if not engine.has_unfinished_requests():
                 self.now = max(self.now, self.arrivals[self.waiting[0]].at)
-            self.drafting += self.contender.always or (adaptive is not None and adaptive.drafting)
-            self.steps += 1
+            drafting = self.contender.always or (adaptive is not None and adaptive.drafting)
             started = time.perf_counter()
             while self.waiting and self.arrivals[self.waiting[0]].at <= self.now:
                 self._add(self.waiting.popleft())
             outputs = engine.step()
             self.now += time.perf_counter() - started
+            self.steps, self.drafting = self.steps + 1, self.drafting + drafting
             for output in outputs:
                 self._note(output)
 

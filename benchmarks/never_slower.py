@@ -9,10 +9,10 @@
 
 Engines decode the same requests in turns of a few steps (side_by_side.py). Heads draft as a server would let them
 (adaptive), trials included; what they learn in the first --warm-up steps of a cell is not counted. A ratio is tokens
-over those that vLLM alone gives in the same seconds, at its speed in the turns right before and after ("vLLM" and
-"vLLM, again", its two engines, which take these in turn: in all such turns of the pair). "overall" is that of all pairs
-of a cell, with the interval in which it lies at 90 % (bootstrap over pairs), "median" and "quartiles" those of single
-pairs, "drafting" the share of steps with drafts. The last rows are of all cells: the geometric mean of "overall" with
+over those that vLLM alone gives in the same seconds, at its speed in the turns right before and after (engines of vLLM
+alone are held against all of them in the same pair of turns). "overall" is that of all pairs of a cell, with the
+interval in which it lies at 90 % (bootstrap over pairs), "median" and "quartiles" those of single pairs, "drafting" the
+share of steps with drafts. The last rows are of all cells: the geometric mean of "overall" with
 its interval, and median and quartiles over cells.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds pairs to it.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from side_by_side import BASE, CONTROL, Contender, Pair, add_pairs, begun, flags, in_turns, with_huge_pages
+from side_by_side import Contender, Pair, add_pairs, begun, flags, in_turns, plain_names, with_huge_pages
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
@@ -44,7 +44,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
         for name, found in pairs.items():
-            tokens, seconds, drafting, plain_tokens, plain_seconds, turns = np.array(found).T
+            tokens, seconds, drafting, plain_tokens, plain_seconds = np.array(found).T
             expected = seconds * plain_tokens / plain_seconds  # tokens of vLLM alone in the same seconds
             samples = resampled(tokens, expected, generator)
             drawn.setdefault(name, []).append(samples)
@@ -54,7 +54,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
                 "overall": round(float(tokens.sum() / expected.sum()), 3), "interval": interval(samples),
                 "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}",
                 "tokens a second": round(float(tokens.sum() / seconds.sum()), 1),
-                "drafting": round(float(drafting.sum() / (steps * turns.sum())), 2),
+                "drafting": round(float(drafting.sum()) / (2 * steps * len(tokens)), 2),
             })  # fmt: skip
     for name, samples_of in drawn.items():
         own_rows = [row for row in result if row["contender"] == name]
@@ -97,7 +97,7 @@ def main() -> None:
     result = begun("never_slower", args, apart=("pairs", "temperatures", "batch_sizes"))
     all_prompts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, max(args.batch_sizes), False)
     most = max(args.batch_sizes)
-    engines = {BASE: Contender(args, most), CONTROL: Contender(args, most)}
+    engines = {name: Contender(args, most) for name in plain_names(len(args.heads))}
     engines |= {Path(heads).name: Contender(args, most, {"model": heads}) for heads in args.heads}
     total = args.pairs * len(args.temperatures) * len(args.batch_sizes)
     try:
@@ -106,7 +106,7 @@ def main() -> None:
                 for batch in args.batch_sizes:
                     prompts = [all_prompts[i % len(all_prompts)] for i in range(batch)]
                     found = in_turns(engines, dict.fromkeys(engines, prompts), temperature, args.pairs, args.steps,
-                                     args.warm_up, progress, (BASE, CONTROL))  # fmt: skip
+                                     args.warm_up, progress)  # fmt: skip
                     add_pairs(result, f"{temperature}/{batch}", found)
                     result["rows"] = rows(result["cells"], args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")

@@ -2,8 +2,8 @@
 """Engines of one process that decode side by side, for machines that are not equally fast from one second to the next.
 
 `ppd bench decode` lets whole batches decode in turn, which takes seconds each. Here a turn is a few steps, and each
-contender's is between two of vLLM alone, whose speed then is the machine's: V A V B V and back, then V B V A V and
-back, and so on, so that nobody is always first.
+contender's is between two of vLLM alone, whose speed then is the machine's: 1 A 2 B 3 and back, then 2 B 3 A 1 and
+back, and so on. Engines of vLLM alone are one more than contenders: so each has as many turns, and texts as long.
 
 Weights lie in huge pages where the system has them: else the same product takes up to a fifth longer in one engine than
 in another, by the pages that each happened to get.
@@ -25,6 +25,13 @@ from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 BASE, CONTROL = "vLLM", "vLLM, again"
+
+
+def plain_names(others: int) -> tuple[str, ...]:
+    """Names of the engines of vLLM alone beside so many others."""
+    return BASE, CONTROL, *(f"{BASE}, {number}" for number in range(3, others + 2))
+
+
 MOST_TOKENS = 600  # of a request, before the batch begins anew
 HUGE_PAGES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
@@ -49,7 +56,6 @@ class Pair(NamedTuple):
     drafting: int  # steps with drafts
     plain_tokens: int
     plain_seconds: float
-    turns: int = 2  # of the contender
 
 
 class Contender:
@@ -118,20 +124,20 @@ class Contender:
 
 
 def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]], temperature: float, pairs: int,
-             steps: int, warm_up: int, progress: Any, plain: tuple[str, ...] = (BASE,)
-             ) -> dict[str, list[Pair]]:  # fmt: skip
+             steps: int, warm_up: int, progress: Any) -> dict[str, list[Pair]]:  # fmt: skip
     """Pairs of turns of every contender.
 
     Args:
-        engines: by name.
+        engines: by name, those of plain_names first.
         prompts: of each.
         temperature: of all requests.
         pairs: of turns, in all of which every request decodes.
         steps: of a turn.
         warm_up: steps of each before the first turn.
         progress: is told of every pair.
-        plain: engines of vLLM alone, which take the turns between the others' in turn.
     """
+    if 2 * (steps + 1) > MOST_TOKENS:
+        sys.exit(f"turns of {steps} steps: a pair of them does not fit {MOST_TOKENS} tokens; give fewer --steps")
     found: dict[str, list[Pair]] = {name: [] for name in engines}
     for name, one in engines.items():
         one.begin(prompts[name], temperature)
@@ -139,13 +145,13 @@ def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]],
             one.turn(steps)
             if not one.whole:
                 one.begin(prompts[name], temperature)
-    others = [name for name in engines if name not in plain]
-    while len(found[others[0]]) < pairs:
+    plain = list(engines)[: len(engines) // 2 + 1]
+    others = list(engines)[len(plain) :]
+    while len(found[BASE]) < pairs:
         if not all(one.whole for one in engines.values()):
             for name, one in engines.items():
                 one.begin(prompts[name], temperature)
-        first = len(found[others[0]]) % len(others)
-        there = between([*others[first:], *others[:first]], plain, len(found[others[0]]))
+        there = between(others, plain, len(found[BASE]))
         order = [*there, *reversed(there)]
         taken = [(name, engines[name].turn(steps)) for name in order]
         if all(one.whole for one in engines.values()):
@@ -155,15 +161,15 @@ def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]],
     return found
 
 
-def between(others: list[str], plain: tuple[str, ...], first: int) -> list[str]:
-    """V A V B V: the others' turns between those of vLLM alone, whose engines change, from the first-th on."""
-    order = [plain[first % len(plain)]]
-    for i, name in enumerate(others, first + 1):
-        order += [name, plain[i % len(plain)]]
-    return order
+def between(others: list[str], plain: list[str], first: int) -> list[str]:
+    """1 A 2 B 3: the others, the first-th at first, each between two of vLLM alone."""
+    begin = first % len(others)
+    turns = [*others[begin:], *others[:begin], ""]
+    begin = first % len(plain)
+    return [name for both in zip([*plain[begin:], *plain[:begin]], turns, strict=True) for name in both if name]
 
 
-def paired(taken: list[tuple[str, Turn]], plain: tuple[str, ...]) -> dict[str, Pair]:
+def paired(taken: list[tuple[str, Turn]], plain: list[str]) -> dict[str, Pair]:
     """What turns in a row come to, for each engine; those of vLLM alone are held against all of these."""
     beside: dict[str, list[Turn]] = {}
     own: dict[str, list[Turn]] = {}
@@ -176,7 +182,7 @@ def paired(taken: list[tuple[str, Turn]], plain: tuple[str, ...]) -> dict[str, P
         name: Pair(
             sum(turn.tokens for turn in turns), sum(turn.seconds for turn in turns),
             sum(turn.drafting for turn in turns), sum(turn.tokens for turn in beside.get(name, every)),
-            sum(turn.seconds for turn in beside.get(name, every)), len(turns),
+            sum(turn.seconds for turn in beside.get(name, every)),
         )
         for name, turns in own.items()
     }  # fmt: skip

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from prediction import ways_of
-from side_by_side import BASE, CONTROL, Contender, Pair, add_pairs, begun, flags, in_turns, with_huge_pages
+from side_by_side import BASE, Contender, Pair, add_pairs, begun, flags, in_turns, plain_names, with_huge_pages
 from tqdm import tqdm
 
 from vllm_ppd.heads.calibration.tables import table
@@ -37,6 +37,7 @@ from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import quartiles
 
 ROWS = 4  # most tokens of a request that a step verifies, the one before the drafts among them
+SEVERAL = "vLLM, several requests"  # so many
 
 
 def predicted(heads: str, model: str, temperature: float, steps: dict[str, float]) -> Drafting:
@@ -54,8 +55,8 @@ def predicted(heads: str, model: str, temperature: float, steps: dict[str, float
 
 def step_seconds(pairs: list[Pair], steps: int) -> tuple[np.ndarray, np.ndarray]:
     """[pairs] of a step of the contender, in turns of so many, and of vLLM alone at batch 1 beside it."""
-    _, seconds, _, plain_tokens, plain_seconds, turns = np.array(pairs).T
-    return seconds / (steps * turns), plain_seconds / plain_tokens
+    _, seconds, _, plain_tokens, plain_seconds = np.array(pairs).T
+    return seconds / (2 * steps), plain_seconds / plain_tokens
 
 
 def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int) -> d
     own = np.array(pairs[name])
     seconds, plain = step_seconds(pairs[name], steps)
     step, low, high = quartiles((seconds / plain).tolist())
-    length = float(own[:, 0].sum() / (steps * own[:, 5].sum()))
+    length = float(own[:, 0].sum() / (2 * steps * len(own)))
     formula = way.seconds(1) / way.plain(1)
     return {
         "contender": name, "pairs": len(own), "drafts": way.options["num_speculative_tokens"],
@@ -94,14 +95,14 @@ def main() -> None:
     seen = {t: len(result["cells"].get(str(t), {BASE: []})[BASE]) // args.pairs for t in args.temperatures}
     wanted = max(seen.values()) + args.texts
     texts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, wanted, False)
-    engines = {BASE: Contender(args, 1), CONTROL: Contender(args, ROWS)}
+    engines = {name: Contender(args, 1) for name in plain_names(len(args.heads) + 1)} | {SEVERAL: Contender(args, ROWS)}
     engines |= {Path(heads).name: Contender(args, 1, {"model": heads, "adaptive": False}) for heads in args.heads}
     try:
         with tqdm(total=args.pairs * args.texts * len(args.temperatures), desc="pairs", mininterval=5) as progress:
             for temperature in args.temperatures:
                 for number in range(seen[temperature], seen[temperature] + args.texts):
                     text = texts[number % len(texts)]
-                    prompts = {name: [text] * (ROWS if name == CONTROL else 1) for name in engines}
+                    prompts = {name: [text] * (ROWS if name == SEVERAL else 1) for name in engines}
                     found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress)
                     add_pairs(result, str(temperature), found)
                     result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps)
@@ -116,7 +117,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, 
     """A row a temperature and heads folder."""
     found = []
     for temperature, pairs in cells.items():
-        several, one = step_seconds(pairs[CONTROL], steps)
+        several, one = step_seconds(pairs[SEVERAL], steps)
         # A ratio of the same seconds: the machine is as fast as it is in both.
         seconds = {"1": float(np.median(one)), str(ROWS): float(np.median(one) * np.median(several / one))}
         for folder in heads:

@@ -220,8 +220,27 @@ def test_costs_that_change_are_seen() -> None:
     engine.run(500, 0.6)
     assert engine.speed(2000, 0.6) > 0.96
     engine.cost = shallow(0.1)
-    engine.run(20 * PROBE_EVERY, 0.6)
+    engine.run(30 * PROBE_EVERY, 0.6)
     assert np.mean(np.array(engine.run(1000, 0.6)) > 0) > 0.9
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_machine_that_is_slow_for_moments_does_not_make_drafting_pay(requests: int) -> None:
+    """Steps without drafts that were timed in such a moment would make those with drafts look cheap."""
+    for seed in range(3):
+        rng, factors, begins = np.random.default_rng(100 + seed), np.ones(4100), 0
+        while (begins := begins + int(rng.integers(30, 200))) < 4000:
+            ends = begins + int(rng.integers(5, 60))
+            factors[begins:ends], begins = rng.uniform(1.2, 1.8), ends
+        counted: list[float] = []
+
+        def cost(requests: int, drafts: int, factors: np.ndarray = factors, counted: list[float] = counted) -> float:
+            counted.append(shallow(0.5)(requests, drafts))
+            return counted[-1] * float(factors[len(counted)])
+
+        engine = Simulation(cost, requests, seed=seed, noise=0.05, cold=0.05, lingers=2)
+        engine.run(4000, 0.4)
+        assert engine.tokens / requests / sum(counted) * shallow(0.5)(requests, 0) > 0.985
 
 
 def test_requests_of_one_batch_differ() -> None:

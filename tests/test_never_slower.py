@@ -11,7 +11,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from never_slower import rows
-from side_by_side import BASE, CONTROL, Pair, Turn, between, paired
+from side_by_side import BASE, CONTROL, Pair, Turn, between, paired, plain_names
 
 
 def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
@@ -31,20 +31,21 @@ def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
 
 
 def test_a_turn_is_held_against_those_beside_it() -> None:
-    """Each of two contenders is between two of vLLM alone, whose engines are first in turn."""
-    plain = (BASE, CONTROL)
-    assert between(["cp", "early"], plain, 0) == [BASE, "cp", CONTROL, "early", BASE]
-    assert between(["cp", "early"], plain, 1) == [CONTROL, "cp", BASE, "early", CONTROL]
-    seconds = {BASE: 1.0, CONTROL: 3.0, "cp": 5.0, "early": 7.0}
-    there = between(["cp", "early"], plain, 0)
+    """Each of two contenders is between two of vLLM alone, and all engines have two turns."""
+    others, plain = ["cp", "early"], list(plain_names(2))
+    assert plain == [BASE, CONTROL, "vLLM, 3"]
+    assert between(others, plain, 0) == [BASE, "cp", CONTROL, "early", "vLLM, 3"]
+    assert between(others, plain, 1) == [CONTROL, "early", "vLLM, 3", "cp", BASE]
+    assert between(others, plain, 2) == ["vLLM, 3", "cp", BASE, "early", CONTROL]
+    seconds = {BASE: 1.0, CONTROL: 3.0, "vLLM, 3": 4.0, "cp": 5.0, "early": 7.0}
+    there = between(others, plain, 0)
     taken = [(name, Turn(10, seconds[name] + i / 100, 2)) for i, name in enumerate([*there, *reversed(there)])]
     found = paired(taken, plain)
-    # Turns 0 to 9: "cp" is the 1st and the 8th, between BASE and CONTROL both times.
-    assert found["cp"] == Pair(20, 10.09, 4, 40, pytest.approx(8.18))
-    assert found["early"] == Pair(20, 14.09, 4, 40, pytest.approx(8.18))
-    every = pytest.approx(10.27)
-    assert found[BASE] == Pair(40, pytest.approx(4.18), 8, 60, every, turns=4)
-    assert found[CONTROL] == Pair(20, pytest.approx(6.09), 4, 60, every, turns=2)
+    assert found["cp"] == Pair(20, 10.09, 4, 40, pytest.approx(8.18))  # turns 1 and 8, between BASE and CONTROL
+    assert found["early"] == Pair(20, 14.09, 4, 40, pytest.approx(14.18))
+    every = pytest.approx(16.27)
+    assert found[BASE] == Pair(20, pytest.approx(2.09), 4, 60, every)
+    assert found[CONTROL] == Pair(20, pytest.approx(6.09), 4, 60, every)
 
 
 def test_cells_are_drawn_apart_from_each_other() -> None:

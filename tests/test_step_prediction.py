@@ -18,7 +18,7 @@ from vllm_ppd.heads.planning.predict import Drafting
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import step_prediction
 from side_by_side import BASE, Pair
-from step_prediction import row
+from step_prediction import SEVERAL, row
 
 
 def test_step_and_length_are_held_apart() -> None:
@@ -62,5 +62,11 @@ def test_a_further_run_takes_further_texts_and_adds(tmp_path: Path, monkeypatch:
     step_prediction.main()
     kept = json.loads(out.read_text())
     assert said == [0, 1, 2]
-    assert {name: len(pairs) for name, pairs in kept["cells"]["0.8"].items()} == {BASE: 3, "vLLM, again": 3, "cp": 3}
+    assert {name: len(pairs) for name, pairs in kept["cells"]["0.8"].items()} == {
+        BASE: 3,
+        "vLLM, again": 3,
+        "vLLM, 3": 3,
+        SEVERAL: 3,
+        "cp": 3,
+    }
     assert kept["rows"] == [{"pairs": 3}]

@@ -7,9 +7,11 @@ is taken; n = 0, vLLM's own step, is one of them. Requests of which too little i
 
 What is not done cannot be measured, so it is done now and then: steps without drafts while drafting, some with drafts
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
-the more often a pause is broken. Steps that draft after a pause are repeated at once only while what was accepted
-pays for it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds
-of such steps alone would keep a pause going for ever, or drafting that does not pay.
+the more often a pause is broken. Once drafting has begun, steps without drafts are timed soon: what made it begin may
+have been the machine, slow in the one kind of step and fast in the other. Steps that draft after a pause are repeated
+at once only while what was accepted pays for it. The first steps after others of another sort are not timed: what they
+run is in no cache then, and seconds of such steps alone would keep a pause going for ever, or drafting that does not
+pay.
 
 In a pause a method may leave out what only drafts need. It is made up for before the next trial, and never where that
 is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has failed, or it is
@@ -33,6 +35,7 @@ SETTLING = 3  # steps without drafts that are not timed after others; of steps w
 CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per cent decide nothing there
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
 FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
+FIRST_CHECK = 16  # steps with drafts after a pause before some without are timed for the first time
 REFRESH_EVERY = 16  # steps between two looks at the clock
 # Predicted speed-up from which on drafting begins, and below which it ends: a step's time is not known to a per cent.
 WORTH, STAYS = 1.05, 1.02
@@ -62,6 +65,7 @@ class AdaptiveDrafts:
         self._last_without, self._timings = [0] * len(SIZES), [0] * len(SIZES)
         self._pausing = False  # drafts do not pay
         self._paused_at = 0  # the step at which they were found not to
+        self._resumed_at = 0  # the step at which they were found to, again
         self._clearly = False  # whether they were found to be far from paying then
         self._changed = False  # requests came or went, or their drafts are of other kinds
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
@@ -238,7 +242,9 @@ class AdaptiveDrafts:
                 self.acceptance.fade()
         best, gain, drafts = self._best(allowed, relative, emitting)
         if gain >= (WORTH if self._pausing else STAYS):
-            self._pausing, self.gain = False, gain
+            if self._pausing:
+                self._pausing, self._resumed_at = False, self._steps
+            self.gain = gain
             return self._or_probe(allowed, drafts, best, size)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
@@ -258,11 +264,13 @@ class AdaptiveDrafts:
         new &= self._timings[size] < ENOUGH
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
-        if self._steps - self._last_without[size] >= (FIRST_PROBES if new else PROBE_EVERY):
+        begun = self._last_without[size] <= self._resumed_at
+        gap = FIRST_PROBES if new else FIRST_CHECK if begun else PROBE_EVERY
+        if self._steps - max(self._last_without[size], self._resumed_at) >= gap:
             self._timings[size] += 1
             self._settling = SETTLING if unsure else 1
             # What a batch size met for the first time takes is to be known at once: drafts may cost much more in it.
-            self._burst = self._settling + (ENOUGH if new or unsure else 1) - 1
+            self._burst = self._settling + (ENOUGH if new or unsure or begun else 1) - 1
             return self._probe(np.zeros_like(allowed))
         deeper = np.minimum(allowed, best + 1)
         if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():

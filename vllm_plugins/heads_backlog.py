@@ -15,6 +15,8 @@ import torch
 
 from vllm_ppd.model_patches.base import CutState, rows_of
 
+MOST_WAITING = 64  # steps: what waits is memory that nobody has reserved
+
 
 class HeadsBacklog:
     """A ring of (hidden, residual) by request and position.
@@ -49,7 +51,11 @@ class HeadsBacklog:
     def forget(self, req_ids: Iterable[str]) -> None:
         """What these requests lack will not be completed."""
         held = self._number.keys() & set(req_ids)
-        if held:
+        if not held:
+            return
+        if held >= {name for names, _, _ in self._waiting for name in names}:
+            self._waiting.clear()
+        else:
             self._settle()
         for name in held:
             number = self._number.pop(name)
@@ -79,6 +85,8 @@ class HeadsBacklog:
                 self._numbers += 1
         self._waiting.append((req_ids, positions, state))
         self._room -= len(req_ids)
+        if len(self._waiting) == MOST_WAITING:
+            self._settle()
 
     def _overwrite(
         self, req_ids: list[str], positions: np.ndarray, state: CutState

@@ -49,10 +49,11 @@ class StackPasses:
         Returns:
             Normed hidden states [tokens, hidden] of each branch.
         """
-        found = [
-            self._run(len(self.cut.stacks), span, None, rows_of(state, tokens))
-            for tokens, span in consecutive(rows, positions, self.runner.max_num_tokens, self.runner.max_num_reqs)
-        ]
+        found = []
+        for tokens, span in consecutive(rows, positions, self.runner.max_num_tokens, self.runner.max_num_reqs):
+            of_pass = self._run(len(self.cut.stacks), span, None, rows_of(state, tokens))
+            # The next pass may run in the same CUDA graph, into the same memory.
+            found.append([one.clone() for one in of_pass] if self.cut.junction is not None else of_pass)
         return [torch.cat(of_branch) for of_branch in zip(*found, strict=True)]
 
     def _run(self, part: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
