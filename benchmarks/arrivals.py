@@ -13,7 +13,8 @@ Nothing is sent over a network, and texts are not put into words.
 Heads draft as a server would let them (adaptive), trials included; what they learn from the --warm-up requests before
 those that count is not counted. A ratio is how many times as long vLLM alone takes (the mean of its two engines) for
 the same requests: "latency" from arrival to last token, "TPOT" for each token after the first, "TTFT" up to the first,
-all summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests). "drafting" is the
+all summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests; the machine's speed in
+the few turns that take in prompts which come all at once is not in them). "drafting" is the
 share of steps with drafts, each counted for every request in it. The last rows are of all cells: geometric means.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds other requests.
