@@ -30,14 +30,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from side_by_side import BASE, CONTROL, Contender, begun, flags, with_huge_pages
+from side_by_side import BASE, CONTROL, RESAMPLES, Contender, begun, flags, interval, with_huge_pages
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
 from vllm_ppd.vllm_plugins.bench.workload import Texts, draw_lengths
-
-RESAMPLES = 2000
 
 
 class Arrival(NamedTuple):
@@ -195,12 +193,6 @@ def seconds(served: list[Served]) -> dict[str, np.ndarray]:
     """[requests] by what they are of."""
     first, latency, tokens, *_ = np.array(served).T
     return {"latency": latency, "TPOT": (latency - first) / np.maximum(tokens - 1, 1), "TTFT": first}
-
-
-def interval(samples: np.ndarray) -> str:
-    """Where nine of ten samples lie."""
-    low, high = np.quantile(samples, (0.05, 0.95))
-    return f"{low:.3f}-{high:.3f}"
 
 
 def main() -> None:

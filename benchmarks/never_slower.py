@@ -26,14 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from side_by_side import Contender, Pair, add_pairs, begun, flags, in_turns, plain_names, with_huge_pages
+from side_by_side import (
+    RESAMPLES,
+    Contender,
+    Pair,
+    add_pairs,
+    begun,
+    flags,
+    in_turns,
+    interval,
+    plain_names,
+    with_huge_pages,
+)
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import quartiles
-
-RESAMPLES = 2000
 
 
 def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, Any]]:
@@ -75,12 +84,6 @@ def resampled(tokens: np.ndarray, expected: np.ndarray, generator: np.random.Gen
     chosen = generator.integers(len(tokens), size=(RESAMPLES, len(tokens)))
     ratios: np.ndarray = tokens[chosen].sum(axis=1) / expected[chosen].sum(axis=1)
     return ratios
-
-
-def interval(samples: np.ndarray) -> str:
-    """Where nine of ten samples lie."""
-    low, high = np.quantile(samples, (0.05, 0.95))
-    return f"{low:.3f}-{high:.3f}"
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from engines import add_up, drafter_of
 
 from vllm_ppd.heads.training.provenance import provenance
@@ -32,6 +33,7 @@ def plain_names(others: int) -> tuple[str, ...]:
     return BASE, CONTROL, *(f"{BASE}, {number}" for number in range(3, others + 2))
 
 
+RESAMPLES = 2000  # of what was measured, for the interval in which a ratio lies
 MOST_TOKENS = 600  # of a request, before the batch begins anew
 HUGE_PAGES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
@@ -229,3 +231,9 @@ def add_pairs(result: dict[str, Any], cell: str, found: dict[str, list[Pair]]) -
     pairs = result["cells"].setdefault(cell, {})
     for name, own in found.items():
         pairs[name] = [*pairs.get(name, []), *own]
+
+
+def interval(samples: np.ndarray) -> str:
+    """Where nine of ten samples lie."""
+    low, high = np.quantile(samples, (0.05, 0.95))
+    return f"{low:.3f}-{high:.3f}"
