@@ -14,8 +14,8 @@ Heads draft as a server would let them (adaptive), trials included; what they le
 those that count is not counted. A ratio is how many times as long vLLM alone takes (the mean of its two engines) for
 the same requests: "latency" from arrival to last token, "TPOT" for each token after the first, "TTFT" up to the first,
 all summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests; the machine's speed in
-the few turns that take in prompts which come all at once is not in them). "drafting" is the
-share of steps with drafts, each counted for every request in it. The last rows are of all cells: geometric means.
+the few turns that take in prompts which come all at once is not in them). "drafting" is the share of steps with
+drafts, each counted for every request in it. The last rows are of all cells: geometric means.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds other requests.
 """
@@ -79,15 +79,14 @@ class Replica:
 
     def turn(self, steps: int) -> None:
         """So many steps, or fewer where no request is left."""
-        adaptive, engine = self.contender.adaptive, self.contender.llm.llm_engine
-        if adaptive is not None:
-            adaptive.interrupted()
+        engine = self.contender.llm.llm_engine
+        self.contender.interrupted()
         for _ in range(steps):
             if self.done:
                 return
             if not engine.has_unfinished_requests():
                 self.now = max(self.now, self.arrivals[self.waiting[0]].at)
-            drafting = self.contender.always or (adaptive is not None and adaptive.drafting)
+            drafting = self.contender.drafting
             started = time.perf_counter()
             while self.waiting and self.arrivals[self.waiting[0]].at <= self.now:
                 self._add(self.waiting.popleft())
@@ -98,17 +97,9 @@ class Replica:
                 self._note(output)
 
     def _add(self, number: int) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        arrival = self.arrivals[number]
-        params = SamplingParams(
-            temperature=self.temperature, max_tokens=arrival.tokens, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        name = f"{self.runs}-{number}"
+        arrival, name = self.arrivals[number], f"{self.runs}-{number}"
         self.came[name] = (number, self.steps, self.drafting)
-        self.contender.llm.llm_engine.add_request(name, {"prompt_token_ids": arrival.prompt}, params)
+        self.contender.add(name, arrival.prompt, self.temperature, arrival.tokens)
 
     def _note(self, output: Any) -> None:
         number, steps, drafting = self.came[output.request_id]

@@ -87,25 +87,38 @@ class Contender:
 
     def begin(self, prompts: list[list[int]], temperature: float) -> None:
         """Leave what is decoded, and take these prompts in."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         engine = self.llm.llm_engine
         if self.names:
             engine.abort_request(self.names, internal=True)
         while engine.has_unfinished_requests():
             engine.step()
-        params = SamplingParams(
-            temperature=temperature, max_tokens=MOST_TOKENS, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
         self.begun += 1
-        self.names = [
-            engine.add_request(f"{self.begun}-{i}", {"prompt_token_ids": ids}, params) for i, ids in enumerate(prompts)
-        ]
+        self.names = [self.add(f"{self.begun}-{i}", ids, temperature, MOST_TOKENS) for i, ids in enumerate(prompts)]
         seen: set[str] = set()
         while len(seen) < len(prompts):  # until all have a token
             seen |= {output.request_id for output in engine.step()}
+
+    def add(self, name: str, prompt: list[int], temperature: float, tokens: int) -> str:
+        """Send a request for so many tokens; returns the engine's name for it."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        found: str = self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        return found
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the step that comes next has drafts."""
+        return self.always or (self.adaptive is not None and self.adaptive.drafting)
+
+    def interrupted(self) -> None:
+        """Others computed: the step that comes next is not one to learn from."""
+        if self.adaptive is not None:
+            self.adaptive.interrupted()
 
     @property
     def whole(self) -> bool:
@@ -114,13 +127,12 @@ class Contender:
 
     def turn(self, steps: int) -> Turn:
         """Some steps, after one that finds its weights in no cache."""
-        if self.adaptive is not None:
-            self.adaptive.interrupted()
+        self.interrupted()
         engine = self.llm.llm_engine
         engine.step()
         started, tokens, drafting = time.perf_counter(), 0, 0
         for _ in range(steps):
-            drafting += self.always or (self.adaptive is not None and self.adaptive.drafting)
+            drafting += self.drafting
             tokens += sum(len(output.outputs[0].token_ids) for output in engine.step())
         return Turn(tokens, time.perf_counter() - started, drafting)
 

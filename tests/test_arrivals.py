@@ -15,7 +15,7 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import arrivals
 from arrivals import Arrival, Replica, Served, draw, rows, serve
-from side_by_side import BASE, CONTROL
+from side_by_side import BASE, CONTROL, Contender
 
 from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
 
@@ -45,10 +45,12 @@ def test_each_engine_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     """The second engine takes half as long: it is idle for longer, and serves nothing before it comes."""
     clock = [0.0]
     monkeypatch.setattr(arrivals.time, "perf_counter", lambda: clock[0])
-    replicas = {
-        name: Replica(SimpleNamespace(adaptive=None, always=False, llm=SimpleNamespace(llm_engine=engine)))
-        for name, engine in (("slow", OneTokenAStep(clock, 1.0)), ("fast", OneTokenAStep(clock, 0.5)))
-    }
+    replicas = {}
+    for name, seconds in (("slow", 1.0), ("fast", 0.5)):
+        contender = Contender.__new__(Contender)  # without an engine of vLLM's
+        contender.adaptive, contender.always = None, False
+        contender.llm = SimpleNamespace(llm_engine=OneTokenAStep(clock, seconds))
+        replicas[name] = Replica(contender)
     coming = [Arrival(0.0, [1], 3), Arrival(1.5, [1], 2), Arrival(10.0, [1], 1)]
     progress = SimpleNamespace(update=lambda count: None)
     found = serve(replicas, coming, 0.0, 2, progress)
