@@ -132,8 +132,9 @@ def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
     return state[0][index], None if state[1] is None else state[1][index]
 
 
-def copied(state: CutState) -> CutState:
-    return state[0].clone(), None if state[1] is None else state[1].clone()
+def summed(state: CutState) -> torch.Tensor:
+    """What a layer's norm reads of a state, [tokens, hidden]: a layer that is given (sum, None) does the same."""
+    return state[0].clone() if state[1] is None else state[0] + state[1]
 
 
 class ModelCut:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with branches: further layers that read the state before the target's last layer (DynaMo's stem).
 
-    token ids -> [embed, layers ..L-1] -> (hidden, residual) -> [layer L, norm] -> hidden
-                                                             -> [branch: a token head's layer, norm] -> hidden
+    token ids -> [embed, layers ..L-1] -> stem -> [layer L, norm] -> hidden
+                                               -> [branch: a token head's layer, norm] -> hidden
 
 The target stays in one piece, so that a forward without the branches takes as long as vLLM's own.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, compiled_stack, copied
+from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, compiled_stack, summed
 
 
 class TappedStack(FirstStack):
@@ -27,11 +27,11 @@ class TappedStack(FirstStack):
         self.before, self.last = self.layers[:-1], self.layers[-1:]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
-        """(Normed hidden states, hidden before the last layer, its residual), [tokens, hidden] each."""
+        """(Normed hidden states, the stem: the sum that the last layer reads), [tokens, hidden] each."""
         state = self.adapter.run(self.before, positions, self.adapter.embed(input_ids), None)
-        stem = copied(state)  # vLLM's norms overwrite what they are given
+        stem = summed(state)  # vLLM's norms overwrite what they are given
         hidden = self.adapter.norm(*self.adapter.run(self.last, positions, *state))
-        return hidden, *stem
+        return hidden, stem
 
 
 class Branches(Stack):
@@ -40,10 +40,9 @@ class Branches(Stack):
     def forward(  # type: ignore[override]
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Normed hidden states [tokens, hidden] of each layer."""
+        """Normed hidden states [tokens, hidden] of each layer, from the stem alone: it has no residual beside it."""
         return tuple(
-            self.adapter.norm(*self.adapter.run([layer], positions, *copied((hidden, residual))))
-            for layer in self.layers
+            self.adapter.norm(*self.adapter.run([layer], positions, hidden.clone(), None)) for layer in self.layers
         )
 
 
@@ -63,7 +62,7 @@ class BranchedModel(ModelCut):
         self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
         self.resting = False  # whether forwards leave the branches out
         self.keeps_stem = False  # whether they leave what the branches are fed with in `stem`
-        self.stem: CutState | None = None
+        self.stem: torch.Tensor | None = None  # [tokens, hidden] of the last forward, its padding included
 
     def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
         """Run further layers in every forward.
@@ -79,15 +78,17 @@ class BranchedModel(ModelCut):
         )
         self.branch_hidden = hidden
 
+    def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.junction = (torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device), None)
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
-        output, *before_last = self.stacks[0](input_ids, positions)
-        stem = before_last[0], before_last[1]
+        output, stem = self.stacks[0](input_ids, positions)
         self.stem = stem if self.keeps_stem else None
         if self.branches is not None and self.branch_hidden is not None and not self.resting:
             if self.junction is not None:
                 output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one
-            found = self.branches(positions, *self.at_junction(stem))
+            found = self.branches(positions, *self.at_junction((stem, None)))
             for hidden, one in zip(self.branch_hidden, found, strict=True):
                 hidden[: output.shape[0]].copy_(one)
         return output

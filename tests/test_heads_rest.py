@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from conftest import drafter_of, our_counter, runner_of
 from exactness import generate, greedy, prompts
 
+from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
 from vllm_ppd.vllm_plugins.passes import consecutive
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -23,51 +24,59 @@ CUT_OFF = 2
 def test_heads_rest_in_batches_above_the_cut_off(
     engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While all decode; who was there does not draft afterwards, nor whoever goes on from it; tokens are vLLM's own."""
+    """Prompts included; who was there drafts once the crowd is gone, and so does whoever goes on from it."""
     options = {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": CUT_OFF}
     llm = engine(options, enable_prefix_caching=True)
     drafter, runner = drafter_of(llm), runner_of(llm)
-    original, branches = drafter.draft, drafter.cut.branches
+    original, branches, passes = drafter.draft, drafter.cut.branches, drafter.passes.branches
     ran: Counter[str] = Counter()
-    # ({length of the prompt: drafts made}, branches run, whether prompts were taken in)
-    steps: list[tuple[dict[int, int], int, bool]] = []
+    # ({length of the prompt: drafts made}, branches run in the step, tokens that they caught up with)
+    steps: list[tuple[dict[int, int], int, int]] = []
 
     def counted(*state: Any) -> Any:
         ran.update(["branches"])
         return branches(*state)
 
+    def caught_up(rows: np.ndarray, *others: Any) -> Any:
+        before = ran.total()
+        result = passes(rows, *others)
+        ran.clear()
+        ran.update({"branches": before, "tokens": len(rows)})
+        return result
+
     def draft(step: Any) -> Any:
         made = original(step)
         lengths = [len(runner.requests[req_id].prompt_token_ids) for req_id in runner.input_batch.req_ids]
-        prompts = any(len(runner.requests[req_id].output_token_ids) <= 1 for req_id in runner.input_batch.req_ids)
-        steps.append((dict(zip(lengths, map(len, made), strict=True)), ran.total(), prompts))
+        steps.append((dict(zip(lengths, map(len, made), strict=True)), ran["branches"], ran["tokens"]))
         ran.clear()
         return made
 
     monkeypatch.setattr(drafter, "draft", draft)
+    counted.start, counted.stop = branches.start, branches.stop  # type: ignore[attr-defined]
     monkeypatch.setattr(drafter.cut, "branches", counted)
-    requests, limits = prompts(5), [greedy(12)] * 3 + [greedy(40)] * 2
+    monkeypatch.setattr(drafter.passes, "branches", caught_up)
+    requests, limits = prompts(5, longest=200)[::-1], [greedy(12)] * 3 + [greedy(40)] * 2
     resting = our_counter("resting_steps")
     outputs = generate(llm, requests, limits)
     assert outputs == generate(engine(), requests, limits)
-    # After the crowd two requests are left that have holes: nobody drafts, and the heads go on resting.
-    together = [len(made) > CUT_OFF and not reading for made, _, reading in steps].index(True)
-    assert {len(made) for made, _, _ in steps[together:]} >= {5, 2}
-    assert not any(any(made.values()) or run for made, run, _ in steps[together:])
-    assert any(len(made) > CUT_OFF and reading for made, _, reading in steps)
-    assert all(run == reading for made, run, reading in steps if len(made) > CUT_OFF)
+    assert {len(made) for made, _, _ in steps} >= {5, 2}
+    assert all(run == (len(made) <= CUT_OFF) for made, run, _ in steps)
+    assert not any(any(made.values()) for made, _, _ in steps if len(made) > CUT_OFF)
+    # After the crowd the two that are left catch up with all of the text that they have, and draft.
+    first = next(i for i, (_, _, tokens) in enumerate(steps) if tokens)
+    assert len(steps[first][0]) == 2 and any(steps[first][0].values())
+    assert steps[first][2] > sum(steps[first][0])
+    assert not any(tokens for _, _, tokens in steps[first + 1 :])
     assert our_counter("resting_steps") - resting == sum(run == 0 for _, run, _ in steps)
 
     steps.clear()
-    # Both begin with a whole prompt of the crowd's; one goes on with what was decoded there.
-    next_turn = {"prompt_token_ids": requests[3]["prompt_token_ids"] + outputs[3][:30]}
-    again = [next_turn, requests[4]]
+    # One begins as one that ended in the crowd; the other goes on from one that caught up.
+    again = [requests[2], {"prompt_token_ids": requests[3]["prompt_token_ids"] + outputs[3]}]
     results = llm.generate(again, greedy(), use_tqdm=False)
-    assert [result.num_cached_tokens for result in results] == [128, 96]
+    assert [result.num_cached_tokens for result in results] == [96, 96]
     assert [list(result.outputs[0].token_ids) for result in results] == generate(engine(), again, greedy())
-    assert {made.get(132, 0) for made, _, _ in steps} == {0}
-    assert {made[123] for made, _, _ in steps if 123 in made} == {0, 1, 2}  # one draft, and none, at the request's end
-    assert all(run == (123 in made) for made, run, _ in steps)
+    assert [tokens for _, _, tokens in steps if tokens] == [96 + 1]  # the newest of the prompt with them
+    assert 2 in {drafts for made, _, _ in steps for drafts in made.values()}
 
 
 @pytest.mark.engine
@@ -89,6 +98,7 @@ def test_heads_rest_while_drafts_do_not_pay(
 
     rested, accepted = generated(8.0)
     assert rested > 100 and accepted < 10
+    drafter_of(llm).budget.seconds = 100.0  # small steps save little for a trial
     rested, accepted = generated(0.01)
     assert rested < 60 and accepted > 20
 
@@ -103,6 +113,7 @@ def test_heads_that_caught_up_say_the_same(
     adaptive, original = drafter.planner.adaptive, drafter.choose
     requests = prompts(3)
     monkeypatch.setattr(runner, "max_num_reqs", 8)
+    monkeypatch.setattr(drafter.budget, "affordable", lambda missing, *_, **__: np.ones(len(missing), dtype=bool))
 
     def generated(rests: Callable[[int], bool]) -> tuple[list[list[int]], dict[Any, torch.Tensor]]:
         """Every request drafts all it can in a step, or nobody does and the heads rest."""
@@ -136,37 +147,63 @@ def test_heads_that_caught_up_say_the_same(
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("lasts", [False, True])
-def test_what_was_missed_in_a_pause_that_lasts_is_not_made_up_for_where_that_is_dear(
-    lasts: bool, engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dear", [False, True])
+def test_prompts_of_a_pause_are_caught_up_with_by_those_who_can_be_paid_for(
+    dear: bool, engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a pause that does not last the heads rest from its first step on, too, and catch up whatever it costs."""
+    """The heads do not run over them; once drafts pay, the request that has missed least is first."""
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
     drafter = drafter_of(llm)
-    adaptive, original, caught_up = drafter.planner.adaptive, drafter.passes.branches, 0
-    steps = iter(range(1000))
+    adaptive, original = drafter.planner.adaptive, drafter.passes.branches
+    steps, caught_up = iter(range(1000)), []
 
     def choose(allowed: np.ndarray, *_: Any) -> np.ndarray:
-        adaptive.resting = next(steps) % 16 < 8
-        adaptive.lasting = adaptive.resting and lasts
+        adaptive._steps = next(steps)
+        adaptive.resting = adaptive._steps < 6
         return np.zeros_like(allowed) if adaptive.resting else allowed
 
-    def branches(*missed: Any) -> Any:
-        nonlocal caught_up
-        caught_up += 1
-        return original(*missed)
+    def branches(rows: np.ndarray, *others: Any) -> Any:
+        caught_up.append(np.bincount(rows, minlength=2).tolist())
+        return original(rows, *others)
 
+    requests = prompts(2)
     monkeypatch.setattr(adaptive, "choose", choose)
     monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
-    monkeypatch.setattr(drafter, "prices", [60.0, 60.0])  # seconds a token
+    monkeypatch.setattr(adaptive, "_pausing", False)
+    monkeypatch.setattr(adaptive, "resting", True)
+    monkeypatch.setattr(adaptive.costs, "plain", lambda rows: 1.0)
+    monkeypatch.setattr(drafter.budget, "seconds", 0.0)
+    monkeypatch.setattr(drafter.budget, "_step", 0)
+    monkeypatch.setattr(drafter.budget, "_prices", deque([0.025 if dear else 0.0], maxlen=9))
     monkeypatch.setattr(drafter.passes, "branches", branches)
-    resting, accepted = our_counter("resting_steps"), llm.counts["accepted"]
-    assert generate(llm, prompts(2), greedy(60)) == generate(engine(), prompts(2), greedy(60))
-    assert our_counter("resting_steps") - resting > 10
-    if lasts:  # who was there once does not draft again, and the heads go on resting
-        assert caught_up == 0 and our_counter("resting_steps") - resting > 40
+    monkeypatch.setattr(drafter.budget, "spent", lambda *_: None)
+    accepted = llm.counts["accepted"]
+    assert generate(llm, requests, greedy(40)) == generate(engine(), requests, greedy(40))
+    assert llm.counts["accepted"] > accepted
+    if dear:  # a step puts 1/4 second aside, and a token takes 1/40
+        assert [of_row > 0 for of_row in caught_up[0]] == [True, False] and caught_up[1][1] > 120
     else:
-        assert caught_up > 1 and llm.counts["accepted"] > accepted
+        assert len(caught_up) == 1 and min(caught_up[0]) > 60
+
+
+def test_budget_of_catching_up() -> None:
+    budget = CatchUpBudget()
+    missing = np.array([30, 0, 10, 500])
+    assert budget.affordable(np.zeros(4, int), 100, 1.0, pausing=False).all() and budget.seconds == 0
+    # What it takes is not known: one does it.
+    assert budget.affordable(missing, 101, 0.1, pausing=True).tolist() == [False, True, True, False]
+    budget.spent(10, 0.1)
+    budget.seconds = 0.0
+    # 40 tokens are affordable after 4 * 4 steps' quarters of 0.1 seconds.
+    assert [budget.affordable(missing, step, 0.1, pausing=False).tolist() for step in (104, 116, 117)] == [
+        [False, True, False, False], [False, True, True, False], [True, True, True, False],
+    ]  # fmt: skip
+    budget.seconds = 0.0
+    # In a pause it takes longer, and no trial is made by fewer than half.
+    missing[2] = missing[0]
+    assert budget.affordable(missing, 117 + 128, 0.1, pausing=True).tolist() == [False, True, False, False]
+    assert budget.affordable(missing, 117 + 3 * 128, 0.1, pausing=True).tolist() == [True, True, False, False]
+    assert budget.affordable(missing[[0, 2, 3]], 118 + 3 * 128, 0.1, pausing=True).tolist() == [False] * 3
 
 
 def test_consecutive_tokens_are_spans_of_passes_that_are_not_too_large() -> None:

@@ -114,14 +114,23 @@ def test_copied_entries_are_those_vllm_would_have_written(dtype: torch.dtype) ->
         tensor[target] = tensor[source]
     write_kv(expected, torch.arange(3 * SIZE), key, value)
 
-    def write(cache: torch.Tensor, slot: int) -> None:
-        ones = torch.ones(1, HEADS, HEAD_DIM, dtype=dtype)
-        write_kv(cache, torch.tensor([slot]), ones, ones)
-
-    copy_entries(layers, source, target, entry_places(write, layers[0]))
+    copy_entries(layers, source, target, entry_places(write_numbers, layers[0]))
     assert all(torch.equal(layer, expected) for layer in layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_places_are_those_of_a_key_and_its_value(dtype: torch.dtype) -> None:
+    key, value, layers = three_full_blocks(dtype)
+    places = entry_places(write_numbers, layers[0], ordered=True)
+    slots = torch.tensor([0, 5, SIZE + 31, 3 * SIZE - 1])
+    found = layers[0].view(len(layers[0]), -1)[(slots // SIZE)[:, None], places[slots % SIZE]]
+    assert torch.equal(found, torch.cat([key[slots].flatten(1), value[slots].flatten(1)], dim=1))
+
+
+def write_numbers(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
+    write_kv(cache, torch.tensor([slot]), *numbers.to(cache.dtype).view(2, 1, HEADS, HEAD_DIM))
 
 
 def test_entries_that_share_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"do not divide a block of 32 numbers; copy whole blocks instead"):
-        entry_places(lambda cache, slot: cache.fill_(1), torch.zeros(1, 1, 4, 8))
+        entry_places(lambda cache, slot, numbers: cache.fill_(1), torch.zeros(1, 1, 4, 8))

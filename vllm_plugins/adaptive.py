@@ -203,6 +203,16 @@ class AdaptiveDrafts:
         return self._best(allowed, relative, emitting)[1]
 
     @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return self._steps
+
+    @property
+    def pausing(self) -> bool:
+        """Whether drafts do not pay."""
+        return self._pausing
+
+    @property
     def drafting(self) -> bool:
         """Whether the step that runs now has drafts."""
         return bool(self._drafts.any())

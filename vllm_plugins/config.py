@@ -133,7 +133,7 @@ class DraftingOptions(BaseModel):
         None,
         ge=1,
         description="hard batch cut-off: in batches of more requests than this none drafts, and dynamo's heads rest "
-        "while all decode (default: none; 8 with pipeline parallelism)",
+        "(default: none; 8 with pipeline parallelism)",
         json_schema_extra={"flag": True},
     )
 

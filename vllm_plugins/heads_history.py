@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When DynaMo's heads rest, and which KV blocks lack their KV because of it.
+"""When DynaMo's heads rest, and which tokens they have not seen because of it.
 
-Above the hard cut-off nobody drafts, nor does anybody while drafts do not pay, so the heads' layers are left out of a
-step of decoding. Its tokens then have no KV in those layers: their blocks have holes, and whoever reads them, by the
-same request or by a prefix-cache hit, does not draft. A block is whole again once it is taken anew. Where no request of
-a step could draft, the heads rest, too.
+Above the hard cut-off nobody drafts, nor does anybody while drafts do not pay: the heads' layers are then left out of
+every step, prompts included. A head is one layer, so the KV that a token lacks in it depends on that token's state
+alone. The state stands where the token's KV would (entry_states.py), also for whoever meets the same blocks by a
+prefix-cache hit; a request that is to draft again has it made into KV first, whenever that is and in any order.
 
-While drafts do not pay, the states of the tokens that the heads miss are kept (heads_backlog.py): a request that is to
-draft again gets its KV completed first. Above the cut-off, where many requests decode for long, they are not.
-
-In a step that takes prompts in they never rest: a prompt may be the beginning of many others', which would then not
-draft until its blocks are given away.
+Where the states do not fit into the heads' KV, what is missed is missed for good: the heads then rest in steps of
+decoding alone, as a prompt may be the beginning of many others', and in pauses that last; who has missed something does
+not draft.
 
 Nothing is looked at until a step has rested for the first time.
 """
@@ -21,25 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 
-from vllm_ppd.model_patches.base import CutState, copied, rows_of
-from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
+from vllm_ppd.vllm_plugins.entry_states import EntryStates
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
+logger = init_logger("vllm.vllm_ppd")
 
-class BlockTable(NamedTuple):
-    """The batch's blocks in one KV cache group."""
-
-    blocks: np.ndarray  # [rows, blocks] ids, in the order of the positions
-    block_size: int  # tokens
-    window: int | None  # tokens that the layers attend to; None: all
-
-    def between(self, first: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Ids of the blocks of columns [first, end) of each row, in one array."""
-        counts = end - first
-        return self.blocks[np.repeat(np.arange(len(counts)), counts), flat_ranges(first, counts)]
+LOST = 1 << 40  # tokens: more than anyone can have
 
 
 class Missed(NamedTuple):
@@ -47,147 +36,188 @@ class Missed(NamedTuple):
 
     rows: np.ndarray  # [tokens] batch row
     positions: np.ndarray  # [tokens]
-    state: CutState  # [tokens, hidden]
+    state: torch.Tensor  # [tokens, hidden]
 
 
 class HeadsHistory:
-    """Says of each step whether the heads rest, and of each batch row whether the heads know all of its past.
+    """Says of each step whether the heads rest, and of each batch row how much of its past they have not seen.
 
     Args:
         runner: vLLM's model runner; its KV cache may come later.
         first_layer: number of the heads' first layer.
+        hidden_size: of the states that the heads read.
         most_requests: the hard cut-off (None: there is none).
-        backlog: takes the states of what the heads miss.
     """
 
-    def __init__(self, runner: Any, first_layer: int, most_requests: int | None, backlog: HeadsBacklog) -> None:
+    def __init__(self, runner: Any, first_layer: int, hidden_size: int, most_requests: int | None) -> None:
         self.runner = runner
-        self.first_layer = first_layer
+        self.first_layer, self.hidden_size = first_layer, hidden_size
         self.most_requests = most_requests
-        self.backlog = backlog
-        self.keeping: np.ndarray | None = None  # [batch rows] bool, whose state is to be kept; None: nobody's
-        self.whole: np.ndarray | None = None  # [KV blocks] bool; None: all, as no step has rested yet
-        self.known: np.ndarray | None = None  # [batch rows] bool, up to what the step takes in now; None: all
-        self._groups: list[int] = []  # the heads' KV cache groups
+        self.resting = False  # whether the heads rest in the step that runs now
+        # [batch rows] tokens up to the end of the step that runs now that the heads have not seen; None: they saw all.
+        self.missing: np.ndarray | None = None
+        self.states: EntryStates | None = None
+        self._unseen: list[np.ndarray] = []  # [slots] bool of each of the heads' KV cache groups
+        self._groups: list[int] = []
         self._window: int | None = None  # of the heads, which are layers of one kind
-        # Of the last step, if the heads rested in it in a pause: whose it was, and where each of them goes on.
-        self._resting: tuple[list[str], np.ndarray] | None = None
+        # Of the step that runs now, and of the one before it until then.
+        self._names: list[str] = []
+        self._ends = np.zeros(0, dtype=np.int64)
+        self._slots = np.zeros((0, 0), dtype=np.int64)  # [groups, tokens]
+        self._steady = False  # whether it takes in one token of each request of the step before
+        self._stem: torch.Tensor | None = None
 
     def forget(self, req_ids: list[str]) -> None:
         """These are new, or their KV blocks are others than before."""
-        if req_ids:
-            self.backlog.forget(req_ids)
-            self._resting = None
+        if req_ids and self._names:
+            gone = set(req_ids)
+            self._names = ["" if name in gone else name for name in self._names]
 
-    def begin_step(self, paused: bool = False, keeps: bool = True) -> bool:
+    def begin_step(self, paused: bool = False, lasting: bool = False) -> bool:
         """Take in the step that is about to run; returns whether the heads rest in it.
 
         Args:
             paused: whether drafts that could be made do not pay.
-            keeps: whether what the heads miss in a pause may be completed later.
+            lasting: whether they will not for long.
         """
         batch = self.runner.input_batch
         rows = batch.num_reqs
         crowded = self.most_requests is not None and rows > self.most_requests
-        starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
-        if paused and self._rests_on(starts, keeps):
-            return True
-        decoding, self._resting = self._decoding(starts), None
-        self.keeping = None
-        if self.whole is None:
-            if not ((crowded or paused) and decoding):
+        if self.missing is None:
+            if not (crowded or paused):
                 return False
-            self.whole = np.ones(self.runner.kv_cache_config.num_blocks, dtype=bool)
-            self._groups, self._window = self._find_groups()
-        ends = starts + np.diff(self.runner.query_start_loc.np[: rows + 1])
-        tables = [self._table(gid) for gid in self._groups]
-        for table in tables:
-            # Before anyone is looked at: a block that one request fills may be another's prefix in the same step.
-            self.whole[table.between(-(-starts // table.block_size), -(-ends // table.block_size))] = True
-        self.known = np.zeros(rows, dtype=bool)
-        if not crowded:
-            self.known = np.logical_and.reduce([self._whole_rows(table, starts) for table in tables])
-        several = ends - starts > 1
-        rests = decoding and ((paused and not several.any()) or not self.known.any())
-        # A state is kept of one token a step.
-        self.backlog.forget([batch.req_ids[row] for row in np.flatnonzero(several)])
-        behind = self.backlog.holds(batch.req_ids)
-        if not keeps or (rests and crowded):
-            self.backlog.forget(batch.req_ids)
-        elif behind.any() or (rests and self.known.any()):
-            # Who is behind needs the newest state even of a step with the heads, whose attention has met the holes.
-            self.keeping = behind | (self.known & rests)
-        if rests:
-            self.known[:] = False
-            for table in tables:
-                self.whole[table.between(starts // table.block_size, -(-ends // table.block_size))] = False
-            if not (crowded or several.any()):
-                self._resting = list(batch.req_ids), ends
-        return rests
-
-    def _rests_on(self, starts: np.ndarray, keeps: bool) -> bool:
-        """Whether a pause goes on for the same requests in the same blocks, and nothing is to be found out anew."""
-        batch = self.runner.input_batch
-        if self._resting is None or self._resting[0] != batch.req_ids or not np.array_equal(self._resting[1], starts):
-            return False
-        if self.runner.query_start_loc.np[len(starts)] > len(starts):
-            return False
-        if any((starts % batch.block_table[gid].block_size == 0).any() for gid in self._groups):
-            return False
-        behind = self.backlog.holds(batch.req_ids)
-        if behind.any() and not keeps:
-            return False
-        self._resting = self._resting[0], starts + 1
-        self.keeping = behind if behind.any() else None
-        return True
-
-    def keep(self, state: CutState) -> None:
-        """Keep states of the step that ran.
-
-        Args:
-            state: of its tokens.
-        """
-        if self.keeping is None:
-            return
-        if self._resting is not None and self.keeping.all():  # every row has one token: nothing is to be looked up
-            ids, ends = self._resting
-            self.backlog.add(ids, ends - 1, copied(rows_of(state, slice(len(ids)))))
-            return
-        batch, kept = self.runner.input_batch, np.flatnonzero(self.keeping)
-        index = torch.from_numpy(kept).to(state[0].device, non_blocking=True)
-        last = self.runner.query_start_loc.gpu[1:].index_select(0, index).long() - 1
-        ids = [batch.req_ids[row] for row in kept]
-        self.backlog.add(ids, batch.num_computed_tokens_cpu[kept], rows_of(state, last))
+            self._set_up()
+        starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
+        lengths = np.diff(self.runner.query_start_loc.np[: rows + 1]).astype(np.int64)
+        self._steady = self._names == batch.req_ids and bool((lengths == 1).all())
+        self.resting = self.states is not None and (crowded or paused)
+        if self.states is not None and not (self._steady and self.resting):
+            self.states.settle()  # blocks may be others' from here on
+        self._slots = self._slots_of(np.repeat(np.arange(rows), lengths), flat_ranges(starts, lengths))
+        # Before anyone is looked at: a block that one request fills may be another's prefix in the same step.
+        self._mark(self._slots, self.resting)
+        missing = self._missing_before(starts)
+        if self.states is None:
+            self.resting = (crowded or lasting or bool(missing.all())) and self._decoding(starts)
+            self._mark(self._slots, self.resting)
+        self._names, self._ends = list(batch.req_ids), starts + lengths
+        if self.resting:
+            missing = missing + lengths if self.states is not None else np.full(rows, LOST)
+        self.missing = missing
+        return self.resting
 
     @property
-    def able(self) -> np.ndarray | None:
-        """Rows that can draft after this step, perhaps once they have caught up: [batch rows] bool; None: all."""
-        return None if self.known is None else self.known | self.backlog.holds(self.runner.input_batch.req_ids)
+    def keeps(self) -> bool:
+        """Whether the stem of the step that runs now is needed after it."""
+        return self.states is not None and self.missing is not None and (self.resting or bool(self.missing.any()))
 
-    def catch_up(self, rows: np.ndarray) -> Missed | None:
-        """What the heads have to compute before some rows may draft, who are whole from here on; None: nothing."""
-        behind = rows if self.known is None else rows[~self.known[rows]]
-        if self.known is None or not len(behind):
+    def keep(self, stem: torch.Tensor) -> None:
+        """Keep the states of the step that ran, where the heads rested in it.
+
+        Args:
+            stem: [tokens, hidden] of the step, padding included; not overwritten before the next one.
+        """
+        self._stem = stem
+        if self.resting and self.states is not None:
+            # Tokens behind a window lose their blocks while their request goes on.
+            later = self._steady and self._window is None
+            self.states.put(self._slots, stem[: self._slots.shape[1]], later)
+
+    def catch_up(self, rows: np.ndarray, places: np.ndarray) -> Missed | None:
+        """What the heads have to compute before some rows may draft, who are whole from here on; None: nothing.
+
+        Args:
+            rows: [requests] batch rows.
+            places: [requests] of the newest token of each among the tokens of the step that ran.
+        """
+        if self.missing is None or self.states is None or not self.missing[rows].any():
             return None
-        assert self.whole is not None
-        self._resting = None  # blocks are whole again, and have to be looked at if the next step rests
-        batch = self.runner.input_batch
-        whose, positions, state = self.backlog.take([batch.req_ids[row] for row in behind])
-        first = np.full(len(behind), np.iinfo(np.int64).max)
-        np.minimum.at(first, whose, positions)
-        newest = batch.num_computed_tokens_cpu[behind].astype(np.int64)
-        for gid in self._groups:
-            table = self._table(gid)
-            size, table = table.block_size, table._replace(blocks=table.blocks[behind])
-            oldest = np.zeros_like(newest)
-            if self._window is not None:
-                oldest = np.maximum(newest + 1 - self._window, 0) // size
-            self.whole[table.between(np.maximum(first // size, oldest), newest // size + 1)] = True
-        self.known[behind] = True
+        behind = self.missing[rows] > 0
+        rows, places = rows[behind], places[behind]
+        newest = self._ends[rows] - (self.runner.query_start_loc.np[rows + 1] - places)
+        whose, positions = self._unseen_of(rows, newest + 1)
+        slots = self._slots_of(rows[whose], positions)
+        state = self.states.get(slots)
+        self._mark(slots, False)
+        self.missing[rows] = 0
+        self._ends = np.full_like(self._ends, -1)  # all others are counted again: blocks may have been theirs, too
+        if not self.resting:
+            # The heads have the newest token's KV, but what they say of it is of a past that they had not seen.
+            assert self._stem is not None
+            state = torch.cat([state, self._stem[torch.from_numpy(places).to(state.device)]])
+            whose, positions = np.append(whose, np.arange(len(rows))), np.append(positions, newest)
+            order = np.lexsort((positions, whose))
+            whose, positions, state = whose[order], positions[order], state[torch.from_numpy(order).to(state.device)]
+        return Missed(rows[whose], positions, state)
+
+    def _missing_before(self, starts: np.ndarray) -> np.ndarray:
+        """[batch rows] tokens up to this step's first that the heads have not seen; LOST if they never can."""
+        names = self.runner.input_batch.req_ids
+        if self._names == names:
+            assert self.missing is not None
+            missing, moved = self.missing.copy(), starts != self._ends
+            again = moved & (missing > 0)  # drafts were rejected
+        else:
+            row_of = {name: row for row, name in enumerate(self._names)}
+            before = np.array([row_of.get(name, -1) for name in names], dtype=np.int64)
+            there = before >= 0
+            missing = np.zeros(len(names), dtype=np.int64)
+            again = starts > 0
+            if there.any():
+                assert self.missing is not None
+                missing[there] = self.missing[before[there]]
+                again[there] &= (missing[there] > 0) & (starts[there] != self._ends[before[there]])
+        if self.states is None:
+            again |= missing > 0  # a window leaves behind what was missed
+        if again.any():
+            rows = np.flatnonzero(again)
+            missing[rows] = self._count(rows, starts[rows])
+        return missing
+
+    def _count(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """[rows] tokens before `ends` that the heads attend to and have not seen."""
+        whose, _ = self._unseen_of(rows, ends)
+        found = np.bincount(whose, minlength=len(rows))
+        if len(self._groups) > 1:
+            for group in range(len(self._groups)):
+                of_group, _ = self._unseen_in(group, rows, ends)
+                # Blocks of one prefix can come from different requests; the state is in all groups, or in none.
+                found[np.bincount(of_group, minlength=len(rows)) != found] = LOST
+        return found if self.states is not None else np.where(found > 0, LOST, 0)
+
+    def _unseen_of(self, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens before `ends` [rows] not seen in some group: (index into rows, position) [tokens], in this order."""
+        found = [np.stack(self._unseen_in(group, rows, ends)) for group in range(len(self._groups))]
+        whose, positions = found[0] if len(found) == 1 else np.unique(np.concatenate(found, axis=1), axis=1)
+        return whose, positions
+
+    def _unseen_in(self, group: int, rows: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        blocks, size = self._table(group)
         # Blocks before the window may be another request's by now.
-        seen = np.flatnonzero(positions // size >= oldest[whose])
-        index = torch.from_numpy(seen).to(state[0].device, non_blocking=True)
-        return Missed(behind[whose[seen]], positions[seen], rows_of(state, index))
+        first = np.zeros_like(ends) if self._window is None else np.maximum(ends - self._window, 0)
+        counts = -(-ends // size) - first // size
+        whose, columns = np.repeat(np.arange(len(rows)), counts), flat_ranges(first // size, counts)
+        place, offset = np.nonzero(self._unseen[group].reshape(-1, size)[blocks[rows[whose], columns]])
+        whose, positions = whose[place], columns[place] * size + offset
+        within = (positions >= first[whose]) & (positions < ends[whose])
+        return whose[within], positions[within]
+
+    def _mark(self, slots: np.ndarray, unseen: bool) -> None:
+        for of_group, own in zip(self._unseen, slots, strict=True):
+            of_group[own] = unseen
+
+    def _slots_of(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """[groups, tokens] of tokens at some positions of batch rows."""
+        found = []
+        for group in range(len(self._groups)):
+            blocks, size = self._table(group)
+            found.append(blocks[rows, positions // size].astype(np.int64) * size + positions % size)
+        return np.stack(found)
+
+    def _table(self, group: int) -> tuple[np.ndarray, int]:
+        """([batch rows, blocks] ids in the order of the positions, tokens of a block)."""
+        table = self.runner.input_batch.block_table[self._groups[group]]
+        return table.get_numpy_array(), table.block_size
 
     def _decoding(self, starts: np.ndarray) -> bool:
         """Whether every row takes in its last token, one that it emitted, and drafts at most.
@@ -197,28 +227,21 @@ class HeadsHistory:
         batch, rows = self.runner.input_batch, len(starts)
         return bool((starts >= np.maximum(batch.num_prompt_tokens[:rows], batch.num_tokens_no_spec[:rows] - 1)).all())
 
-    def _whole_rows(self, table: BlockTable, starts: np.ndarray) -> np.ndarray:
-        """Rows of which every block that the token at `starts` attends to is whole: [rows] bool."""
-        assert self.whole is not None
-        size, window = table.block_size, table.window
-        end = -(-starts // size)
-        # Blocks before the window may be another request's by now.
-        first = np.zeros_like(end) if window is None else np.maximum(starts + 1 - window, 0) // size
-        columns = np.arange(end.max(initial=0))
-        unseen = (columns < first[:, None]) | (columns >= end[:, None])
-        return (self.whole[table.blocks[:, : len(columns)]] | unseen).all(axis=1)
-
-    def _table(self, gid: int) -> BlockTable:
-        batch = self.runner.input_batch
-        table = batch.block_table[gid]
-        return BlockTable(table.get_numpy_array()[: batch.num_reqs], table.block_size, self._window)
-
-    def _find_groups(self) -> tuple[list[int], int | None]:
-        """The KV cache groups that the heads' layers are in, and the window of them all."""
-        window_of = {
-            gid: get_kv_cache_spec_sliding_window(group.kv_cache_spec)
-            for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups)
-            if any(extract_layer_index(name) >= self.first_layer for name in group.layer_names)
-        }
-        (window,) = set(window_of.values())
-        return list(window_of), window
+    def _set_up(self) -> None:
+        """Find the KV cache groups that the heads' layers are in, and room for states."""
+        config = self.runner.kv_cache_config
+        layers: list[tuple[int, str]] = []
+        windows = set()
+        for gid, group in enumerate(config.kv_cache_groups):
+            own = [name for name in group.layer_names if extract_layer_index(name) >= self.first_layer]
+            if own:
+                layers += [(len(self._groups), name) for name in own]
+                self._groups.append(gid)
+                self._unseen.append(np.zeros(config.num_blocks * group.kv_cache_spec.block_size, dtype=bool))
+                windows.add(get_kv_cache_spec_sliding_window(group.kv_cache_spec))
+        (self._window,) = windows
+        self.missing = np.zeros(0, dtype=np.int64)
+        try:
+            self.states = EntryStates(self.runner, layers, self.hidden_size)
+        except ValueError as error:
+            logger.info("vllm-ppd: the heads run over prompts also while nobody drafts (%s)", error)

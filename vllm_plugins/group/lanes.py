@@ -16,8 +16,9 @@ import torch
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.paged_copy import copy_blocks
-from vllm_ppd.kernels.paged_entries import copy_entries, entry_places
+from vllm_ppd.kernels.paged_entries import copy_entries
 from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.vllm_plugins.entry_states import backend_places
 
 NONE = -1
 
@@ -128,13 +129,7 @@ class Lanes:
             return None
         if gid not in self.places:
             layer = self.runner.compilation_config.static_forward_context[name]
-            shape = (1, layer.num_kv_heads, layer.head_size)
-
-            def write(cache: torch.Tensor, slot: int) -> None:
-                key, value = (torch.ones(shape, dtype=self.runner.model_config.dtype) for _ in range(2))
-                layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor([slot]))
-
-            self.places[gid] = entry_places(write, self._cache(name))
+            self.places[gid] = backend_places(layer, self.runner.model_config.dtype)
         return self.places[gid]
 
     def _names(self) -> list[list[str]]:

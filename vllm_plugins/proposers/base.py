@@ -48,6 +48,19 @@ class Step(NamedTuple):
         starts = np.cumsum(widths) - widths
         return (starts + emitted - 1)[rows]
 
+    def last_tokens(self, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Of batch rows [requests], the token of the step that gave the last emitted token: [requests].
+
+        Args:
+            rows: [requests]
+            starts: [batch rows + 1] the first token of each row, and the number of all.
+        """
+        last = starts[rows + 1].astype(np.int64) - 1
+        if self.num_draft_tokens is None:
+            return last
+        emitted = np.array([len(self.sampled_token_ids[row]) for row in rows], dtype=np.int64)
+        return last - np.array(self.num_draft_tokens, dtype=np.int64)[rows] + emitted - 1
+
 
 class Proposer(ABC):
     """The base of all drafting methods."""

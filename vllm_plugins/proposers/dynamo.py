@@ -14,7 +14,6 @@ With verify off n-grams are emitted as they are sampled (proposers/unverified.py
 from __future__ import annotations
 
 import time
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,9 @@ from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import divisor, is_greedy
 from vllm_ppd.model_patches.branched import BranchedModel
 from vllm_ppd.model_patches.token_heads import build_layers
-from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
+from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.heads_backlog import HeadsBacklog
-from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
+from vllm_ppd.vllm_plugins.heads_history import LOST, HeadsHistory
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
@@ -38,7 +36,6 @@ from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 from vllm_ppd.vllm_plugins.proposers.unverified import NGramEmission
 
 JOINT_AT_ONCE = 1 << 22  # entries
-MOST_BEHIND = 4096  # tokens whose heads' KV can be completed later
 CONTEXT = 64  # tokens that the repetition penalty looks back
 
 
@@ -74,10 +71,9 @@ class DynaMoProposer(Proposer):
             self.vocabulary = DraftVocabulary(frequent, config.draft_vocab_size, self.lm_head, vllm_config, device)
         if config.verify:
             self.allocate_probs()
-            self.prices: deque[float] = deque(maxlen=9)  # seconds of a token that the heads caught up with
             if config.adaptive or config.disable_by_batch_size is not None:
-                backlog = HeadsBacklog(MOST_BEHIND, hidden_size, dtype, device, self.cut.adapter.has_residual)
-                self.history = HeadsHistory(self.runner, config.num_layers, config.disable_by_batch_size, backlog)
+                self.history = HeadsHistory(self.runner, config.num_layers, hidden_size, config.disable_by_batch_size)
+                self.budget = CatchUpBudget()
                 self.passes = StackPasses(self.runner, self.cut)
         else:
             self.emission = NGramEmission(self)
@@ -85,9 +81,9 @@ class DynaMoProposer(Proposer):
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.history is not None:
             adaptive, layers = self.planner.adaptive, self.config.num_layers
-            paused = adaptive is not None and adaptive.resting
-            self.cut.resting = self.history.begin_step(paused, keeps=not self._gives_up())
-            self.cut.keeps_stem = self.history.keeping is not None
+            paused, lasting = (False, False) if adaptive is None else (adaptive.resting, adaptive.lasting)
+            self.cut.resting = self.history.begin_step(paused, lasting)
+            self.cut.keeps_stem = self.history.keeps
             self.counters.add("resting_steps", self.cut.resting)
             self.own_share = 1.0 if self.cut.resting else layers / (layers + self.config.num_speculative_tokens)
         return None
@@ -100,22 +96,16 @@ class DynaMoProposer(Proposer):
         return super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
-        """Those that know their past, and those that can catch up."""
-        return None if self.history is None else self.history.able
-
-    def _gives_up(self) -> bool:
-        """Whether what the heads miss from now on is not to be completed.
-
-        To catch up with a pause that ends soon takes less than they would have taken. One that lasts is caught up with
-        at its trials, for little but their sake: the price of a step's tokens is that of every step.
-        """
+        """Those whose past the heads have seen, and those that can catch up."""
+        missing = None if self.history is None else self.history.missing
+        if self.history is None or missing is None:
+            return None
         adaptive = self.planner.adaptive
-        if adaptive is None:  # there are no pauses to catch up after
-            return True
-        if not adaptive.lasting or len(self.prices) < 2:  # the first may have found nothing in the caches
-            return False
-        rows = self.runner.input_batch.num_reqs
-        return min(self.prices) * rows * PROBE_EVERY > adaptive.costs.plain(rows)
+        if self.history.states is None:  # what was missed is lost
+            return missing == 0
+        if adaptive is None:  # there is no pause that a trial would have to end
+            return missing < LOST
+        return self.budget.affordable(missing, adaptive.steps, adaptive.costs.plain(len(missing)), adaptive.pausing)
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)
@@ -130,10 +120,10 @@ class DynaMoProposer(Proposer):
         tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
         made = np.zeros(len(plan.rows), dtype=np.int64)
         drafting = np.flatnonzero(plan.max_drafts)
-        self._catch_up(plan.rows[drafting])
+        self._catch_up(plan.rows[drafting], step)
         for chosen in self.batches(drafting, self.config.num_speculative_tokens):
             rows = plan.rows[chosen]
-            places = self.token_places(step)[self.index(step.last_rows(rows))]
+            places = self.index(step.last_tokens(rows, self.runner.query_start_loc.np))
             temperature = self.temperature(rows, step.sampling)
             choice = self.choose(rows, self.scores(places, temperature), self.index(plan.base_tokens[chosen]))
             found = choice.best() if temperature is None else self._draw(choice, rows, temperature)
@@ -141,34 +131,32 @@ class DynaMoProposer(Proposer):
             made[chosen] = np.minimum(choice.order.cpu().numpy() - 1, plan.max_drafts[chosen])
         return tokens, made
 
-    def _catch_up(self, rows: np.ndarray) -> None:
-        """Complete the KV of what the heads missed of some batch rows, and their states of the newest tokens."""
-        missed = None if self.history is None else self.history.catch_up(rows)
+    def _catch_up(self, rows: np.ndarray, step: Step) -> None:
+        """Complete the KV of what the heads missed of some batch rows, and what they say of the newest tokens."""
+        if self.history is None or self.history.missing is None:
+            return
+        places = step.last_tokens(rows, self.runner.query_start_loc.np)
+        missed = self.history.catch_up(rows, places)
         if missed is None:
             return
         started = time.perf_counter()
-        newest = missed.positions == self.runner.input_batch.num_computed_tokens_cpu[missed.rows]
-        places = self.token_places(None)[self.index(missed.rows[newest])].long()
-        states = self.passes.branches(*missed)
-        last = self.index(np.flatnonzero(newest))
+        states = self.passes.branches(missed.rows, missed.positions, (missed.state, None))
+        ends = np.flatnonzero(np.append(missed.rows[1:] != missed.rows[:-1], True))
+        last, newest = self.index(ends), self.index(places[np.searchsorted(rows, missed.rows[ends])])
         for number, of_head in enumerate(states):
-            self.states[number, places] = of_head[last]
-        seconds = np.array([(time.perf_counter() - started) / len(missed.rows)])
-        adaptive = self.planner.adaptive
-        # All ranks must find it as dear as the first does.
-        agree = None if adaptive is None else adaptive.costs.agree
-        self.prices.append(float((seconds if agree is None else agree(seconds))[0]))
+            self.states[number, newest] = of_head[last]
+        self.runner._sync_device()
+        adaptive, seconds = self.planner.adaptive, np.array([time.perf_counter() - started])
+        if adaptive is not None:
+            adaptive.interrupted()
+            # All ranks must find it as dear as the first does.
+            agree = adaptive.costs.agree
+            self.budget.spent(len(missed.rows), float((seconds if agree is None else agree(seconds))[0]))
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""
         at_once = max(1, JOINT_AT_ONCE // self.settings.k**free)
         return [rows[start : start + at_once] for start in range(0, len(rows), at_once)]
-
-    def token_places(self, step: Step | None) -> torch.Tensor:
-        """The place of each sampled row among the step's tokens: [sampled rows]."""
-        if step is not None and step.verified is not None:
-            return step.verified.logits_indices
-        return self.runner.query_start_loc.gpu[1 : self.runner.input_batch.num_reqs + 1] - 1
 
     def logits(self, places: torch.Tensor, vocabulary: DraftVocabulary | None = None) -> torch.Tensor:
         """Of the heads from 2 on, [n - 1, requests, vocabulary] float32: one read of the LM head for all."""

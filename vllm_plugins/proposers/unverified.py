@@ -70,7 +70,7 @@ class NGramEmission:
         temperature = torch.zeros(len(rows), device=index.device)
         if sampling.temperature is not None:
             temperature = sampling.temperature[index]
-        places = proposer.token_places(None)[index]
+        places = proposer.runner.query_start_loc.gpu[index + 1] - 1
         logits = [first_logits, *proposer.logits(places)]
         scale = divisor(temperature)
         top_k = None if sampling.top_k is None else sampling.top_k[index]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose heads catch up, so that it takes no more than a share of the time.
+
+What the heads missed can be computed at any time, and all of it at once would hold everybody up. So each step puts a
+share of its time aside, which whoever has missed least may have. While drafts pay, to catch up is an investment. In a
+pause it is the price of a trial, and a trial by a few says little about what drafts of all of them would take: it waits
+until half of the requests can be paid for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
+
+INVESTED = 1 / 4  # of a step without drafts, while drafts pay
+
+
+class CatchUpBudget:
+    """Seconds that are put aside, and what a token took lately; given the same, it decides the same."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._prices: deque[float] = deque(maxlen=9)  # seconds of a token
+        self._step = 0  # at which the seconds were counted last
+
+    def affordable(self, missing: np.ndarray, step: int, plain: float, pausing: bool) -> np.ndarray:
+        """Rows that can draft, perhaps once they have caught up.
+
+        Args:
+            missing: [rows] tokens that the heads have not seen.
+            step: number of the step that ended.
+            plain: seconds of a step without drafts; 0 where that is not known.
+            pausing: whether drafts do not pay.
+
+        Returns:
+            [rows] bool.
+        """
+        steps, self._step = step - self._step, step
+        whole = missing == 0
+        if whole.all():
+            return whole
+        if not (pausing or plain):
+            return np.ones(len(missing), dtype=bool)
+        self.seconds += steps * plain * (1 / PROBE_EVERY if pausing else INVESTED)
+        order = np.argsort(missing, kind="stable")
+        if self._prices:
+            paid = np.cumsum(missing[order]) * min(self._prices) <= self.seconds
+        else:
+            paid = np.arange(len(order)) <= np.count_nonzero(whole)  # one more: what it takes is to be known
+        chosen = whole.copy()
+        chosen[order[paid]] = True
+        return whole if pausing and self._prices and 2 * np.count_nonzero(chosen) < len(missing) else chosen
+
+    def spent(self, tokens: int, seconds: float) -> None:
+        """To catch up with so many tokens took so long."""
+        self._prices.append(seconds / tokens)
+        self.seconds = max(self.seconds - seconds, 0.0)  # one that took longer than others may have had to be compiled
