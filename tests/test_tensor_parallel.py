@@ -27,12 +27,15 @@ if __name__ == "__main__":
     llm = conftest.start_engine({model!r}, json.loads({options!r}), tensor_parallel_size=2)
     result = {{case: exactness.CASES[case](llm) for case in {cases!r}}}
     accepted = conftest.counter(llm, "vllm:spec_decode_num_accepted_tokens")
-    steps = conftest.our_counter("deferred_steps")
+    steps = {{name: conftest.our_counter(name) for name in ("deferred_steps", "resting_steps")}}
     print("RESULT", json.dumps([result, accepted, steps]))
 """
 
 
-def two_ranks(model: Path, options: dict[str, Any] | None, cases: list[str]) -> tuple[dict[str, Any], float, float]:
+def two_ranks(
+    model: Path, options: dict[str, Any] | None, cases: list[str]
+) -> tuple[dict[str, Any], float, dict[str, float]]:
+    """(What each case said, accepted drafts, steps by counter)."""
     script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(model), options=json.dumps(options), cases=cases)
     path = Path(os.environ["PYTEST_TMP"]) / "two_ranks.py"
     path.write_text(script)
@@ -62,10 +65,10 @@ def test_two_ranks(
         "num_speculative_tokens": 3,
     }
     cases = ["batch_16", "arrivals_and_aborts"]
-    got, accepted, deferred = two_ranks(tiny_model(), options, cases)
+    got, accepted, steps = two_ranks(tiny_model(), options, cases)
     assert got == as_json({case: CASES[case](engine()) for case in cases})
     assert accepted > 0
-    assert deferred > 0
+    assert steps["deferred_steps"] > 0
 
 
 @pytest.mark.full
@@ -75,9 +78,9 @@ def test_two_ranks_adaptive(
 ) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
-    got, _, deferred = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True, **lookup}, cases)
+    got, _, steps = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True, **lookup}, cases)
     assert got == as_json({case: CASES[case](engine()) for case in cases})
-    assert deferred > 0
+    assert steps["deferred_steps"] > 0
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,17 @@ def test_two_ranks_with_heads(
     got, accepted, _ = two_ranks(tiny_model(), options, ["batch_16", "structured_output"])
     assert got == as_json({case: CASES[case](engine()) for case in ("batch_16", "structured_output")})
     assert accepted > 0
+
+
+def test_two_ranks_whose_heads_rest(
+    tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], engine: Callable[..., Any]
+) -> None:
+    """Each keeps its part of the states that the heads miss; who is left of a batch catches up with both parts."""
+    options = {"model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": 2}
+    got, accepted, steps = two_ranks(tiny_model(), options, ["mixed_lengths"])
+    assert got == as_json({"mixed_lengths": CASES["mixed_lengths"](engine())})
+    assert accepted > 0
+    assert steps["resting_steps"] > 0
 
 
 @pytest.mark.full
