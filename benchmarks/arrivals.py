@@ -14,8 +14,8 @@ Heads draft as a server would let them (adaptive), trials included; what they le
 those that count is not counted. A ratio is how many times as long vLLM alone takes (the mean of its two engines) for
 the same requests: "latency" from arrival to last token, "TPOT" for each token after the first, "TTFT" up to the first,
 all summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests; the machine's speed in
-the few turns that take in prompts which come all at once is not in them). "drafting" is the share of steps with
-drafts, each counted for every request in it. The last rows are of all cells: geometric means.
+the few turns that take in prompts which come all at once is not in them, but --rounds differ in it). "drafting" is the
+share of steps with drafts, each counted for every request in it. The last rows are of all cells: geometric means.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds other requests.
 """
@@ -112,15 +112,15 @@ class Replica:
             )  # fmt: skip
 
 
-def serve(replicas: dict[str, Replica], arrivals: list[Arrival], temperature: float, steps: int, progress: Any
-          ) -> dict[str, list[Served]]:  # fmt: skip
-    """Let all replicas serve the requests, in turns of so many steps."""
+def serve(replicas: dict[str, Replica], arrivals: list[Arrival], temperature: float, steps: int, progress: Any,
+          first: int = 0) -> dict[str, list[Served]]:  # fmt: skip
+    """Let all replicas serve the requests, in turns of so many steps, the first-th replica at first."""
     for one in replicas.values():
         one.begin(arrivals, temperature)
     names, turns = list(replicas), 0
     while not all(one.done for one in replicas.values()):
         for i in range(len(names)):
-            one = replicas[names[(turns + i) % len(names)]]
+            one = replicas[names[(first + turns + i) % len(names)]]
             before = len(one.served)
             one.turn(steps)
             progress.update(len(one.served) - before)
@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 0.0, 1.0])
     parser.add_argument("--rates", type=float, nargs="+", default=[1, 2, 4, math.inf], help="requests a second")
     parser.add_argument("--requests", type=int, default=48, help="of each rate and temperature")
+    parser.add_argument("--rounds", type=int, default=2, help="of so many requests, each begun by another engine")
     parser.add_argument("--warm-up", type=int, default=16, help="requests before those")
     parser.add_argument("--most", type=int, default=32, help="requests that an engine decodes at once")
     parser.add_argument("--new-tokens", type=int, default=64, help="median of a request")
@@ -199,7 +200,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("arrivals.json"))
     args = parser.parse_args()
     with_huge_pages()
-    result = begun("arrivals", args, apart=("temperatures", "rates"))
+    result = begun("arrivals", args, apart=("temperatures", "rates", "rounds"))
     options = {
         count: ServeOptions(
             model=str(args.model), data=tuple(args.data), requests=count,
@@ -211,21 +212,24 @@ def main() -> None:
     speculative = {BASE: None, CONTROL: None, **{Path(heads).name: {"model": heads} for heads in args.heads}}
     context = options[args.requests].context
     replicas = {name: Replica(Contender(args, args.most, config, context)) for name, config in speculative.items()}
-    total = len(replicas) * (args.warm_up + args.requests) * len(args.temperatures) * len(args.rates)
+    total = len(replicas) * (args.warm_up + args.rounds * args.requests) * len(args.temperatures) * len(args.rates)
     try:
         with tqdm(total=total, desc="requests", mininterval=5) as progress:
             for temperature in args.temperatures:
                 for rate in args.rates:
-                    cell = result["cells"].get(f"{temperature}/{rate:g}", {})
-                    seed = 2 * (len(cell.get(BASE, ())) // args.requests)
-                    for count, which in ((args.warm_up, seed), (args.requests, seed + 1)):
-                        arrivals = draw(texts, options[count], rate, which)
-                        served = serve(replicas, arrivals, temperature, args.steps, progress)
-                    result["cells"][f"{temperature}/{rate:g}"] = {
-                        name: [*cell.get(name, []), *own] for name, own in served.items()
-                    }
-                    result["rows"] = rows(result["cells"])
-                    write_text(args.out, json.dumps(result, indent=1) + "\n")
+                    for number in range(args.rounds):
+                        cell = result["cells"].get(f"{temperature}/{rate:g}", {})
+                        seed = 2 * (before := len(cell.get(BASE, ())) // args.requests)
+                        if number == 0:
+                            arrivals = draw(texts, options[args.warm_up], rate, seed)
+                            serve(replicas, arrivals, temperature, args.steps, progress)
+                        arrivals = draw(texts, options[args.requests], rate, seed + 1)
+                        served = serve(replicas, arrivals, temperature, args.steps, progress, before)
+                        result["cells"][f"{temperature}/{rate:g}"] = {
+                            name: [*cell.get(name, []), *own] for name, own in served.items()
+                        }
+                        result["rows"] = rows(result["cells"])
+                        write_text(args.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
         print(f"stopped; what was measured is kept in {args.out}, the same command adds to it")
     for row in result["rows"]:

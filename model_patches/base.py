@@ -4,7 +4,7 @@
     token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last stack: layers ..L, norm] -> hidden
 
 The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
-draft, and the deep pass that completes deferred KV.
+draft, and the deep pass that completes deferred KV. Without CUDA graphs the full forward is one more compiled piece.
 
 Under pipeline parallelism a process holds the stacks of its stage alone: the first stage ends in a state, the last one
 starts from it.
@@ -24,6 +24,7 @@ from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_ppd.model_patches.families import adapter_path
@@ -105,6 +106,13 @@ class FirstStack(Stack):
         return self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None)
 
 
+class WholeStack(FirstStack):
+    """All of the target in one piece."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.adapter.norm(*self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None))
+
+
 def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
     """Build a stack with vLLM's compilation support.
 
@@ -145,6 +153,8 @@ class ModelCut:
         vllm_config: vLLM's configuration; its compilation mode is the stacks' too.
         exit_layers: ascending layer counts after which the model is cut, each within the layers.
         layers: (first, behind the last) of this pipeline stage; None: all.
+        whole: whether a forward of all of it runs as one piece, for a compilation more: each piece takes the host time
+            to start, which CUDA graphs hide.
 
     Raises:
         ValueError: if the family cannot be cut or an exit layer is out of range.
@@ -158,6 +168,7 @@ class ModelCut:
         vllm_config: VllmConfig,
         exit_layers: Sequence[int],
         layers: tuple[int, int] | None = None,
+        whole: bool = False,
     ) -> None:
         module, _, name = adapter_path(vllm_config.model_config.architectures).rpartition(".")
         self.adapter: Adapter = getattr(import_module(module), name)(model)
@@ -172,6 +183,9 @@ class ModelCut:
             )
             for start, stop in itertools.pairwise(bounds)
         ]
+        self.whole: Stack | None = None
+        if whole:
+            self.whole = compiled_stack(WholeStack, vllm_config, adapter=self.adapter, start=first, stop=last)
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None
         self.adapter.replace_forward(self)
@@ -194,7 +208,7 @@ class ModelCut:
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None
     ) -> torch.Tensor | CutState:
-        """All stacks in a row.
+        """All of the model.
 
         Args:
             input_ids: [tokens].
@@ -204,6 +218,16 @@ class ModelCut:
         Returns:
             Normed hidden states [tokens, hidden]; the state where the target's last layer is in a later stage.
         """
+        if self.whole is not None:
+            if get_forward_context().attn_metadata is None:  # vLLM's trial run, in which the stacks are compiled, too
+                self._in_a_row(input_ids, positions, state)
+            output: torch.Tensor = self.whole(input_ids, positions)
+            return output
+        return self._in_a_row(input_ids, positions, state)
+
+    def _in_a_row(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None
+    ) -> torch.Tensor | CutState:
         stacks = self.stacks
         if state is None:
             state, stacks = stacks[0](input_ids, positions), stacks[1:]

@@ -268,7 +268,10 @@ FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "paralle
 
 @pytest.mark.parametrize("name", ["middle", "dynamo", *FULL_ONLY])
 def test_compiled(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
-    """The default compilation mode: each stack is compiled by itself."""
+    """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = CASES["batch_16"](engine(enforce_eager=False)), CASES["arrivals_and_aborts"](engine(enforce_eager=False))
     llm = engine(variant(name), enforce_eager=False)
+    cut = getattr(drafter_of(llm), "cut", None)
+    assert cut is None or all(part.compiled for part in (*cut.parts, cut.whole or cut.parts[0]))
+    assert (name == "middle") <= (cut is not None and cut.whole is not None)
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected

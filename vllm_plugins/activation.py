@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +24,13 @@ def is_active(holder: Any) -> bool:
 
 def active_config(holder: Any) -> DraftingConfig | None:
     """Our configuration in a VllmConfig or EngineArgs, or None where vLLM runs without us."""
-    return DraftingConfig(**holder.additional_config[CONFIG_KEY]) if is_active(holder) else None
+    return _parsed(json.dumps(holder.additional_config[CONFIG_KEY])) if is_active(holder) else None
+
+
+@lru_cache
+def _parsed(config: str) -> DraftingConfig:
+    """Every request asks for it, and to parse it takes longer than to read it."""
+    return DraftingConfig(**json.loads(config))
 
 
 def own_config(vllm_config: Any, who: object) -> DraftingConfig:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import CompilationMode
 
 from vllm_ppd.heads.checkpoint import load_early_heads
 from vllm_ppd.model_patches.base import CutState, ModelCut
@@ -39,11 +40,14 @@ class EarlyProposer(Proposer):
         device, dtype = self.runner.device, model_config.dtype
         hidden_size = model_config.hf_text_config.hidden_size
         assert config.exit_layer is not None
-        self.cut = ModelCut(model, vllm_config, config.exit_layer)
+        compilation = vllm_config.compilation_config
+        graphs = compilation.cudagraph_mode.has_piecewise_cudagraphs()
+        compiled = compilation.mode != CompilationMode.NONE
+        self.cut = ModelCut(model, vllm_config, config.exit_layer, whole=compiled and not graphs)
         heads = None
         if config.model is not None:
             heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
-        if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+        if graphs:
             self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
         width = config.num_speculative_tokens + 1
         self.saved = SavedStates(
