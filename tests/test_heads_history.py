@@ -433,3 +433,32 @@ def test_states_of_a_pause_are_written_many_at_once(monkeypatch: pytest.MonkeyPa
         server.step({"new": (1, 1), "r1": (1, 1)}, paused=True)
     server.step({"new": (1, 1), "r1": (1, 1)}, paused=False, drafting=("new", "r1"))
     assert writes == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["backend", "places", "shape"])
+def test_states_are_found_where_they_were_put(how: str, dtype: torch.dtype) -> None:
+    """As a CPU backend writes, where it cannot as it quantizes, and where the cache's shape says where an entry is."""
+    server = Server(one_group(), 5)
+    server.model_config = SimpleNamespace(dtype=dtype)
+    for layer in server.compilation_config.static_forward_context.values():
+        layer.kv_cache = torch.zeros(BLOCK, 1, 5, 4, dtype=dtype).transpose(0, 2)  # blocks are not contiguous
+        if how != "shape":
+            layer.kv_cache = layer.kv_cache.contiguous()
+    if how == "shape":
+        server.device = SimpleNamespace(type="cuda")
+    states = entry_states.EntryStates(server, [(0, name) for name in layers(6, 7)], 6)
+    states.device, states.native = torch.device("cpu"), how == "backend"
+    assert (states.places is None) == (how == "shape")
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.randn(20, 6, generator=generator).to(dtype)
+    slots = torch.randperm(20, generator=generator).numpy()[None]
+    states.put(slots[:, :12], kept[:12])
+    states.put(slots[:, 12:], kept[12:], later=True)
+    order = torch.randperm(20, generator=generator).numpy()
+    assert torch.equal(states.get(slots[:, order]), kept[order])
+
+
+def test_states_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a state of 9 numbers does not fit 2 entries of 4"):
+        entry_states.EntryStates(Server(one_group(), 5), [(0, name) for name in layers(6, 7)], 9)
