@@ -46,6 +46,11 @@ def mixed_lengths(llm: Any) -> Any:
     return generate(llm, prompts(12), [greedy(max_tokens=3 + 5 * i) for i in range(12)])
 
 
+def crowd_that_ends(llm: Any) -> Any:
+    """Two requests are left of a batch, longer than the others."""
+    return generate(llm, prompts(16)[::-2], [greedy(6)] * 6 + [greedy()] * 2)
+
+
 def more_than_fit(llm: Any) -> Any:
     """Twice as many requests as the batch holds: new ones join while others decode."""
     return generate(llm, prompts(32), [greedy(max_tokens=5 + i % 20) for i in range(32)])
@@ -146,6 +151,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
         batch_1,
         batch_16,
         mixed_lengths,
+        crowd_that_ends,
         more_than_fit,
         token_limits,
         model_length,

@@ -111,8 +111,8 @@ def test_two_ranks_whose_heads_rest(
 ) -> None:
     """Each keeps its part of the states that the heads miss; who is left of a batch catches up with both parts."""
     options = {"model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": 2}
-    got, accepted, steps = two_ranks(tiny_model(), options, ["mixed_lengths"])
-    assert got == as_json({"mixed_lengths": CASES["mixed_lengths"](engine())})
+    got, accepted, steps = two_ranks(tiny_model(), options, ["crowd_that_ends"])
+    assert got == as_json({"crowd_that_ends": CASES["crowd_that_ends"](engine())})
     assert accepted > 0
     assert steps["resting_steps"] > 0
 
