@@ -102,15 +102,11 @@ class Stack(nn.Module):
 class FirstStack(Stack):
     """The stack that starts from token ids."""
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> CutState:  # type: ignore[override]
-        return self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None)
-
-
-class WholeStack(FirstStack):
-    """All of the target in one piece."""
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self.adapter.norm(*self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None))
+    def forward(  # type: ignore[override]
+        self, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor | CutState:
+        hidden, residual = self.adapter.run(self.layers, positions, self.adapter.embed(input_ids), None)
+        return self.adapter.norm(hidden, residual) if self.is_last else (hidden, residual)
 
 
 def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) -> Stack:
@@ -185,7 +181,7 @@ class ModelCut:
         ]
         self.whole: Stack | None = None
         if whole:
-            self.whole = compiled_stack(WholeStack, vllm_config, adapter=self.adapter, start=first, stop=last)
+            self.whole = compiled_stack(FirstStack, vllm_config, adapter=self.adapter, start=first, stop=last)
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.junction: CutState | None = None
         self.adapter.replace_forward(self)

@@ -52,7 +52,7 @@ def test_heads_rest_in_batches_above_the_cut_off(
         return made
 
     monkeypatch.setattr(drafter, "draft", draft)
-    counted.start, counted.stop = branches.start, branches.stop  # type: ignore[attr-defined]
+    counted.__dict__.update(start=branches.start, stop=branches.stop)
     monkeypatch.setattr(drafter.cut, "branches", counted)
     monkeypatch.setattr(drafter.passes, "branches", caught_up)
     requests, limits = prompts(5, longest=200)[::-1], [greedy(12)] * 3 + [greedy(40)] * 2

@@ -36,7 +36,7 @@ class EntryStates:
     """
 
     def __init__(self, runner: Any, layers: Sequence[tuple[int, str]], hidden_size: int) -> None:
-        self.device, self.dtype, self.hidden_size = runner.device, runner.model_config.dtype, hidden_size
+        self.device, self.dtype = runner.device, runner.model_config.dtype
         of_name = runner.compilation_config.static_forward_context
         self._group = get_tp_group()
         share, rest = divmod(hidden_size, self._group.world_size)

@@ -103,9 +103,11 @@ class DynaMoProposer(Proposer):
         adaptive = self.planner.adaptive
         if self.history.states is None:  # what was missed is lost
             return missing == 0
-        if adaptive is None:  # there is no pause that a trial would have to end
-            return missing < LOST
-        return self.budget.affordable(missing, adaptive.steps, adaptive.costs.plain(len(missing)), adaptive.pausing)
+        able = missing < LOST
+        if adaptive is not None:
+            plain = adaptive.costs.plain(len(missing))
+            able &= self.budget.affordable(missing, adaptive.steps, plain, adaptive.pausing)
+        return able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         return sample() if self.emission is None else self.emission.emit(logits, sample)
