@@ -435,6 +435,15 @@ def test_states_of_a_pause_are_written_many_at_once(monkeypatch: pytest.MonkeyPa
     assert writes == 4
 
 
+def test_trials_of_a_pause_that_draft_nothing() -> None:
+    """Who has caught up in one resting step catches up with the next alone."""
+    server = Server(one_group(), 60)
+    server.add("r0", tokens(0, 5))
+    server.step({"r0": (5, 5)}, paused=True)
+    for drafting in ((), ("r0",), (), ("r0",), ("r0",), ()):
+        assert server.step({"r0": (1, 1)}, paused=True, drafting=drafting)[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", ["backend", "places", "shape"])
 def test_states_are_found_where_they_were_put(how: str, dtype: torch.dtype) -> None:

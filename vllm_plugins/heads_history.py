@@ -59,6 +59,7 @@ class HeadsHistory:
         self.states: EntryStates | None = None
         self._unseen: list[np.ndarray] = []  # [slots] bool of each of the heads' KV cache groups
         self._groups: list[int] = []
+        self._sizes = np.zeros((0, 1), dtype=np.int64)  # [groups, 1] tokens of a block
         self._window: int | None = None  # of the heads, which are layers of one kind
         # Of the step that runs now, and of the one before it until then.
         self._names: list[str] = []
@@ -87,6 +88,8 @@ class HeadsHistory:
             if not (crowded or paused):
                 return False
             self._set_up()
+        if self.resting and (crowded or paused) and self._goes_on():
+            return True
         starts = batch.num_computed_tokens_cpu[:rows].astype(np.int64)
         lengths = np.diff(self.runner.query_start_loc.np[: rows + 1]).astype(np.int64)
         self._steady = self._names == batch.req_ids and bool((lengths == 1).all())
@@ -105,6 +108,21 @@ class HeadsHistory:
             missing = missing + lengths if self.states is not None else np.full(rows, LOST)
         self.missing = missing
         return self.resting
+
+    def _goes_on(self) -> bool:
+        """Take in a resting step whose tokens follow those of the one before, in the same blocks; whether it is one."""
+        batch, rows = self.runner.input_batch, self._slots.shape[1]
+        if not self._steady or self.states is None or self._names != batch.req_ids:
+            return False
+        slots = self._slots + 1
+        if self.runner.query_start_loc.np[rows] != rows or (slots % self._sizes == 0).any():
+            return False
+        if (batch.num_computed_tokens_cpu[:rows] != self._ends).any():
+            return False
+        assert self.missing is not None
+        self._slots, self._ends, self.missing = slots, self._ends + 1, self.missing + 1
+        self._mark(slots, True)
+        return True
 
     @property
     def keeps(self) -> bool:
@@ -240,6 +258,7 @@ class HeadsHistory:
                 self._unseen.append(np.zeros(config.num_blocks * group.kv_cache_spec.block_size, dtype=bool))
                 windows.add(get_kv_cache_spec_sliding_window(group.kv_cache_spec))
         (self._window,) = windows
+        self._sizes = np.array([[self._table(group)[1]] for group in range(len(self._groups))])
         self.missing = np.zeros(0, dtype=np.int64)
         try:
             self.states = EntryStates(self.runner, layers, self.hidden_size)

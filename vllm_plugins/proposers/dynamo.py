@@ -3,8 +3,8 @@
 
     forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
              a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
-             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest while all decode; who drafts
-             after a pause has its heads catch up first (heads_history.py, heads_backlog.py)
+             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest; who then drafts has its
+             heads catch up first (heads_history.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
