@@ -224,6 +224,19 @@ def test_costs_that_change_are_seen() -> None:
     assert np.mean(np.array(engine.run(1000, 0.6)) > 0) > 0.9
 
 
+def test_drafts_that_hardly_pay_are_soon_found_not_to() -> None:
+    """Only steps without drafts show that these have become cheaper; of them there are more where little is lost."""
+    began, without = shallow(0.3), []
+    for seed in range(8):
+        engine = Simulation(began, noise=0.02, seed=seed)
+        while engine.run(200, 0.42).count(0) > 24:  # drafts are 1.09 times as fast as none
+            assert engine.steps < 20_000
+        engine.cost = lambda requests, drafts: began(requests, drafts) * (1.0 if drafts else 0.8)
+        engine.run(100, 0.42)
+        without.append(engine.run(100, 0.42).count(0))
+    assert np.mean(without) > 75
+
+
 @pytest.mark.parametrize("requests", [1, 4])
 def test_a_machine_that_is_slow_for_moments_does_not_make_drafting_pay(requests: int) -> None:
     """Steps without drafts that were timed in such a moment would make those with drafts look cheap."""

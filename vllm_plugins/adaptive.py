@@ -7,11 +7,11 @@ is taken; n = 0, vLLM's own step, is one of them. Requests of which too little i
 
 What is not done cannot be measured, so it is done now and then: steps without drafts while drafting, some with drafts
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
-the more often a pause is broken. Once drafting has begun, steps without drafts are timed soon: what made it begin may
-have been the machine, slow in the one kind of step and fast in the other. Steps that draft after a pause are repeated
-at once only while what was accepted pays for it. The first steps after others of another sort are not timed: what they
-run is in no cache then, and seconds of such steps alone would keep a pause going for ever, or drafting that does not
-pay.
+the more often a pause is broken, and the less they win, the more often steps without them are timed. Once drafting
+has begun, steps without drafts are timed soon: what made it begin may have been the machine, slow in the one kind of
+step and fast in the other. Steps that draft after a pause are repeated at once only while what was accepted pays for
+it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of such
+steps alone would keep a pause going for ever, or drafting that does not pay.
 
 In a pause a method may leave out what only drafts need. It is made up for before the next trial, and never where that
 is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has failed, or it is
@@ -275,7 +275,9 @@ class AdaptiveDrafts:
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
         begun = self._last_without[size] <= self._resumed_at
-        gap = FIRST_PROBES if new else FIRST_CHECK if begun else PROBE_EVERY
+        # What little is lost without drafts that hardly pay is lost the more often.
+        often = PROBE_EVERY * (SETTLING + ENOUGH) * (self.gain - 1)
+        gap = FIRST_PROBES if new else FIRST_CHECK if begun else min(PROBE_EVERY, max(FIRST_CHECK, often))
         if self._steps - max(self._last_without[size], self._resumed_at) >= gap:
             self._timings[size] += 1
             self._settling = SETTLING if unsure else 1
