@@ -26,11 +26,22 @@ import json
 import math
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from side_by_side import BASE, CONTROL, RESAMPLES, Contender, begun, flags, interval, with_huge_pages
+from side_by_side import (
+    BASE,
+    CONTROL,
+    RESAMPLES,
+    Contender,
+    begun,
+    flags,
+    interval,
+    undisturbed,
+    with_huge_pages,
+)
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
@@ -224,7 +235,9 @@ def main() -> None:
                             arrivals = draw(texts, options[args.warm_up], rate, seed)
                             serve(replicas, arrivals, temperature, args.steps, progress)
                         arrivals = draw(texts, options[args.requests], rate, seed + 1)
-                        served = serve(replicas, arrivals, temperature, args.steps, progress, before)
+                        run = partial(serve, replicas, arrivals, temperature, args.steps, progress, before)
+                        if (served := undisturbed(args.most_stolen, run)) is None:
+                            continue
                         result["cells"][f"{temperature}/{rate:g}"] = {
                             name: [*cell.get(name, []), *own] for name, own in served.items()
                         }

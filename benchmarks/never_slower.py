@@ -109,7 +109,7 @@ def main() -> None:
                 for batch in args.batch_sizes:
                     prompts = [all_prompts[i % len(all_prompts)] for i in range(batch)]
                     found = in_turns(engines, dict.fromkeys(engines, prompts), temperature, args.pairs, args.steps,
-                                     args.warm_up, progress)  # fmt: skip
+                                     args.warm_up, progress, args.most_stolen)  # fmt: skip
                     add_pairs(result, f"{temperature}/{batch}", found)
                     result["rows"] = rows(result["cells"], args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")

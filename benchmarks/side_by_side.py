@@ -5,6 +5,9 @@
 contender's is between two of vLLM alone, whose speed then is the machine's: 1 A 2 B 3 and back, then 2 B 3 A 1 and
 back, and so on. Engines of vLLM alone are one more than contenders: so each has as many turns, and texts as long.
 
+What is measured while a hypervisor gives more than --most-stolen of the processors' time to other machines does not
+count, and is measured anew: up to RETAKEN times as much as is asked for.
+
 Weights lie in huge pages where the system has them: else the same product takes up to a fifth longer in one engine than
 in another, by the pages that each happened to get.
 """
@@ -16,6 +19,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,12 +38,45 @@ def plain_names(others: int) -> tuple[str, ...]:
 
 
 RESAMPLES = 2000  # of what was measured, for the interval in which a ratio lies
+RETAKEN = 3
 MOST_TOKENS = 600  # of a request, before the batch begins anew
 HUGE_PAGES = {
     "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
     # What vLLM packs: memory of its own for each matrix, and none that was another's before.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000",
 }
+
+
+class Stolen:
+    """How much of the processors' time goes to other machines, where the system tells (Linux)."""
+
+    def __init__(self) -> None:
+        self._before = self._ticks()
+
+    def share(self) -> float:
+        """Of the time since it was asked last."""
+        now, before = self._ticks(), self._before
+        self._before = now
+        return (now[1] - before[1]) / max(now[0] - before[0], 1)
+
+    def _ticks(self) -> tuple[int, int]:
+        """All, and those stolen."""
+        try:
+            ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        except OSError:
+            return 0, 0
+        return sum(ticks), ticks[-1]
+
+
+def undisturbed(most_stolen: float, run: Callable[[], Any]) -> Any:
+    """What run() comes to while other machines have no larger share of the time; None if they always have."""
+    stolen = Stolen()
+    for _ in range(1 + RETAKEN):
+        stolen.share()
+        found = run()
+        if stolen.share() <= most_stolen:
+            return found
+    return None
 
 
 class Turn(NamedTuple):
@@ -138,7 +175,7 @@ class Contender:
 
 
 def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]], temperature: float, pairs: int,
-             steps: int, warm_up: int, progress: Any) -> dict[str, list[Pair]]:  # fmt: skip
+             steps: int, warm_up: int, progress: Any, most_stolen: float) -> dict[str, list[Pair]]:  # fmt: skip
     """Pairs of turns of every contender.
 
     Args:
@@ -149,6 +186,7 @@ def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]],
         steps: of a turn.
         warm_up: steps of each before the first turn.
         progress: is told of every pair.
+        most_stolen: share of the time that other machines may have in a pair.
     """
     if 2 * (steps + 1) > MOST_TOKENS:
         sys.exit(f"turns of {steps} steps: a pair of them does not fit {MOST_TOKENS} tokens; give fewer --steps")
@@ -161,17 +199,23 @@ def in_turns(engines: dict[str, Contender], prompts: dict[str, list[list[int]]],
                 one.begin(prompts[name], temperature)
     plain = list(engines)[: len(engines) // 2 + 1]
     others = list(engines)[len(plain) :]
-    while len(found[BASE]) < pairs:
+    stolen, disturbed = Stolen(), 0
+    while len(found[BASE]) < pairs and disturbed < RETAKEN * pairs:
         if not all(one.whole for one in engines.values()):
             for name, one in engines.items():
                 one.begin(prompts[name], temperature)
         there = between(others, plain, len(found[BASE]))
         order = [*there, *reversed(there)]
+        stolen.share()
         taken = [(name, engines[name].turn(steps)) for name in order]
-        if all(one.whole for one in engines.values()):
+        if stolen.share() > most_stolen:
+            disturbed += 1
+            progress.set_postfix_str(f"{disturbed} disturbed")
+        elif all(one.whole for one in engines.values()):
             for name, pair in paired(taken, plain).items():
                 found[name].append(pair)
-        progress.update()
+            progress.update()
+    progress.update(pairs - len(found[BASE]))
     return found
 
 
@@ -216,6 +260,7 @@ def flags(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--data", nargs="+", required=True, help="prompts, as ppd bench decode takes them")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
+    parser.add_argument("--most-stolen", type=float, default=0.02, help="of the time, by other machines")
     return parser
 
 
@@ -239,7 +284,9 @@ def begun(benchmark: str, args: argparse.Namespace, apart: tuple[str, ...]) -> d
 
 
 def add_pairs(result: dict[str, Any], cell: str, found: dict[str, list[Pair]]) -> None:
-    """Add each contender's pairs of turns to a cell."""
+    """Add each contender's pairs of turns to a cell; one without any is none."""
+    if not found[BASE]:
+        return
     pairs = result["cells"].setdefault(cell, {})
     for name, own in found.items():
         pairs[name] = [*pairs.get(name, []), *own]

@@ -103,7 +103,8 @@ def main() -> None:
                 for number in range(seen[temperature], seen[temperature] + args.texts):
                     text = texts[number % len(texts)]
                     prompts = {name: [text] * (ROWS if name == SEVERAL else 1) for name in engines}
-                    found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress)
+                    found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress,
+                                     args.most_stolen)  # fmt: skip
                     add_pairs(result, str(temperature), found)
                     result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")

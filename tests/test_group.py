@@ -23,6 +23,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "late": {"method": "ppd", "lanes": 8, "exit_layer": 5, "num_speculative_tokens": 1, "disable_by_batch_size": 16},
 }
 
+QUICK = {"batch_1", "batch_16", "arrivals_and_aborts", "structured_output", "logprobs"}
+
 # Prompts that are read in one chunk: all of them start to decode at once.
 SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
 
@@ -53,7 +55,7 @@ def counted(run: Callable[[], Any], *names: str) -> tuple[Any, list[float]]:
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        pytest.param(name, case, marks=[] if name == "lanes" else [pytest.mark.full])
+        pytest.param(name, case, marks=[] if name == "lanes" and case in QUICK else [pytest.mark.full])
         for name in VARIANTS
         for case in CASES
     ],

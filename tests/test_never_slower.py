@@ -3,15 +3,31 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from never_slower import rows
-from side_by_side import BASE, CONTROL, Pair, Turn, between, paired, plain_names
+from side_by_side import (
+    BASE,
+    CONTROL,
+    RETAKEN,
+    Pair,
+    Stolen,
+    Turn,
+    between,
+    in_turns,
+    paired,
+    plain_names,
+    undisturbed,
+)
+from tqdm import tqdm
 
 
 def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
@@ -46,6 +62,53 @@ def test_a_turn_is_held_against_those_beside_it() -> None:
     every = pytest.approx(16.27)
     assert found[BASE] == Pair(20, pytest.approx(2.09), 4, 60, every)
     assert found[CONTROL] == Pair(20, pytest.approx(6.09), 4, 60, every)
+
+
+class Engine:
+    """Takes its turns at once."""
+
+    whole = True
+
+    def begin(self, *_: Any) -> None:
+        pass
+
+    def turn(self, steps: int) -> Turn:
+        return Turn(steps, 1.0)
+
+
+@pytest.mark.parametrize(("disturbed", "kept"), [([], 4), ([1, 2, 5], 4), (range(2, 99), 2)])
+def test_pairs_in_which_others_had_the_machine_are_taken_anew(
+    disturbed: Any, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def share(_: Stolen) -> float:  # before a pair, and after it
+        asked.append(0)
+        return 0.03 if (len(asked) - 1) // 2 in disturbed else 0.01
+
+    monkeypatch.setattr(Stolen, "share", share)
+    engines: Any = {name: Engine() for name in (*plain_names(1), "cp")}
+    bar = tqdm(total=4, file=io.StringIO())
+    found = in_turns(engines, {name: [[1]] for name in engines}, 0.8, 4, 6, 0, bar, 0.02)
+    assert {name: len(pairs) for name, pairs in found.items()} == dict.fromkeys(engines, kept)
+    assert len(asked) == 2 * (kept + (len(disturbed) if kept == 4 else RETAKEN * 4))
+    assert bar.n == 4
+
+
+@pytest.mark.parametrize(("shares", "tries"), [([0, 0.01], 1), ([0.5, 0.03, 0, 0.02], 2), ([0.03] * 8, None)])
+def test_runs_in_which_others_had_the_machine_are_made_anew(
+    shares: list[float], tries: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, runs = iter(shares), iter(range(1, 9))
+    monkeypatch.setattr(Stolen, "share", lambda _: next(left))
+    assert undisturbed(0.02, lambda: next(runs)) == tries
+    assert next(left, None) is None
+
+
+def test_share_that_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter(["cpu 10 0 10 80 0 0 0 5 0 0", "cpu 50 0 20 100 0 0 0 30 7 7"])
+    monkeypatch.setattr(Path, "read_text", lambda _: next(said) + "\ncpu0 1 1 1 1 1 1 1 1 1 1")
+    assert Stolen().share() == pytest.approx(25 / 95)
 
 
 def test_cells_are_drawn_apart_from_each_other() -> None:

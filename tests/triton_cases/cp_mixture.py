@@ -37,7 +37,11 @@ def same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor,
     ("rows", "positions", "rank", "vocab"),
     [(3, 4, 3, 257), (2, 2, 1, 5000), (1, 3, 5, 1), (2, 3, 3, 32_000), (1, 2, 2, 151_936)],
 )
-def test_greedy_chains(dtype: torch.dtype, rows: int, positions: int, rank: int, vocab: int) -> None:
+def test_greedy_chains(
+    dtype: torch.dtype, rows: int, positions: int, rank: int, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu" and vocab > 5000:
+        monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 8192)  # the interpreter counts operations, not numbers
     made = case(rows, positions, rank, vocab, dtype)
     kept = made[0].clone()
     same(draft_chain(*made), reference(*made))
