@@ -13,6 +13,7 @@ import torch
 from conftest import drafter_of, our_counter, runner_of
 from exactness import generate, greedy, prompts
 
+from vllm_ppd.vllm_plugins import catch_up_budget
 from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
 from vllm_ppd.vllm_plugins.passes import consecutive
 from vllm_ppd.vllm_plugins.states import flat_ranges
@@ -98,7 +99,8 @@ def test_heads_rest_while_drafts_do_not_pay(
 
     rested, accepted = generated(8.0)
     assert rested > 100 and accepted < 10
-    drafter_of(llm).budget.seconds = 100.0  # small steps save little for a trial
+    monkeypatch.setattr(catch_up_budget, "MOST_AT_ONCE", 1e9)  # small steps save little for a trial
+    drafter_of(llm).budget.seconds = 100.0
     rested, accepted = generated(0.01)
     assert rested < 60 and accepted > 20
 
@@ -202,8 +204,11 @@ def test_budget_of_catching_up() -> None:
     # In a pause it takes longer, and no trial is made by fewer than half.
     missing[2] = missing[0]
     assert budget.affordable(missing, 117 + 128, 0.1, pausing=True).tolist() == [False, True, False, False]
-    assert budget.affordable(missing, 117 + 3 * 128, 0.1, pausing=True).tolist() == [True, True, False, False]
-    assert budget.affordable(missing[[0, 2, 3]], 118 + 3 * 128, 0.1, pausing=True).tolist() == [False] * 3
+    assert budget.affordable(missing, 117 + 7 * 128, 0.1, pausing=True).tolist() == [True, True, False, False]
+    assert budget.affordable(missing[[0, 2, 3]], 118 + 7 * 128, 0.1, pausing=True).tolist() == [False] * 3
+    # However long it has been, nobody waits for more than 4 steps.
+    assert budget.affordable(missing, 10**6, 0.1, pausing=True).tolist() == [True, True, False, False]
+    assert budget.seconds == pytest.approx(0.4)
 
 
 def test_consecutive_tokens_are_spans_of_passes_that_are_not_too_large() -> None:

@@ -4,7 +4,8 @@
 What the heads missed can be computed at any time, and all of it at once would hold everybody up. So each step puts a
 share of its time aside, which whoever has missed least may have. While drafts pay, to catch up is an investment. In a
 pause it is the price of a trial, and a trial by a few says little about what drafts of all of them would take: it waits
-until half of the requests can be paid for.
+until half of the requests can be paid for. What a long pause puts aside is not spent in one go: everybody would stand
+still for as long.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import numpy as np
 from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 
 INVESTED = 1 / 4  # of a step without drafts, while drafts pay
+OF_A_TRIAL = 1 / (2 * PROBE_EVERY)  # in a pause: the trial itself takes its share, too
+MOST_AT_ONCE = 4  # steps without drafts that a pause puts aside
 
 
 class CatchUpBudget:
@@ -44,7 +47,9 @@ class CatchUpBudget:
             return whole
         if not (pausing or plain):
             return np.ones(len(missing), dtype=bool)
-        self.seconds += steps * plain * (1 / PROBE_EVERY if pausing else INVESTED)
+        self.seconds += steps * plain * (OF_A_TRIAL if pausing else INVESTED)
+        if pausing:
+            self.seconds = min(self.seconds, MOST_AT_ONCE * plain)
         order = np.argsort(missing, kind="stable")
         if self._prices:
             paid = np.cumsum(missing[order]) * min(self._prices) <= self.seconds
