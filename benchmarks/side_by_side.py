@@ -8,22 +8,25 @@ back, and so on. Engines of vLLM alone are one more than contenders: so each has
 What is measured while a hypervisor gives more than --most-stolen of the processors' time to other machines does not
 count, and is measured anew: up to RETAKEN times as much as is asked for.
 
-Weights lie in huge pages where the system has them: else the same product takes up to a fifth longer in one engine than
-in another, by the pages that each happened to get.
+Weights lie in huge pages where the system has them, and on a CPU all engines read one copy of those that are equal:
+else the same product takes up to a fifth longer in one engine than in another, by the memory that each happened to get.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from engines import add_up, drafter_of
 
 from vllm_ppd.heads.training.provenance import provenance
@@ -112,6 +115,7 @@ class Contender:
         """
         from vllm import LLM
 
+        pack_once()
         self.llm = LLM(
             model=str(args.model), dtype=args.dtype, seed=0, max_num_seqs=requests,
             max_model_len=context or args.prompt_tokens + MOST_TOKENS + 16, enable_prefix_caching=False,
@@ -244,6 +248,26 @@ def paired(taken: list[tuple[str, Turn]], plain: list[str]) -> dict[str, Pair]:
         )
         for name, turns in own.items()
     }  # fmt: skip
+
+
+def pack_once() -> None:
+    """Have vLLM's CPU backend pack equal matrices once, whichever engines of this process they are of."""
+    from vllm import _custom_ops
+
+    stock = _custom_ops.create_onednn_mm
+    if hasattr(stock, "__wrapped__"):
+        return
+    packed: dict[tuple[Any, ...], Any] = {}
+
+    @wraps(stock)
+    def once(weight: torch.Tensor, *rest: int) -> Any:
+        content = hashlib.blake2b(weight.t().contiguous().view(torch.uint8).numpy()).digest()
+        key = (weight.shape, weight.dtype, content, rest)
+        if key not in packed:
+            packed[key] = stock(weight, *rest)
+        return packed[key]
+
+    _custom_ops.create_onednn_mm = once
 
 
 def with_huge_pages() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -23,6 +24,7 @@ from side_by_side import (
     Turn,
     between,
     in_turns,
+    pack_once,
     paired,
     plain_names,
     undisturbed,
@@ -123,3 +125,21 @@ def test_cells_are_drawn_apart_from_each_other() -> None:
 def test_kept_rows(name: str) -> None:
     kept = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert rows(kept["cells"], int(kept["settings"]["steps"])) == kept["rows"]
+
+
+def test_engines_of_a_process_read_one_copy_of_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU: how fast a product is depends on the memory that its matrix happened to get."""
+    from vllm import _custom_ops
+
+    if not hasattr(torch.ops._C, "create_onednn_mm_handler"):
+        pytest.skip("this build of vLLM packs no weights")
+    monkeypatch.setattr(_custom_ops, "create_onednn_mm", _custom_ops.create_onednn_mm)
+    pack_once()
+    pack_once()
+    weight = torch.randn(64, 32).bfloat16()
+    first, second = (_custom_ops.create_onednn_mm(one.t(), 32) for one in (weight, weight.clone()))
+    other = _custom_ops.create_onednn_mm((weight + 1).t(), 32)
+    assert first is second and first is not other
+    inputs = torch.randn(3, 32).bfloat16()
+    for handler, matrix in ((second, weight), (other, weight + 1)):
+        torch.testing.assert_close(_custom_ops.onednn_mm(handler, inputs, None), inputs @ matrix.t())

@@ -57,6 +57,7 @@ class AdaptiveDrafts:
         self.probing = False  # whether the last choice was made to measure
         self.withheld = 0  # drafts that the last choice left out
         self.gain = 1.0  # speed-up that the last choice promises; infinite where it is made to measure
+        self._promised = np.inf  # the latest gain of drafts that were not made to measure
         self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
         self.lasting = False  # nor, if that costs much, later on
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
@@ -208,9 +209,9 @@ class AdaptiveDrafts:
         return self._steps
 
     @property
-    def pausing(self) -> bool:
-        """Whether drafts do not pay."""
-        return self._pausing
+    def promised(self) -> float | None:
+        """The speed-up that drafts promised when they were last made not to measure; None where they do not pay."""
+        return None if self._pausing else self._promised
 
     @property
     def drafting(self) -> bool:
@@ -254,7 +255,7 @@ class AdaptiveDrafts:
         if gain >= (WORTH if self._pausing else STAYS):
             if self._pausing:
                 self._pausing, self._resumed_at = False, self._steps
-            self.gain = gain
+            self.gain = self._promised = gain
             return self._or_probe(allowed, drafts, best, size)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0

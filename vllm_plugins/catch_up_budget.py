@@ -2,10 +2,10 @@
 """Whose heads catch up, so that it takes no more than a share of the time.
 
 What the heads missed can be computed at any time, and all of it at once would hold everybody up. So each step puts a
-share of its time aside, which whoever has missed least may have. While drafts pay, to catch up is an investment. In a
-pause it is the price of a trial, and a trial by a few says little about what drafts of all of them would take: it waits
-until half of the requests can be paid for. What a long pause puts aside is not spent in one go: everybody would stand
-still for as long.
+share of its time aside, which whoever has missed least may have. While drafts pay, to catch up is an investment, made
+of what they win. In a pause it is the price of a trial, and a trial by a few says little about what drafts of all of
+them would take: it waits until half of the requests can be paid for. What a long pause puts aside is not spent in one
+go: everybody would stand still for as long.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 
-INVESTED = 1 / 4  # of a step without drafts, while drafts pay
+INVESTED = 1 / 2  # of the time that drafts win, while they pay
+MOST_INVESTED = 1 / 4  # of a step without drafts
 OF_A_TRIAL = 1 / (2 * PROBE_EVERY)  # in a pause: the trial itself takes its share, too
 MOST_AT_ONCE = 4  # steps without drafts that a pause puts aside
 
@@ -29,14 +30,14 @@ class CatchUpBudget:
         self._prices: deque[float] = deque(maxlen=9)  # seconds of a token
         self._step = 0  # at which the seconds were counted last
 
-    def affordable(self, missing: np.ndarray, step: int, plain: float, pausing: bool) -> np.ndarray:
+    def affordable(self, missing: np.ndarray, step: int, plain: float, promised: float | None) -> np.ndarray:
         """Rows that can draft, perhaps once they have caught up.
 
         Args:
             missing: [rows] tokens that the heads have not seen.
             step: number of the step that ended.
             plain: seconds of a step without drafts; 0 where that is not known.
-            pausing: whether drafts do not pay.
+            promised: speed-up by drafts; None where they do not pay.
 
         Returns:
             [rows] bool.
@@ -45,11 +46,12 @@ class CatchUpBudget:
         whole = missing == 0
         if whole.all():
             return whole
-        if not (pausing or plain):
+        if promised is not None and not plain:
             return np.ones(len(missing), dtype=bool)
-        self.seconds += steps * plain * (OF_A_TRIAL if pausing else INVESTED)
-        if pausing:
-            self.seconds = min(self.seconds, MOST_AT_ONCE * plain)
+        if promised is None:
+            self.seconds = min(self.seconds + steps * plain * OF_A_TRIAL, MOST_AT_ONCE * plain)
+        else:
+            self.seconds += steps * plain * min(INVESTED * (promised - 1), MOST_INVESTED)
         order = np.argsort(missing, kind="stable")
         if self._prices:
             paid = np.cumsum(missing[order]) * min(self._prices) <= self.seconds
@@ -57,7 +59,7 @@ class CatchUpBudget:
             paid = np.arange(len(order)) <= np.count_nonzero(whole)  # one more: what it takes is to be known
         chosen = whole.copy()
         chosen[order[paid]] = True
-        return whole if pausing and self._prices and 2 * np.count_nonzero(chosen) < len(missing) else chosen
+        return whole if promised is None and self._prices and 2 * np.count_nonzero(chosen) < len(missing) else chosen
 
     def spent(self, tokens: int, seconds: float) -> None:
         """To catch up with so many tokens took so long."""

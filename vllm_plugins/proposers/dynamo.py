@@ -106,7 +106,7 @@ class DynaMoProposer(Proposer):
         able = missing < LOST
         if adaptive is not None:
             plain = adaptive.costs.plain(len(missing))
-            able &= self.budget.affordable(missing, adaptive.steps, plain, adaptive.pausing)
+            able &= self.budget.affordable(missing, adaptive.steps, plain, adaptive.promised)
         return able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
