@@ -66,6 +66,7 @@ class HeadsHistory:
         self._ends = np.zeros(0, dtype=np.int64)
         self._slots = np.zeros((0, 0), dtype=np.int64)  # [groups, tokens]
         self._steady = False  # whether it takes in one token of each request of the step before
+        self._room = 0  # steps like it before a token begins a block
         self._stem: torch.Tensor | None = None
 
     def forget(self, req_ids: list[str]) -> None:
@@ -97,6 +98,8 @@ class HeadsHistory:
         if self.states is not None and not (self._steady and self.resting):
             self.states.settle()  # blocks may be others' from here on
         self._slots = self._slots_of(np.repeat(np.arange(rows), lengths), flat_ranges(starts, lengths))
+        steady = self._steady and rows > 0
+        self._room = int((self._sizes - 1 - self._slots % self._sizes).min()) if steady else 0
         # Before anyone is looked at: a block that one request fills may be another's prefix in the same step.
         self._mark(self._slots, self.resting)
         missing = self._missing_before(starts)
@@ -112,16 +115,16 @@ class HeadsHistory:
     def _goes_on(self) -> bool:
         """Take in a resting step whose tokens follow those of the one before, in the same blocks; whether it is one."""
         batch, rows = self.runner.input_batch, self._slots.shape[1]
-        if not self._steady or self.states is None or self._names != batch.req_ids:
+        if not (self._steady and self._room) or self.states is None or self._names != batch.req_ids:
             return False
-        slots = self._slots + 1
-        if self.runner.query_start_loc.np[rows] != rows or (slots % self._sizes == 0).any():
-            return False
-        if (batch.num_computed_tokens_cpu[:rows] != self._ends).any():
+        if self.runner.query_start_loc.np[rows] != rows or (batch.num_computed_tokens_cpu[:rows] != self._ends).any():
             return False
         assert self.missing is not None
-        self._slots, self._ends, self.missing = slots, self._ends + 1, self.missing + 1
-        self._mark(slots, True)
+        self._slots = self._slots + 1  # those before may wait with their states
+        self._ends += 1
+        self.missing += 1
+        self._room -= 1
+        self._mark(self._slots, True)
         return True
 
     @property

@@ -8,6 +8,7 @@ Overrides, each of which calls vLLM's unless we draft:
     _sample                    tokens that a method adds to the sampled ones
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
+    take_draft_token_ids       nothing where nobody drafts
     _prepare_inputs            see undrafted_steps.py
 """
 
@@ -25,6 +26,7 @@ class DraftingRunnerMixin(UndraftedSteps):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer
+    _draft_token_ids: Any  # vLLM's: what propose_draft_token_ids gave
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,3 +79,8 @@ class DraftingRunnerMixin(UndraftedSteps):
             self._draft_probs = self.drafter.probs
             self._draft_prob_req_ids = list(self.input_batch.req_ids)
         return drafts
+
+    def take_draft_token_ids(self) -> Any:
+        if isinstance(self._draft_token_ids, list) and not any(self._draft_token_ids):
+            return None  # the scheduler would look every request up to note that it has none, as it has anyway
+        return super().take_draft_token_ids()  # type: ignore[misc]

@@ -130,10 +130,10 @@ class Proposer(ABC):
     def draft(self, step: Step) -> list[list[int]]:
         """Draft token ids, a list a batch row; empty where a request does not draft."""
         started = time.perf_counter()
-        self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
         plan, planner = None, self.planner
         if not planner.pauses_on(started, self.decoding, self.own_share):
+            self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
             plan = planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
         self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
