@@ -256,6 +256,21 @@ def test_a_machine_that_is_slow_for_moments_does_not_make_drafting_pay(requests:
         assert engine.tokens / requests / sum(counted) * shallow(0.5)(requests, 0) > 0.985
 
 
+@pytest.mark.parametrize("requests", [1, 8])
+def test_a_slow_start_does_not_make_drafting_pay_for_long(requests: int) -> None:
+    """Few steps without drafts were timed, all of them while the machine was slow: they are soon timed again."""
+    for seed in range(3):
+        counted: list[int] = []
+
+        def cost(requests: int, drafts: int, counted: list[int] = counted) -> float:
+            counted.append(drafts)
+            return shallow(0.5)(requests, drafts) * (1.5 if len(counted) <= 6 else 1.0)
+
+        engine = Simulation(cost, requests, seed=seed, noise=0.02)
+        most = engine.run(160, 0.35)
+        assert np.mean(np.array(most[60:]) > 0) < 0.2
+
+
 def test_requests_of_one_batch_differ() -> None:
     rates = [0.9] * 4 + [0.02] * 4
     engine = Simulation(shallow(0.2), 8)
@@ -351,6 +366,16 @@ def test_where_more_drafts_seem_cheaper_the_latest_steps_are_right(first: int, t
             costs.add(0, drafts, seconds[drafts])
     costs.refresh()
     np.testing.assert_allclose(costs.relative(0), expected)
+
+
+def test_where_more_drafts_seem_cheaper_the_first_steps_of_a_kind_do_not_outweigh_many() -> None:
+    """Single drafts have just been timed for the first time, and had to be compiled."""
+    costs = StepCosts(2)
+    for drafts, seconds, times in ((0, 1.0, ENOUGH), (2, 1.3, 2 * ENOUGH), (1, 1.5, ENOUGH)):
+        for _ in range(times):
+            costs.add(0, drafts, seconds)
+    costs.refresh()
+    np.testing.assert_allclose(costs.relative(0), [1, 1.3, 1.3])
 
 
 def test_batch_sizes() -> None:

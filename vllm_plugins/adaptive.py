@@ -25,7 +25,7 @@ import math
 import numpy as np
 
 from vllm_ppd.vllm_plugins.draft_acceptance import BELIEF, DraftAcceptance, reordered
-from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
+from vllm_ppd.vllm_plugins.step_costs import ENOUGH, KEPT, SIZES, Agree, StepCosts
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
@@ -275,7 +275,8 @@ class AdaptiveDrafts:
         new &= self._timings[size] < ENOUGH
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
-        begun = self._last_without[size] <= self._resumed_at
+        # What few steps say, all of one moment, is to be looked at again soon.
+        begun = self._last_without[size] <= self._resumed_at or self.costs.count(size, 0) < KEPT
         # What little is lost without drafts that hardly pay is lost the more often.
         often = PROBE_EVERY * (SETTLING + ENOUGH) * (self.gain - 1)
         gap = FIRST_PROBES if new else FIRST_CHECK if begun else min(PROBE_EVERY, max(FIRST_CHECK, often))

@@ -60,7 +60,8 @@ class StepCosts:
         self._changed: set[tuple[int, int]] = set()
         self.due = False  # whether a kind of step can be told for the first time
         self._medians = np.full((len(SIZES), most + 1), np.nan)
-        self._timed_at = np.zeros(self._medians.shape)  # the median of when they were, the same on every rank
+        # Steps that each is of, and the median of when they were; the same on every rank.
+        self._kept, self._timed_at = np.zeros(self._medians.shape), np.zeros(self._medians.shape)
         self._agreed = self._medians.copy()
         self._pace = 0.0  # log of how much longer steps take now than those that the medians are of
         self._relative: dict[int, np.ndarray | None] = {}
@@ -98,7 +99,7 @@ class StepCosts:
             kind = self._kinds[cell[0]][cell[1]]
             if kind.count >= ENOUGH:
                 self._medians[cell] = kind.tell()
-                self._timed_at[cell] = statistics.median(kind.when)
+                self._kept[cell], self._timed_at[cell] = len(kind.when), statistics.median(kind.when)
         self._changed.clear()
         self.due = False
         self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
@@ -116,21 +117,23 @@ class StepCosts:
             if len(usable):
                 nearest = usable[np.argmin(abs(usable - size))]
                 kinds = np.flatnonzero(timed[nearest])
-                self._relative[size] = _line(self._agreed[nearest], kinds, self._timed_at[nearest, kinds])
+                believed = np.lexsort((-self._timed_at[nearest, kinds[1:]], -self._kept[nearest, kinds[1:]]))
+                self._relative[size] = _line(self._agreed[nearest], kinds, 1 + believed)
             else:
                 self._relative[size] = None
         return self._relative[size]
 
 
-def _line(seconds: np.ndarray, timed: np.ndarray, when: np.ndarray) -> np.ndarray:
+def _line(seconds: np.ndarray, timed: np.ndarray, believed: np.ndarray) -> np.ndarray:
     """[most + 1] relative to the first, between and beyond those that were timed on a straight line.
 
-    More drafts never take less time. Where they seem to, what was timed latest is right: kinds that are not drafted any
-    more keep the seconds that they once took.
+    More drafts never take less time. Where they seem to, what was timed more often is right, the first steps of a kind
+    being slow where they have to be compiled, and of what was as often what was timed latest: kinds that are not
+    drafted any more keep the seconds that they once took. `believed` has places in `timed` in this order.
     """
     ratios = np.full(len(timed), np.nan)
     ratios[0] = 1.0
-    for kind in 1 + np.argsort(-when[1:]):
+    for kind in believed:
         low, high = np.fmax.reduce(ratios[:kind]), np.fmin.reduce(ratios[kind + 1 :], initial=np.inf)
         ratios[kind] = min(max(seconds[timed[kind]] / seconds[0], low), high)
     found = np.interp(np.arange(len(seconds)), timed, ratios)
