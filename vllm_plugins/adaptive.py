@@ -276,15 +276,15 @@ class AdaptiveDrafts:
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
         # What few steps say, all of one moment, is to be looked at again soon.
-        begun = self._last_without[size] <= self._resumed_at or self.costs.count(size, 0) < KEPT
+        doubtful = self._last_without[size] <= self._resumed_at or self.costs.count(size, 0) < KEPT
         # What little is lost without drafts that hardly pay is lost the more often.
         often = PROBE_EVERY * (SETTLING + ENOUGH) * (self.gain - 1)
-        gap = FIRST_PROBES if new else FIRST_CHECK if begun else min(PROBE_EVERY, max(FIRST_CHECK, often))
+        gap = FIRST_PROBES if new else FIRST_CHECK if doubtful else min(PROBE_EVERY, max(FIRST_CHECK, often))
         if self._steps - max(self._last_without[size], self._resumed_at) >= gap:
             self._timings[size] += 1
             self._settling = SETTLING if unsure else 1
             # What a batch size met for the first time takes is to be known at once: drafts may cost much more in it.
-            self._burst = self._settling + (ENOUGH if new or unsure or begun else 1) - 1
+            self._burst = self._settling + (ENOUGH if new or unsure or doubtful else 1) - 1
             return self._probe(np.zeros_like(allowed))
         deeper = np.minimum(allowed, best + 1)
         if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():
