@@ -14,7 +14,6 @@ from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY, AdaptiveDrafts
 from vllm_ppd.vllm_plugins.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.step_costs import ENOUGH, KEPT, SIZES, StepCosts
 
 Cost = Callable[[int, int], float]
 MOST = 4
@@ -320,66 +319,6 @@ def test_what_is_known_of_a_request_follows_it() -> None:
     assert rates[0] > 0.9 and rates[1] == 0 and rates[2] > 0.9
     assert adaptive.acceptance.trials[1].sum() == 0
     assert len(adaptive.choose(np.array([2, 2, 2]), 3, sampled, free)) == 3
-
-
-# ---- step costs
-
-
-def test_costs_between_and_beyond_what_was_timed_lie_on_a_line() -> None:
-    costs = StepCosts(5)
-    size = costs.size(4)
-    for drafts, seconds in ((0, 2.0), (1, 3.0), (3, 5.0)):
-        for _ in range(ENOUGH):
-            costs.add(size, drafts, seconds)
-    assert costs.relative(size) is None
-    costs.refresh()
-    np.testing.assert_allclose(costs.relative(size), [1, 1.5, 2, 2.5, 3, 3.5])
-    # A size never seen takes the nearest one's ratios.
-    np.testing.assert_allclose(costs.relative(costs.size(100)), [1, 1.5, 2, 2.5, 3, 3.5])
-
-
-def test_costs_are_medians_of_the_latest_steps() -> None:
-    costs = StepCosts(1)
-    for seconds in [9.0] * 50 + [1.0] * KEPT:
-        costs.add(0, 0, seconds)
-    for seconds in [2.0] * (ENOUGH - 1) + [50.0]:
-        costs.add(0, 1, seconds)
-    costs.refresh()
-    np.testing.assert_allclose(costs.relative(0), [1, 2])
-
-
-def test_more_drafts_never_seem_cheaper() -> None:
-    costs = StepCosts(2)
-    for drafts, seconds in ((0, 1.0), (1, 0.8), (2, 0.9)):
-        for _ in range(ENOUGH):
-            costs.add(0, drafts, seconds)
-    costs.refresh()
-    np.testing.assert_allclose(costs.relative(0), [1, 1, 1])
-
-
-@pytest.mark.parametrize(("first", "then", "expected"), [(1, 2, [1, 1.5, 1.5]), (2, 1, [1, 3, 3])])
-def test_where_more_drafts_seem_cheaper_the_latest_steps_are_right(first: int, then: int, expected: list[int]) -> None:
-    """Drafts were dear once; those that are not made any more would keep others out for ever."""
-    costs, seconds = StepCosts(2), {0: 1.0, 1: 3.0, 2: 1.5}
-    for drafts in (0, first, then):
-        for _ in range(ENOUGH):
-            costs.add(0, drafts, seconds[drafts])
-    costs.refresh()
-    np.testing.assert_allclose(costs.relative(0), expected)
-
-
-def test_where_more_drafts_seem_cheaper_the_first_steps_of_a_kind_do_not_outweigh_many() -> None:
-    """Single drafts have just been timed for the first time, and had to be compiled."""
-    costs = StepCosts(2)
-    for drafts, seconds, times in ((0, 1.0, ENOUGH), (2, 1.3, 2 * ENOUGH), (1, 1.5, ENOUGH)):
-        for _ in range(times):
-            costs.add(0, drafts, seconds)
-    costs.refresh()
-    np.testing.assert_allclose(costs.relative(0), [1, 1.3, 1.3])
-
-
-def test_batch_sizes() -> None:
-    assert [StepCosts.size(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 10_000)] == [0, 1, 2, 3, 4, 4, 5, 6, len(SIZES) - 1]
 
 
 # ---- a real engine

@@ -7,11 +7,11 @@ is taken; n = 0, vLLM's own step, is one of them. Requests of which too little i
 
 What is not done cannot be measured, so it is done now and then: steps without drafts while drafting, some with drafts
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
-the more often a pause is broken, and the less they win, the more often steps without them are timed. Once drafting
-has begun, steps without drafts are timed soon: what made it begin may have been the machine, slow in the one kind of
-step and fast in the other. Steps that draft after a pause are repeated at once only while what was accepted pays for
-it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of such
-steps alone would keep a pause going for ever, or drafting that does not pay.
+the more often a pause is broken, and the less they win, the more often steps without them are timed. Where what is
+known leaves it open whether drafts pay, or whether another number would pay more, it is measured as SOON as may be.
+Steps that draft after a pause are repeated at once only while what was accepted pays for it. The first steps after
+others of another sort are not timed: what they run is in no cache then, and seconds of such steps alone would keep a
+pause going for ever, or drafting that does not pay.
 
 In a pause a method may leave out what only drafts need. It is made up for before the next trial, and never where that
 is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has failed, or it is
@@ -25,7 +25,7 @@ import math
 import numpy as np
 
 from vllm_ppd.vllm_plugins.draft_acceptance import BELIEF, DraftAcceptance, reordered
-from vllm_ppd.vllm_plugins.step_costs import ENOUGH, KEPT, SIZES, Agree, StepCosts
+from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
@@ -34,11 +34,11 @@ TURNS = 4  # times as often is a pause broken that the requests at hand alone ha
 SETTLING = 3  # steps without drafts that are not timed after others; of steps with drafts, one
 CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per cent decide nothing there
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
-FIRST_PROBES = 8  # steps between those that time a batch size met for the first time
-FIRST_CHECK = 16  # steps with drafts after a pause before some without are timed for the first time
+SOON = 16  # steps between those that measure what may well be other than it seems, and decides
 REFRESH_EVERY = 16  # steps between two looks at the clock
 # Predicted speed-up from which on drafting begins, and below which it ends: a step's time is not known to a per cent.
 WORTH, STAYS = 1.05, 1.02
+DOUBT = 1.0  # standard deviations of steps' prices: what they may well be
 
 
 class AdaptiveDrafts:
@@ -61,9 +61,8 @@ class AdaptiveDrafts:
         self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
         self.lasting = False  # nor, if that costs much, later on
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
-        self._steps = self._last_drafted = self._last_deeper = 0
-        # By batch size: the latest step without drafts, and how many were made to time them.
-        self._last_without, self._timings = [0] * len(SIZES), [0] * len(SIZES)
+        self._steps = self._last_drafted = self._last_other = 0
+        self._last_without = [0] * len(SIZES)  # by batch size, the latest step without drafts
         self._pausing = False  # drafts do not pay
         self._paused_at = 0  # the step at which they were found not to
         self._resumed_at = 0  # the step at which they were found to, again
@@ -75,7 +74,6 @@ class AdaptiveDrafts:
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._alike = 0  # steps before that one of its sort, on end
         self._settling = 1  # steps without drafts that are not timed now: at first few are on end between prompts
-        self._settled = [False] * len(SIZES)  # batch sizes that SETTLING of them on end were seen of
         self._now = 0.0
         self._timed: tuple[int, int, float] | None = None  # batch size, drafts and start of the step that runs now
         self._size = 0  # batch size of the last choice
@@ -128,7 +126,7 @@ class AdaptiveDrafts:
             verified = np.where(emitted > 0, self._drafts, 0)
             self.acceptance.learn(verified, emitted - 1, self._steps)
             if self._pausing and self.probing and verified.any():
-                self._paid = bool(emitted[verified > 0].mean() >= self._price)
+                self._paid = bool(emitted[verified > 0].mean() > max(self._price, 1.0))
         self._now = now
 
     def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
@@ -186,7 +184,6 @@ class AdaptiveDrafts:
         self.lasting = self.resting and (tried or self._clearly)
         self._alike = self._alike + 1 if self._drafted == (chosen > 0) else 0
         settled = self._alike >= (1 if chosen else self._settling)
-        self._settled[self._size] |= chosen == 0 and self._alike >= SETTLING
         self._timed = (self._size, chosen, self._now) if settled and timed else None
         self._drafted = chosen > 0
 
@@ -235,7 +232,7 @@ class AdaptiveDrafts:
         relative = self.costs.relative(size)
         if relative is None:
             # Nothing is known yet: time some steps without drafts, then some with.
-            if self.costs.count(size, 0) < ENOUGH:
+            if not self.costs.knows(size, 0):
                 return np.zeros_like(allowed)
             self.gain = np.inf
             return allowed
@@ -245,6 +242,8 @@ class AdaptiveDrafts:
             if not due and self._steps >= max(self._wake, self._ends_at(relative, TURNS)):
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
                 due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
+                # They may be cheaper than they seem.
+                due = due or self._best(allowed, self._relative(size, -DOUBT), emitting)[1] >= WORTH
             going_on = self._goes_on()
             if not (due or going_on or self._paid or self._changed):
                 return np.zeros_like(allowed)
@@ -256,7 +255,7 @@ class AdaptiveDrafts:
             if self._pausing:
                 self._pausing, self._resumed_at = False, self._steps
             self.gain = self._promised = gain
-            return self._or_probe(allowed, drafts, best, size)
+            return self._or_probe(allowed, drafts, best, size, emitting)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
             self._settling = SETTLING
@@ -264,33 +263,43 @@ class AdaptiveDrafts:
         if due or going_on or self._paid:
             if due:
                 self._burst = BURST - 1
-            self._price = float(relative[best])
-            return self._probe(np.minimum(allowed, best))
+            hoped, gain, _ = self._best(allowed, self._relative(size, -DOUBT), emitting)
+            if gain < WORTH:
+                hoped = best
+            self._price = float(relative[hoped])
+            return self._probe(np.minimum(allowed, hoped))
         return np.zeros_like(allowed)
 
-    def _or_probe(self, allowed: np.ndarray, drafts: np.ndarray, best: int, size: int) -> np.ndarray:
+    def _or_probe(self, allowed: np.ndarray, drafts: np.ndarray, best: int, size: int, emitting: int) -> np.ndarray:
         """The drafts that pay, or a step that measures another number."""
-        unsure = self.gain < CLEAR
-        new = self.costs.count(size, 0) < ENOUGH or (unsure and not self._settled[size])
-        new &= self._timings[size] < ENOUGH
         if self._drafted is False and self._goes_on():
             return self._probe(np.zeros_like(allowed))
-        # What few steps say, all of one moment, is to be looked at again soon.
-        doubtful = self._last_without[size] <= self._resumed_at or self.costs.count(size, 0) < KEPT
-        # What little is lost without drafts that hardly pay is lost the more often.
-        often = PROBE_EVERY * (SETTLING + ENOUGH) * (self.gain - 1)
-        gap = FIRST_PROBES if new else FIRST_CHECK if doubtful else min(PROBE_EVERY, max(FIRST_CHECK, often))
-        if self._steps - max(self._last_without[size], self._resumed_at) >= gap:
-            self._timings[size] += 1
-            self._settling = SETTLING if unsure else 1
-            # What a batch size met for the first time takes is to be known at once: drafts may cost much more in it.
-            self._burst = self._settling + (ENOUGH if new or unsure or doubtful else 1) - 1
-            return self._probe(np.zeros_like(allowed))
-        deeper = np.minimum(allowed, best + 1)
-        if self._steps - self._last_deeper >= PROBE_EVERY and (deeper > drafts).any():
-            self._last_deeper = self._steps
-            return self._probe(deeper)
+        since = self._steps - max(self._last_without[size], self._resumed_at)
+        if since >= SOON and since % SOON == 0:
+            unsure = self.gain < CLEAR
+            # What was timed a few times only may be of a moment in which the machine became faster or slower.
+            doubtful = not self.costs.knows(size, 0, times=3)
+            doubtful = doubtful or self._best(allowed, self._relative(size, DOUBT), emitting)[1] < STAYS
+            # What little is lost without drafts that hardly pay is lost the more often.
+            if doubtful or since >= min(PROBE_EVERY, PROBE_EVERY * (SETTLING + ENOUGH) * (self.gain - 1)):
+                self._settling = SETTLING if unsure else 1
+                self._burst = self._settling + (ENOUGH if unsure or doubtful else 1) - 1
+                return self._probe(np.zeros_like(allowed))
+        since = self._steps - self._last_other
+        if since >= SOON and since % SOON == 0:
+            hoped, gain, others = self._best(allowed, self._relative(size, -DOUBT), emitting)
+            if since >= PROBE_EVERY and hoped == best:
+                gain, others = np.inf, np.minimum(allowed, best + 1)
+            if gain > WORTH * self.gain and not np.array_equal(others, drafts):
+                self._last_other = self._steps
+                return self._probe(others)
         return drafts
+
+    def _relative(self, size: int, doubt: float) -> np.ndarray:
+        """As StepCosts.relative, where steps are known."""
+        relative = self.costs.relative(size, doubt)
+        assert relative is not None
+        return relative
 
     def _goes_on(self) -> bool:
         """Whether the probe that was begun takes another step."""

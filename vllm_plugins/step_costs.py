@@ -1,70 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode step costs by batch size and drafts, as this engine measures it while it serves.
 
-Kinds of steps are seldom timed in the same minute, and a machine is not as fast in one as in the next: all seconds are
-held against how fast steps of known kinds are now.
+A machine is not as fast in one minute as in the next, so two kinds of steps can be compared only where they were timed
+close to each other. A Kalman filter of each batch size does so. In logs, a step's seconds are the machine's pace, plus
+the price of the step's drafts, plus noise; the pace may change from any step to the next, prices drift slowly. While
+all steps have as many drafts, the two cannot be told apart; steps around a change of that number show what it costs.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 
 # Batch sizes that are told apart: each stands for those from the one before it up to itself.
 SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512])
-KEPT = 9  # latest steps of a kind whose median counts
-ENOUGH = 3  # steps of a kind from which on its median is believed
-CHANGED = 1.3  # times as long or as short in each of the ENOUGH latest steps: those before them no longer count
-PACE_MEMORY = 32  # steps that say how fast the machine is now
-MOST_SURPRISE = 0.3  # that a single step counts for, which may be late for reasons of its own
+FIRST = 2  # steps of a kind that are not timed: something may have to be compiled in them
+ENOUGH = 3  # timed ones from which on they are believed
+# Standard deviations of logs of seconds.
+NOISE = 0.04  # of one step
+PACE = 0.03  # of the machine from one step to the next
+AT_ALL, EACH, BEND = 0.3, 0.1, 0.05  # of prices before any is known: of drafts at all, of each, of how these differ
+OTHER_SIZE = 0.1  # of prices from one batch size to the next
+DRIFT = 0.005  # of prices from one step to the next, in units of what they are before any is known
+SURPRISE = 2.0  # in standard deviations: no step counts for more, as it may be late for reasons of its own
+CHANGED = 3  # surprises on end of one kind: these steps are not what they were
 
 Agree = Callable[[np.ndarray], np.ndarray]
 
 
-class _Kind:
-    """Steps of a batch size and a number of drafts."""
+class _Prices:
+    """The filter of one batch size.
 
-    def __init__(self) -> None:
-        self.latest: deque[float] = deque(maxlen=KEPT)  # seconds
-        self.when: deque[int] = deque(maxlen=KEPT)  # of all steps that were added, which these were
-        self.count = 0
-        self.median = math.nan
+    Args:
+        prior: covariance of the prices before any is known, [1 + N, 1 + N]; that of the pace, in the first row and
+            column, is zero.
+        nearest: of the nearest batch size (None: there is none).
+        away: how many batch sizes that one is away.
+    """
 
-    def tell(self) -> float:
-        """The median of the latest; of the very latest alone where each of them says that such a step is another."""
-        self.median = statistics.median(self.latest)
-        newest = list(self.latest)[-ENOUGH:]
-        if max(newest) < self.median / CHANGED or min(newest) > self.median * CHANGED:
-            self.median = statistics.median(newest)
-        return self.median
+    def __init__(self, prior: np.ndarray, nearest: _Prices | None, away: int) -> None:
+        self.prior = prior
+        self.mean, self.covariance = np.zeros(len(prior)), prior.copy()  # [1 + N]: pace, price of 1, 2, ... drafts
+        if nearest is not None:
+            self.mean[1:] = nearest.mean[1:]
+            self.covariance[1:, 1:] = nearest.covariance[1:, 1:] + (OTHER_SIZE * away) ** 2
+        self._latest: int | None = None  # number of the latest step
+        self._drafts, self._alike = 0, 0  # its drafts, and steps before it of as many, on end
+        self._surprises = [0] * len(prior)  # by drafts, on end; below 0 where steps took less
+
+    def take(self, drafts: int, seconds: float, number: int) -> None:
+        """The step of this number had so many drafts and took so long."""
+        mean, covariance, log = self.mean, self.covariance, math.log(seconds)
+        if self._latest is None:
+            mean[0], covariance[0, 0] = log, 1.0
+        else:
+            covariance += DRIFT**2 * (number - self._latest) * self.prior
+            covariance[0, 0] += PACE**2
+        self._alike = self._alike + 1 if drafts == self._drafts else 0
+        self._latest, self._drafts = number, drafts
+        innovation = log - mean[0] - (mean[drafts] if drafts else 0.0)
+        most = SURPRISE * math.sqrt(self._variance(drafts))
+        if abs(innovation) > most and not self._has_changed(drafts, innovation):
+            innovation = math.copysign(most, innovation)
+        covaries = covariance[0] + covariance[drafts] if drafts else covariance[0].copy()
+        gain = covaries / self._variance(drafts)
+        mean += gain * innovation
+        covariance -= np.outer(gain, covaries)
+
+    def _variance(self, drafts: int) -> float:
+        """Of what such a step takes."""
+        of = self.covariance
+        of_price = of[drafts, drafts] + 2 * of[0, drafts] if drafts else 0.0
+        return float(of[0, 0] + of_price) + NOISE**2
+
+    def _has_changed(self, drafts: int, innovation: float) -> bool:
+        """Take note of a surprise; whether it is one of many, and nothing is known any more of what it speaks of."""
+        before, sign = self._surprises[drafts], int(math.copysign(1, innovation))
+        self._surprises[drafts] = before + sign if before * sign > 0 else sign
+        if abs(self._surprises[drafts]) < CHANGED:
+            return False
+        self._surprises[drafts] = 0
+        self.covariance[0, 0] += innovation**2
+        if self._alike <= CHANGED:  # the pace has no reason to change just where the number of drafts does
+            self.covariance += (innovation / AT_ALL) ** 2 * self.prior
+        return True
 
 
 class StepCosts:
-    """Medians of the latest steps' seconds, by batch size and most drafts of a request in the step.
+    """Seconds of steps by batch size and most drafts of a request in the step.
 
     Args:
-        most: most drafts of a request.
-        agree: makes of this rank's seconds [sizes, most + 1] those that all ranks decide by, as ranks measure
+        most: most drafts of a request, N.
+        agree: makes of this rank's numbers [2, sizes, 1 + N] those that all ranks decide by, as ranks measure
             differently and must draft alike. It is called where every rank calls it (None: there is one rank).
     """
 
     def __init__(self, most: int, agree: Agree | None = None) -> None:
         self.agree = agree
+        drafts = np.arange(1, most + 1)
+        # A line, and a random walk about it: what was not timed lies on the line through what was.
+        self._prior = np.zeros((1 + most, 1 + most))
+        line = AT_ALL**2 + EACH**2 * np.outer(drafts, drafts)
+        self._prior[1:, 1:] = line + BEND**2 * np.minimum.outer(drafts, drafts)
+        self._prices: dict[int, _Prices] = {}
         # Not in arrays: their entries take five times as long, cold, and a step adds one.
-        self._kinds = [[_Kind() for _ in range(most + 1)] for _ in SIZES]
+        self._seen = [[0] * (1 + most) for _ in SIZES]
         self._added = 0
-        self._changed: set[tuple[int, int]] = set()
+        self._waiting: list[tuple[int, int, float, int]] = []
         self.due = False  # whether a kind of step can be told for the first time
-        self._medians = np.full((len(SIZES), most + 1), np.nan)
-        # Steps that each is of, and the median of when they were; the same on every rank.
-        self._kept, self._timed_at = np.zeros(self._medians.shape), np.zeros(self._medians.shape)
-        self._agreed = self._medians.copy()
-        self._pace = 0.0  # log of how much longer steps take now than those that the medians are of
-        self._relative: dict[int, np.ndarray | None] = {}
+        # Pace and prices, and their standard deviations; NaN where they are not known.
+        self._agreed = np.full((2, len(SIZES), 1 + most), np.nan)
+        self._relative: dict[tuple[int, float], np.ndarray | None] = {}
 
     @staticmethod
     def size(requests: int) -> int:
@@ -73,71 +121,64 @@ class StepCosts:
 
     def add(self, size: int, drafts: int, seconds: float) -> None:
         """A step took so long."""
-        kind = self._kinds[size][drafts]
-        if kind.median > 0 and seconds > 0:
-            surprise = math.log(seconds / kind.median) - self._pace
-            self._pace += min(max(surprise, -MOST_SURPRISE), MOST_SURPRISE) / PACE_MEMORY
-        kind.latest.append(seconds * math.exp(-self._pace))
-        kind.when.append(self._added)
-        kind.count += 1
         self._added += 1
-        self._changed.add((size, drafts))
-        self.due |= kind.count == ENOUGH
+        seen = self._seen[size][drafts] = self._seen[size][drafts] + 1
+        if seen > FIRST:
+            self._waiting.append((size, drafts, seconds, self._added))
+            self.due |= seen == FIRST + ENOUGH
 
-    def count(self, size: int, drafts: int) -> int:
-        """Steps of a kind seen so far; the same on every rank."""
-        return self._kinds[size][drafts].count
+    def knows(self, size: int, drafts: int, times: int = 1) -> bool:
+        """Whether enough steps of a kind were timed, so many times over; the same on every rank."""
+        return self._seen[size][drafts] >= FIRST + times * ENOUGH
 
     def plain(self, requests: int) -> float:
         """Seconds of a step without drafts; 0 where none was timed."""
-        seconds = float(self._agreed[self.size(requests), 0])
-        return seconds if seconds > 0 else 0.0
+        log = self._agreed[0, self.size(requests), 0]
+        return math.exp(log) if np.isfinite(log) else 0.0
 
     def refresh(self) -> None:
         """Take the steps since the last refresh into account, on all ranks at once."""
-        for cell in self._changed:
-            kind = self._kinds[cell[0]][cell[1]]
-            if kind.count >= ENOUGH:
-                self._medians[cell] = kind.tell()
-                self._kept[cell], self._timed_at[cell] = len(kind.when), statistics.median(kind.when)
-        self._changed.clear()
+        for size, drafts, seconds, number in self._waiting:
+            if size not in self._prices:
+                nearest = min(self._prices, key=lambda other: abs(other - size), default=size)
+                self._prices[size] = _Prices(self._prior, self._prices.get(nearest), abs(nearest - size))
+            self._prices[size].take(drafts, max(seconds, 1e-9), number)
+        self._waiting.clear()
         self.due = False
-        self._agreed = self._medians.copy() if self.agree is None else self.agree(self._medians)
+        found = np.full_like(self._agreed, np.nan)
+        for size, prices in self._prices.items():
+            if self.knows(size, 0):
+                drafted = any(self.knows(size, drafts) for drafts in range(1, len(self._prior)))
+                known = slice(None) if drafted else slice(1)
+                found[:, size, known] = prices.mean[known], np.sqrt(prices.covariance.diagonal()[known])
+        self._agreed = found if self.agree is None else self.agree(found)
         self._relative.clear()
 
-    def relative(self, size: int) -> np.ndarray | None:
-        """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [most + 1], ascending from 1.
+    def relative(self, size: int, doubt: float = 0.0) -> np.ndarray | None:
+        """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [1 + N], ascending from 1.
 
-        Drafts that were never timed lie on the line through those that were; a batch size that was not timed takes the
-        ratios of the nearest one that was. None if there is none such.
+        A batch size that was not timed takes the ratios of the nearest one that was. None if there is none such.
+
+        Args:
+            doubt: standard deviations by which prices are more than they seem to be, or less.
         """
-        if size not in self._relative:
-            timed = np.isfinite(self._agreed)
-            usable = np.flatnonzero(timed[:, 0] & timed[:, 1:].any(axis=1))
+        if (size, doubt) not in self._relative:
+            usable = np.flatnonzero(np.isfinite(self._agreed[0, :, 1]))
+            ratios = None
             if len(usable):
                 nearest = usable[np.argmin(abs(usable - size))]
-                kinds = np.flatnonzero(timed[nearest])
-                believed = np.lexsort((-self._timed_at[nearest, kinds[1:]], -self._kept[nearest, kinds[1:]]))
-                self._relative[size] = _line(self._agreed[nearest], kinds, 1 + believed)
-            else:
-                self._relative[size] = None
-        return self._relative[size]
+                prices, deviations = self._agreed[:, nearest, 1:]
+                prices = _ascending(prices, deviations)
+                prices += doubt * np.hypot(deviations, OTHER_SIZE * abs(nearest - size))
+                ratios = np.exp(np.maximum.accumulate(np.append(0.0, prices)))
+            self._relative[size, doubt] = ratios
+        return self._relative[size, doubt]
 
 
-def _line(seconds: np.ndarray, timed: np.ndarray, believed: np.ndarray) -> np.ndarray:
-    """[most + 1] relative to the first, between and beyond those that were timed on a straight line.
-
-    More drafts never take less time. Where they seem to, what was timed more often is right, the first steps of a kind
-    being slow where they have to be compiled, and of what was as often what was timed latest: kinds that are not
-    drafted any more keep the seconds that they once took. `believed` has places in `timed` in this order.
-    """
-    ratios = np.full(len(timed), np.nan)
-    ratios[0] = 1.0
-    for kind in believed:
-        low, high = np.fmax.reduce(ratios[:kind]), np.fmin.reduce(ratios[kind + 1 :], initial=np.inf)
-        ratios[kind] = min(max(seconds[timed[kind]] / seconds[0], low), high)
-    found = np.interp(np.arange(len(seconds)), timed, ratios)
-    before, last = timed[-2:]
-    beyond = np.arange(last + 1, len(seconds))
-    found[beyond] += (beyond - last) * (found[last] - found[before]) / (last - before)
+def _ascending(prices: np.ndarray, deviations: np.ndarray) -> np.ndarray:
+    """More drafts never take less time: where they seem to, what is known best is right."""
+    found = np.full_like(prices, np.nan)
+    for drafts in np.argsort(deviations, kind="stable"):
+        low, high = np.fmax.reduce(found[:drafts], initial=0.0), np.fmin.reduce(found[drafts:], initial=np.inf)
+        found[drafts] = min(max(prices[drafts], low), high)
     return found
