@@ -92,7 +92,7 @@ def test_heads_rest_while_drafts_do_not_pay(
 
     def generated(price: float) -> list[float]:
         """Generate in three batches; returns (steps that rested, drafts accepted)."""
-        monkeypatch.setattr(costs, "relative", lambda size: 1 + price * np.arange(3))
+        monkeypatch.setattr(costs, "relative", lambda size, doubt=0.0: 1 + price * np.arange(3))
         before = our_counter("resting_steps"), llm.counts["accepted"]
         assert [generate(llm, requests[i : i + 2], greedy(60)) for i in (0, 2, 4)] == expected
         return [our_counter("resting_steps") - before[0], llm.counts["accepted"] - before[1]]
@@ -134,6 +134,7 @@ def test_heads_that_caught_up_say_the_same(
 
         monkeypatch.setattr(adaptive, "choose", choose_drafts)
         monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
+        monkeypatch.setattr(adaptive, "nap", lambda: 0)
         monkeypatch.setattr(drafter, "choose", choose)
         return generate(llm, requests, greedy(60)), scores
 
@@ -171,6 +172,7 @@ def test_prompts_of_a_pause_are_caught_up_with_by_those_who_can_be_paid_for(
     requests = prompts(2)
     monkeypatch.setattr(adaptive, "choose", choose)
     monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
+    monkeypatch.setattr(adaptive, "nap", lambda: 0)
     monkeypatch.setattr(adaptive, "_pausing", False)
     monkeypatch.setattr(adaptive, "_promised", np.inf)
     monkeypatch.setattr(adaptive, "resting", True)

@@ -120,12 +120,13 @@ def test_both_are_better_than_either(chance: float, right: float) -> None:
         float(mix @ [here[0], there[0]] / (mix @ [here[1], there[1]]))
         for here, there in ((lookup, plain), (method, method), (lookup, method))
     )
-    assert np.mean(speeds) > max(0.95 * both, method_alone, lookups_alone)
+    # What is accepted in four runs is not known to a per cent.
+    assert np.mean(speeds) > max(0.95 * both, 0.985 * method_alone, 0.985 * lookups_alone)
 
 
 def test_a_method_that_promises_more_is_asked() -> None:
     engine = Sources(shallow(0.05), shallow(0.05), 0.9, 0.3)
-    engine.run(500, 0.9)
+    engine.run(1000, 0.9)  # where lookups pay, too, the method is seldom timed
     lookups, steps = engine.lookups, 2000
     assert engine.speed(steps, 0.9) > 0.93 * max(predicted(0.9, 0.05))
     assert engine.lookups - lookups < 0.05 * steps

@@ -35,6 +35,7 @@ SETTLING = 3  # steps without drafts that are not timed after others; of steps w
 CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per cent decide nothing there
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
 SOON = 16  # steps between those that measure what may well be other than it seems, and decides
+LONGEST_NAP = 16  # steps
 REFRESH_EVERY = 16  # steps between two looks at the clock
 # Predicted speed-up from which on drafting begins, and below which it ends: a step's time is not known to a per cent.
 WORTH, STAYS = 1.05, 1.02
@@ -85,15 +86,36 @@ class AdaptiveDrafts:
         Args:
             now, own: as for observe, after a step of decoding by the requests of the last choice.
         """
-        following = self._steps + 1
-        if following >= self._wake or following % PROBE_EVERY == 0:  # choose then looks at kinds that were not drafted
+        if self._steps + 1 >= self._next_look():
             return False
-        if self._timed is not None:
-            self.costs.add(self._size, 0, (now - self._timed[2]) * own)
-        self._now = now
-        self._begin_step()
-        self._end_choice(0, timed=True)
+        self.slept(1, now, own)
         return True
+
+    def nap(self) -> int:
+        """Steps after which nobody drafts, whatever the requests at hand say: slept may be called after the last."""
+        # The steps after drafts, which these are compared with, are timed one by one.
+        if self._alike < self._settling + ENOUGH:
+            return 0
+        return min(max(self._next_look() - 1 - self._steps, 0), LONGEST_NAP)
+
+    def slept(self, steps: int, now: float | None, own: float = 1.0) -> None:
+        """In place of observe and choose after each of some steps on end, all of decoding by the same requests.
+
+        Args:
+            steps: how many.
+            now, own: as for observe, after the last of them; now is None if that is not known.
+        """
+        if self._timed is not None and now is not None:
+            self.costs.add(self._size, 0, (now - self._timed[2]) * own / steps, steps)
+        self._now = self._now if now is None else now
+        self._begin_step(steps)
+        self._alike += steps - 1
+        self._end_choice(0, timed=now is not None)
+
+    def _next_look(self) -> int:
+        """The step from which on more than the requests at hand can end a pause."""
+        # Kinds that are not drafted are looked at then.
+        return min(self._wake, self._steps + PROBE_EVERY - self._steps % PROBE_EVERY)
 
     def observe(
         self,
@@ -168,9 +190,9 @@ class AdaptiveDrafts:
             self._wake = min(self._ends_at(relative), again)
         return drafts
 
-    def _begin_step(self) -> None:
-        self._steps += 1
-        if self._steps % REFRESH_EVERY == 0 or self.costs.due:
+    def _begin_step(self, steps: int = 1) -> None:
+        self._steps += steps
+        if self._steps % REFRESH_EVERY < steps or self.costs.due:
             self.costs.refresh()
 
     def _end_choice(self, chosen: int, timed: bool) -> None:

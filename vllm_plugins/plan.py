@@ -63,6 +63,10 @@ class DraftPlanner:
             return False
         return self._req_ids == self.runner.input_batch.req_ids and self.adaptive.sleeps_on(now, own)
 
+    def nap(self) -> int:
+        """Steps after which nobody drafts, as long as the same requests decode: AdaptiveDrafts.slept may follow."""
+        return 0 if self.adaptive is None or self.sources is not None else self.adaptive.nap()
+
     def plan(
         self,
         sampled_token_ids: list[list[int]],

@@ -26,6 +26,8 @@ class DraftingRunnerMixin(UndraftedSteps):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer
+    vllm_config: Any
+    speculative_config: Any
     _draft_token_ids: Any  # vLLM's: what propose_draft_token_ids gave
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +36,8 @@ class DraftingRunnerMixin(UndraftedSteps):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self.drafter.begin_step(scheduler_output)
+        # In a nap a step is what it is without speculation, and nobody is asked for drafts.
+        self.speculative_config = None if self.drafter.nap.asleep else self.vllm_config.speculative_config
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
     def _model_forward(

@@ -57,7 +57,7 @@ class _Prices:
             mean[0], covariance[0, 0] = log, 1.0
         else:
             covariance += DRIFT**2 * (number - self._latest) * self.prior
-            covariance[0, 0] += PACE**2
+            covariance[0, 0] += PACE**2 * (number - self._latest)
         self._alike = self._alike + 1 if drafts == self._drafts else 0
         self._latest, self._drafts = number, drafts
         innovation = log - mean[0] - (mean[drafts] if drafts else 0.0)
@@ -119,9 +119,9 @@ class StepCosts:
         """The row of a batch of so many requests."""
         return min(int(np.searchsorted(SIZES, requests)), len(SIZES) - 1)
 
-    def add(self, size: int, drafts: int, seconds: float) -> None:
-        """A step took so long."""
-        self._added += 1
+    def add(self, size: int, drafts: int, seconds: float, steps: int = 1) -> None:
+        """A step took so long, or some on end on average."""
+        self._added += steps
         seen = self._seen[size][drafts] = self._seen[size][drafts] + 1
         if seen > FIRST:
             self._waiting.append((size, drafts, seconds, self._added))

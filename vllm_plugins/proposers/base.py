@@ -23,6 +23,7 @@ from vllm_ppd.vllm_plugins.activation import own_config
 from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
+from vllm_ppd.vllm_plugins.nap import Nap
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
 
 
@@ -76,6 +77,8 @@ class Proposer(ABC):
         self.config = own_config(vllm_config, self)
         self.counters = Counters(vllm_config.parallel_config)
         self.watch = AcceptanceWatch()
+        self.nap = Nap()
+        self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
 
     def bind(self, runner: Any) -> None:
         """Take the model runner that will drive this proposer."""
@@ -113,6 +116,8 @@ class Proposer(ABC):
         changed = bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         if changed:
             self.planner.forget()
+        self._slept(self.nap.begin_step(scheduler_output), None)
+        self._scheduled = scheduled
         return changed
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
@@ -132,7 +137,7 @@ class Proposer(ABC):
         started = time.perf_counter()
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
         plan, planner = None, self.planner
-        if not planner.pauses_on(started, self.decoding, self.own_share):
+        if not self._slept(self.nap.end(), started) and not planner.pauses_on(started, self.decoding, self.own_share):
             self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
             plan = planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
         self.looked_up = plan is not None and plan.looked_up is not None
@@ -143,9 +148,20 @@ class Proposer(ABC):
         if planner.adaptive is not None:
             self.counters.add("withheld_drafts", planner.adaptive.withheld)
             self.counters.add("probing_steps", planner.adaptive.probing)
+        if plan is None and self.decoding:
+            self.nap.begin(planner.nap(), self._scheduled)
         self.counters.add("lookup_steps", self.looked_up)
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts
+
+    def _slept(self, steps: int, now: float | None) -> bool:
+        """Make up for some steps of a nap, which ended now or, if that is None, before this step began."""
+        adaptive = self.planner.adaptive
+        if not steps or adaptive is None:
+            return False
+        self.counters.add("withheld_drafts", adaptive.withheld * (steps if now is None else steps - 1))
+        adaptive.slept(steps, now, self.own_share)
+        return True
 
     @abstractmethod
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:

@@ -110,12 +110,12 @@ class DynaMoProposer(Proposer):
         return able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
-        return sample() if self.emission is None else self.emission.emit(logits, sample)
-
-    def draft(self, step: Step) -> list[list[int]]:
         if self.history is not None and self.cut.stem is not None:
             self.history.keep(self.cut.stem)
             self.cut.stem = None
+        return sample() if self.emission is None else self.emission.emit(logits, sample)
+
+    def draft(self, step: Step) -> list[list[int]]:
         return super().draft(step) if self.emission is None else [[] for _ in step.sampled_token_ids]
 
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
