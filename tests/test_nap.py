@@ -69,17 +69,19 @@ def test_steps_of_a_nap_are_those_of_an_engine_without_speculation(
     requests = prompts(3, 20)
     expected = generate(engine(), requests, greedy(120))
     assert generate(llm, requests, greedy(120)) == expected
-    speculates: list[bool] = []
+    speculates, asked, propose = [], [], runner.propose_draft_token_ids
 
     def told(*args: Any, **kwargs: Any) -> Any:
         speculates.append(runner.speculative_config is not None)
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(runner, "_model_forward", told)
+    monkeypatch.setattr(runner, "propose_draft_token_ids", lambda *args: asked.append(1) or propose(*args))
     steps, drafted, values = adaptive.steps, llm.counts["drafted"], drafter.counters.values.copy()
     assert generate(llm, requests, greedy(120)) == expected
     assert llm.counts["drafted"] - drafted < 40
     assert speculates.count(False) > 60
+    assert len(asked) == speculates.count(True)  # vLLM asks for drafts by its runner's speculative_config alone
     assert adaptive.steps - steps >= len(speculates) - LONGEST_NAP  # all were counted, but for a nap that goes on
     withheld = (drafter.counters.values - values)[list(COUNTERS).index("withheld_drafts")]
     assert withheld > 2 * 3 * 100 * (1 if method == "early" else 0)

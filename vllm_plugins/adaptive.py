@@ -70,7 +70,7 @@ class AdaptiveDrafts:
         self._clearly = False  # whether they were found to be far from paying then
         self._changed = False  # requests came or went, or their drafts are of other kinds
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
-        self._price = 1.0  # seconds of that probe, in units of a step without drafts
+        self._price = 1.0  # seconds of the pause's latest probe, in units of a step without drafts
         self._burst = 0  # steps that the probe goes on for
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._alike = 0  # steps before that one of its sort, on end
@@ -211,7 +211,8 @@ class AdaptiveDrafts:
 
     def _ends_at(self, relative: np.ndarray, times: int = 1) -> int:
         """The step that breaks a pause which began after the latest drafts, if it is broken so many times as often."""
-        steps = max(SHORTEST_PAUSE, PROBE_EVERY * (relative[1] - 1) / times)  # for each that a probe takes
+        price = max(relative[1], self._price)
+        steps = max(SHORTEST_PAUSE, PROBE_EVERY * (price - 1) / times)  # for each that a probe takes
         return self._last_drafted + math.ceil(BURST * steps)
 
     def outlook(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
@@ -264,8 +265,6 @@ class AdaptiveDrafts:
             if not due and self._steps >= max(self._wake, self._ends_at(relative, TURNS)):
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
                 due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
-                # They may be cheaper than they seem.
-                due = due or self._best(allowed, self._relative(size, -DOUBT), emitting)[1] >= WORTH
             going_on = self._goes_on()
             if not (due or going_on or self._paid or self._changed):
                 return np.zeros_like(allowed)
@@ -280,7 +279,7 @@ class AdaptiveDrafts:
             return self._or_probe(allowed, drafts, best, size, emitting)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
-            self._settling = SETTLING
+            self._settling, self._price = SETTLING, 1.0
             self._clearly = gain < 1 / WORTH
         if due or going_on or self._paid:
             if due:
