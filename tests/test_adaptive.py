@@ -12,7 +12,7 @@ from conftest import drafter_of
 from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY, AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive import MOST_PATIENCE, PROBE_EVERY, AdaptiveDrafts
 from vllm_ppd.vllm_plugins.metrics import COUNTERS
 
 Cost = Callable[[int, int], float]
@@ -148,20 +148,34 @@ def test_stops_where_no_number_pays_and_costs_next_to_nothing(acceptance: float,
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_probes_take_a_fixed_part_of_a_pause(share: float) -> None:
+def test_probes_take_a_fixed_part_of_a_pause_and_less_of_one_that_goes_on(share: float) -> None:
     engine = Simulation(shallow(share))
-    engine.run(1000, 0.0)
-    drafting = np.flatnonzero(engine.run(20 * PROBE_EVERY, 0.0))
-    assert 14 <= len(drafting) * share <= 24
+    early = np.array(engine.run(600, 0.0)[100:])
+    assert 0.002 < np.mean(early > 0) * share < 0.02
+    engine.run(12_000, 0.0)
+    drafting = np.flatnonzero(engine.run(40 * PROBE_EVERY, 0.0))
+    assert 6 <= len(drafting) * share <= 14  # a quarter of 40
     gaps = np.diff(drafting)
-    assert np.median(gaps[gaps > 1]) >= 0.7 * share * PROBE_EVERY
+    assert np.median(gaps[gaps > 1]) >= 0.7 * MOST_PATIENCE * share * PROBE_EVERY
+
+
+def test_probes_that_pay_now_and_then_keep_coming() -> None:
+    """One text in four can be drafted: it is found as soon as it would be after a short pause."""
+    engine = Simulation(shallow(0.25))
+    for _ in range(40):
+        engine.run(400, 0.0)
+        engine.run(133, 0.9)
+    engine.run(400, 0.0)
+    tokens = engine.tokens
+    engine.run(200, 0.9)
+    assert engine.tokens - tokens > 1.5 * 200
 
 
 def test_cheap_drafts_find_out_soon_that_the_text_has_changed() -> None:
     for seed in range(5):
         engine = Simulation(shallow(0.06), seed=seed)
         engine.run(1000, 0.0)
-        assert (np.array(engine.run(PROBE_EVERY, 0.6))[-32:] > 0).mean() > 0.5
+        assert (np.array(engine.run(2 * PROBE_EVERY, 0.6))[-32:] > 0).mean() > 0.5
 
 
 def test_dear_probes_are_fewer() -> None:

@@ -7,11 +7,12 @@ is taken; n = 0, vLLM's own step, is one of them. Requests of which too little i
 
 What is not done cannot be measured, so it is done now and then: steps without drafts while drafting, some with drafts
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
-the more often a pause is broken, and the less they win, the more often steps without them are timed. Where what is
-known leaves it open whether drafts pay, or whether another number would pay more, it is measured as SOON as may be.
-Steps that draft after a pause are repeated at once only while what was accepted pays for it. The first steps after
-others of another sort are not timed: what they run is in no cache then, and seconds of such steps alone would keep a
-pause going for ever, or drafting that does not pay.
+the more often a pause is broken, and the less they win, the more often steps without them are timed. A pause that was
+broken in vain many times on end is broken more seldom: where drafts pay for some of the requests, some of the probes
+are not in vain. Where what is known leaves it open whether drafts pay, or whether another number would pay more, it is
+measured as SOON as may be. Steps that draft after a pause are repeated at once only while what was accepted pays for
+it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of such
+steps alone would keep a pause going for ever, or drafting that does not pay.
 
 In a pause a method may leave out what only drafts need. It is made up for before the next trial, and never where that
 is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has failed, or it is
@@ -33,6 +34,8 @@ LONG_PAUSE = 64  # steps
 TURNS = 4  # times as often is a pause broken that the requests at hand alone have brought about
 SETTLING = 3  # steps without drafts that are not timed after others; of steps with drafts, one
 CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per cent decide nothing there
+FAILURES = 4  # probes in vain that make the pauses between them twice as long, twice as many three times, ...
+MOST_PATIENCE = 4  # times
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
 SOON = 16  # steps between those that measure what may well be other than it seems, and decides
 LONGEST_NAP = 16  # steps
@@ -72,6 +75,7 @@ class AdaptiveDrafts:
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
         self._price = 1.0  # seconds of the pause's latest probe, in units of a step without drafts
         self._burst = 0  # steps that the probe goes on for
+        self._failed = 0  # probes on end that did not pay
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._alike = 0  # steps before that one of its sort, on end
         self._settling = 1  # steps without drafts that are not timed now: at first few are on end between prompts
@@ -149,6 +153,7 @@ class AdaptiveDrafts:
             self.acceptance.learn(verified, emitted - 1, self._steps)
             if self._pausing and self.probing and verified.any():
                 self._paid = bool(emitted[verified > 0].mean() > max(self._price, 1.0))
+                self._failed *= not self._paid
         self._now = now
 
     def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
@@ -212,7 +217,8 @@ class AdaptiveDrafts:
     def _ends_at(self, relative: np.ndarray, times: int = 1) -> int:
         """The step that breaks a pause which began after the latest drafts, if it is broken so many times as often."""
         price = max(relative[1], self._price)
-        steps = max(SHORTEST_PAUSE, PROBE_EVERY * (price - 1) / times)  # for each that a probe takes
+        patience = min(1 + self._failed / FAILURES, MOST_PATIENCE)
+        steps = max(SHORTEST_PAUSE, PROBE_EVERY * (price - 1) * patience / times)  # for each that a probe takes
         return self._last_drafted + math.ceil(BURST * steps)
 
     def outlook(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
@@ -271,10 +277,11 @@ class AdaptiveDrafts:
             if due:
                 # The text may have become another.
                 self.acceptance.fade()
+                self._failed += 1
         best, gain, drafts = self._best(allowed, relative, emitting)
         if gain >= (WORTH if self._pausing else STAYS):
             if self._pausing:
-                self._pausing, self._resumed_at = False, self._steps
+                self._pausing, self._resumed_at, self._failed = False, self._steps, 0
             self.gain = self._promised = gain
             return self._or_probe(allowed, drafts, best, size, emitting)
         if not self._pausing:

@@ -65,9 +65,9 @@ class _Prices:
         if abs(innovation) > most and not self._has_changed(drafts, innovation):
             innovation = math.copysign(most, innovation)
         covaries = covariance[0] + covariance[drafts] if drafts else covariance[0].copy()
-        gain = covaries / self._variance(drafts)
-        mean += gain * innovation
-        covariance -= np.outer(gain, covaries)
+        variance = self._variance(drafts)
+        mean += covaries / variance * innovation
+        covariance -= np.outer(covaries, covaries) / variance
 
     def _variance(self, drafts: int) -> float:
         """Of what such a step takes."""
@@ -150,7 +150,8 @@ class StepCosts:
             if self.knows(size, 0):
                 drafted = any(self.knows(size, drafts) for drafts in range(1, len(self._prior)))
                 known = slice(None) if drafted else slice(1)
-                found[:, size, known] = prices.mean[known], np.sqrt(prices.covariance.diagonal()[known])
+                variances = np.maximum(prices.covariance.diagonal(), 0.0)  # rounding may leave less than nothing
+                found[:, size, known] = prices.mean[known], np.sqrt(variances[known])
         self._agreed = found if self.agree is None else self.agree(found)
         self._relative.clear()
 
