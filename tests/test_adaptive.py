@@ -41,6 +41,7 @@ class Simulation:
     ) -> None:
         self.cold, self.lingers, self.drafted, self.alike = cold, lingers, False, 0
         self.sleeps, self.slept = sleeps, 0
+        self.kind = 0  # of all requests' drafts
         self.nap = self.napped = 0  # steps of the nap, and those that are over
         self.names: list[str] = []
         self.cost, self.requests, self.noise, self.extra, self.life = cost, requests, noise, extra, life
@@ -55,8 +56,7 @@ class Simulation:
     def run(self, steps: int, acceptance: float | list[float]) -> list[int]:
         """Run some steps; returns the most drafts of each."""
         rates = np.broadcast_to(np.asarray(acceptance, dtype=float), self.requests)
-        sampled = np.zeros(self.requests, dtype=bool)
-        most = []
+        kinds, most = np.full(self.requests, self.kind), []
         for _ in range(steps):
             resting = bool(self.extra) and self.adaptive.resting
             self.steps, self.rested = self.steps + 1, self.rested + resting
@@ -86,7 +86,7 @@ class Simulation:
             else:
                 self.adaptive.observe(names, 1 + accepted, self.now, True, own)
                 allowed = np.full(self.requests, 0 if self.holes else MOST)
-                self.drafts = self.adaptive.choose(allowed, self.requests, sampled, self.fixed)
+                self.drafts = self.adaptive.choose(allowed, self.requests, kinds, self.fixed)
             if self.sleeps and not self.nap and not self.drafts.any():
                 self.nap = self.adaptive.nap()
             self.names = names
@@ -169,6 +169,17 @@ def test_probes_that_pay_now_and_then_keep_coming() -> None:
     tokens = engine.tokens
     engine.run(200, 0.9)
     assert engine.tokens - tokens > 1.5 * 200
+
+
+def test_probes_in_vain_of_one_kind_of_requests_say_nothing_of_others() -> None:
+    """As of sampling requests, when greedy ones come."""
+    drafted = []
+    for steps in (200, 8000):
+        engine = Simulation(shallow(0.25), life=100)
+        engine.run(steps, 0.0)
+        engine.kind = 1
+        drafted.append(np.mean(np.array(engine.run(300, 0.9)) > 0))
+    assert min(drafted) > 0.6
 
 
 def test_cheap_drafts_find_out_soon_that_the_text_has_changed() -> None:

@@ -76,6 +76,7 @@ class AdaptiveDrafts:
         self._price = 1.0  # seconds of the pause's latest probe, in units of a step without drafts
         self._burst = 0  # steps that the probe goes on for
         self._failed = 0  # probes on end that did not pay
+        self._kinds: frozenset[int] = frozenset()  # of drafts that the requests at hand might make
         self._drafted: bool | None = None  # whether the step before the next one drafts; None: it takes a prompt in
         self._alike = 0  # steps before that one of its sort, on end
         self._settling = 1  # steps without drafts that are not timed now: at first few are on end between prompts
@@ -175,6 +176,10 @@ class AdaptiveDrafts:
         self.probing, self.gain = False, 1.0
         # What did not pay for other kinds may pay for these.
         self._changed |= self.acceptance.set_kinds(kinds)
+        present = frozenset(kinds.tolist())
+        if not present <= self._kinds:
+            self._failed = 0
+        self._kinds = present
         if self._steps % PROBE_EVERY == 0 and self._steps - self._last_drafted < PROBE_EVERY:
             # Where others are drafted all the time, no pause ends in which a kind that did not pay is tried again.
             self.acceptance.fade_idle(self._steps - PROBE_EVERY)
