@@ -129,7 +129,6 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "step_prediction": ("What steps with drafts cost, and what is predicted", row_files.anything),
     "decode_batches": ("Offline decoding in larger batches", _decode),
     "never_slower": ("Never slower: turns of a few steps", row_files.anything),
-    "never_slower_dynamo": ("Never slower: DynaMo, which believes its first steps less", row_files.anything),
     "arrivals": ("Never slower: requests that arrive", row_files.anything),
     "decode_bpe": ("Offline decoding, the demo model of BPE tokens", _decode),
     "group": ("The worker group", _group),
