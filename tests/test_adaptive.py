@@ -233,11 +233,13 @@ def test_comes_back_when_the_load_changes() -> None:
 
 
 def test_steps_that_find_nothing_in_the_caches_do_not_keep_a_pause_going() -> None:
-    for seed in range(5):
+    speeds = []
+    for seed in range(8):
         engine = Simulation(shallow(0.2), seed=seed, cold=1.0)
         engine.run(1000, 0.02)
         engine.run(10 * PROBE_EVERY, 0.5)
-        assert engine.speed(1000, 0.5) > 0.95 * max(predicted(0.5, 0.2))
+        speeds.append(engine.speed(1000, 0.5) / max(predicted(0.5, 0.2)))
+    assert np.mean(speeds) > 0.965 and min(speeds) > 0.9  # what is accepted in one run is not known to a few per cent
 
 
 @pytest.mark.parametrize("requests", [1, 8])

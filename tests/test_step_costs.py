@@ -104,6 +104,15 @@ def test_steps_that_were_not_timed_for_long_are_in_doubt() -> None:
     assert told(costs, doubt=1.0)[2] / told(costs)[2] > 1.02 * before
 
 
+def test_doubt_grows_no_further_than_to_what_was_known_at_first() -> None:
+    costs = timed(StepCosts(MOST), ([0] * 6 + [2] * 6) * 8)
+    timed(costs, [0] * 300)
+    costs.add(0, 0, 1.0, steps=10_000_000)
+    costs.refresh()
+    width = np.log(told(costs, doubt=1.0) / told(costs))
+    assert np.isfinite(width).all() and 0.3 < width[2] < 0.6
+
+
 def test_more_drafts_never_seem_cheaper() -> None:
     costs = timed(StepCosts(2), ([0] * 6 + [1] * 6 + [2] * 6) * 4, true=[1.0, 0.8, 0.9])
     np.testing.assert_allclose(told(costs), [1, 1, 1])

@@ -56,8 +56,10 @@ class _Prices:
         if self._latest is None:
             mean[0], covariance[0, 0] = log, 1.0
         else:
-            covariance += DRIFT**2 * (number - self._latest) * self.prior
-            covariance[0, 0] += PACE**2 * (number - self._latest)
+            since = number - self._latest
+            # What is known is forgotten, no further than to what was known at first.
+            covariance += (1 - math.exp(-(DRIFT**2) * since)) * (self.prior - covariance)
+            covariance[0, 0] += PACE**2 * since
         self._alike = self._alike + 1 if drafts == self._drafts else 0
         self._latest, self._drafts = number, drafts
         innovation = log - mean[0] - (mean[drafts] if drafts else 0.0)
