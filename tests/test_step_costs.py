@@ -113,16 +113,24 @@ def test_doubt_grows_no_further_than_to_what_was_known_at_first() -> None:
     assert np.isfinite(width).all() and 0.3 < width[2] < 0.6
 
 
-def test_more_drafts_never_seem_cheaper() -> None:
+def test_drafts_never_seem_to_save_time() -> None:
     costs = timed(StepCosts(2), ([0] * 6 + [1] * 6 + [2] * 6) * 4, true=[1.0, 0.8, 0.9])
     np.testing.assert_allclose(told(costs), [1, 1, 1])
 
 
-def test_where_more_drafts_seem_cheaper_what_is_known_best_is_right() -> None:
-    """Drafts that seemed dear, and are made no more, would keep others out for ever."""
-    seldom, often = [0] * 6 + [1] * 6, ([0] * 6 + [2] * 6) * 8
-    costs = timed(StepCosts(2), seldom + often, lambda step: 1.5 if 6 <= step < 12 else 1.0, true=[1.0, 1.3, 1.3])
-    np.testing.assert_allclose(told(costs)[1:], 1.3, rtol=0.06)
+def test_more_drafts_may_take_less_time() -> None:
+    """As products of two rows do beside those of three or four on some processors."""
+    dear = [1.0, 1.33, 1.21, 1.16]
+    costs = timed(StepCosts(3), ([0] * 6 + [1] * 6 + [2] * 6 + [3] * 6) * 4, true=dear)
+    np.testing.assert_allclose(told(costs), dear, rtol=0.05)
+
+
+def test_what_one_draft_costs_says_less_of_others_at_another_batch_size() -> None:
+    costs = timed(StepCosts(3), ([0] * 6 + [1] * 6 + [3] * 6) * 8, true=[1.0, 1.33, 1.21, 1.16])
+    timed(costs, ([0] * 6 + [3] * 6) * 4, size=1, true=[1.0, 1.1, 1.14, 1.27])
+    np.testing.assert_allclose(told(costs, 1)[3], 1.27, rtol=0.05)
+    assert told(costs, 1, doubt=-1.0)[1] < 1.33 < told(costs, 1, doubt=1.0)[1]
+    assert np.log(told(costs, 1, doubt=1.0) / told(costs, 1))[1] > 1.5 * np.log(told(costs, doubt=1.0) / told(costs))[1]
 
 
 def test_batch_sizes_that_were_not_timed_take_over_what_is_known_of_others_in_doubt() -> None:

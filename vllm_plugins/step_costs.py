@@ -22,7 +22,7 @@ ENOUGH = 3  # timed ones from which on they are believed
 NOISE = 0.04  # of one step
 PACE = 0.03  # of the machine from one step to the next
 AT_ALL, EACH, BEND = 0.3, 0.1, 0.05  # of prices before any is known: of drafts at all, of each, of how these differ
-OTHER_SIZE = 0.1  # of prices from one batch size to the next
+OTHER_AT_ALL, OTHER_EACH, OTHER_BEND = 0.1, 0.05, 0.05  # of the same from one batch size to the next
 DRIFT = 0.005  # of prices from one step to the next, in units of what they are before any is known
 SURPRISE = 2.0  # in standard deviations: no step counts for more, as it may be late for reasons of its own
 CHANGED = 3  # surprises on end of one kind: these steps are not what they were
@@ -37,15 +37,15 @@ class _Prices:
         prior: covariance of the prices before any is known, [1 + N, 1 + N]; that of the pace, in the first row and
             column, is zero.
         nearest: of the nearest batch size (None: there is none).
-        away: how many batch sizes that one is away.
+        apart: covariance of how the prices of the two differ, as the prior.
     """
 
-    def __init__(self, prior: np.ndarray, nearest: _Prices | None, away: int) -> None:
+    def __init__(self, prior: np.ndarray, nearest: _Prices | None, apart: np.ndarray) -> None:
         self.prior = prior
         self.mean, self.covariance = np.zeros(len(prior)), prior.copy()  # [1 + N]: pace, price of 1, 2, ... drafts
         if nearest is not None:
             self.mean[1:] = nearest.mean[1:]
-            self.covariance[1:, 1:] = nearest.covariance[1:, 1:] + (OTHER_SIZE * away) ** 2
+            self.covariance[1:, 1:] = nearest.covariance[1:, 1:] + apart[1:, 1:]
         self._latest: int | None = None  # number of the latest step
         self._drafts, self._alike = 0, 0  # its drafts, and steps before it of as many, on end
         self._surprises = [0] * len(prior)  # by drafts, on end; below 0 where steps took less
@@ -101,11 +101,8 @@ class StepCosts:
 
     def __init__(self, most: int, agree: Agree | None = None) -> None:
         self.agree = agree
-        drafts = np.arange(1, most + 1)
-        # A line, and a random walk about it: what was not timed lies on the line through what was.
-        self._prior = np.zeros((1 + most, 1 + most))
-        line = AT_ALL**2 + EACH**2 * np.outer(drafts, drafts)
-        self._prior[1:, 1:] = line + BEND**2 * np.minimum.outer(drafts, drafts)
+        self._prior = _covariance(most, AT_ALL, EACH, BEND)
+        self._apart = _covariance(most, OTHER_AT_ALL, OTHER_EACH, OTHER_BEND)
         self._prices: dict[int, _Prices] = {}
         # Not in arrays: their entries take five times as long, cold, and a step adds one.
         self._seen = [[0] * (1 + most) for _ in SIZES]
@@ -143,7 +140,8 @@ class StepCosts:
         for size, drafts, seconds, number in self._waiting:
             if size not in self._prices:
                 nearest = min(self._prices, key=lambda other: abs(other - size), default=size)
-                self._prices[size] = _Prices(self._prior, self._prices.get(nearest), abs(nearest - size))
+                apart = self._apart * (nearest - size) ** 2
+                self._prices[size] = _Prices(self._prior, self._prices.get(nearest), apart)
             self._prices[size].take(drafts, max(seconds, 1e-9), number)
         self._waiting.clear()
         self.due = False
@@ -158,7 +156,7 @@ class StepCosts:
         self._relative.clear()
 
     def relative(self, size: int, doubt: float = 0.0) -> np.ndarray | None:
-        """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [1 + N], ascending from 1.
+        """Seconds of steps with 0, 1, ... most drafts in units of a step without any: [1 + N], of 1 and more.
 
         A batch size that was not timed takes the ratios of the nearest one that was. None if there is none such.
 
@@ -171,17 +169,17 @@ class StepCosts:
             if len(usable):
                 nearest = usable[np.argmin(abs(usable - size))]
                 prices, deviations = self._agreed[:, nearest, 1:]
-                prices = _ascending(prices, deviations)
-                prices += doubt * np.hypot(deviations, OTHER_SIZE * abs(nearest - size))
-                ratios = np.exp(np.maximum.accumulate(np.append(0.0, prices)))
+                apart = np.sqrt(self._apart.diagonal()[1:]) * abs(nearest - size)
+                # More drafts may take less time: how fast products are follows no line in their rows.
+                ratios = np.exp(np.append(0.0, np.maximum(prices + doubt * np.hypot(deviations, apart), 0.0)))
             self._relative[size, doubt] = ratios
         return self._relative[size, doubt]
 
 
-def _ascending(prices: np.ndarray, deviations: np.ndarray) -> np.ndarray:
-    """More drafts never take less time: where they seem to, what is known best is right."""
-    found = np.full_like(prices, np.nan)
-    for drafts in np.argsort(deviations, kind="stable"):
-        low, high = np.fmax.reduce(found[:drafts], initial=0.0), np.fmin.reduce(found[drafts:], initial=np.inf)
-        found[drafts] = min(max(prices[drafts], low), high)
+def _covariance(most: int, at_all: float, each: float, bend: float) -> np.ndarray:
+    """Of a line and a random walk about it: [1 + N, 1 + N]; what was not timed lies on the line through what was."""
+    drafts = np.arange(1, most + 1)
+    found = np.zeros((1 + most, 1 + most))
+    line = at_all**2 + each**2 * np.outer(drafts, drafts)
+    found[1:, 1:] = line + bend**2 * np.minimum.outer(drafts, drafts)
     return found
