@@ -115,16 +115,18 @@ class Server:
 
     def step(
         self, plan: dict[str, tuple[int, int]], paused: bool = False, drafting: tuple[str, ...] = (),
-        lasting: bool = False,
+        lasting: bool = False, asleep: bool = False,
     ) -> tuple[bool, dict[str, bool]]:  # fmt: skip
         """Run a step, of a pause in drafting or not: (whether the heads rested, which requests they know all of).
 
-        Those of `drafting` that can catch up do so after it; what a token's state is says what it is of.
+        Those of `drafting` that can catch up do so after it; what a token's state is says what it is of. Nothing is
+        looked at where it is one of a nap.
         """
         scheduled = {name: self.allocate(name, count) for name, (count, _) in plan.items()}
         names = [name for name, count in scheduled.items() if count is not None]
         if not names:
             return False, {}
+        asleep = asleep and len(names) == len(plan)
         lengths = np.array([scheduled[name] for name in names])
         starts = np.array([self.requests[name].num_computed_tokens for name in names], dtype=np.int32)
         starting = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -145,15 +147,15 @@ class Server:
             block_table=tables,
         )
         self.run(names, starts, lengths, heads=True)
-        known = [self.missed(name) == 0 for name in names]
+        known = [] if asleep else [self.missed(name) == 0 for name in names]
         decoding = all(
             request.num_output_tokens > 0 and start == request.num_tokens - 1
             for request, start in zip(requests, starts.tolist(), strict=True)
         )
-        rests, crowded = self.history.begin_step(paused, lasting), len(names) > CUT_OFF
+        rests, crowded = self.history.begin_step(paused, lasting, asleep), len(names) > CUT_OFF
         if self.hidden_size <= FITS:
             assert rests == (crowded or paused)
-        elif self.history.missing is not None:
+        elif not asleep and self.history.missing is not None:
             assert rests == (decoding and (crowded or lasting or not any(known)))
         self.run(names, starts, lengths, heads=not rests)
         counted = np.array([min(int(length), plan[name][1]) for name, length in zip(names, lengths, strict=True)])
@@ -167,10 +169,12 @@ class Server:
             self.history.keep(stem)
             stem += 1  # the next step writes over it
             stem -= 1
-        self.check(names, starts + lengths)
+        if not asleep:
+            self.check(names, starts + lengths)
         done = starts + counted >= self.input_batch.num_tokens_no_spec
-        self.catch_up(np.array([r for r, name in enumerate(names) if name in drafting and done[r]], int), counted)
-        found = self.history.missing
+        if not asleep:
+            self.catch_up(np.array([r for r, name in enumerate(names) if name in drafting and done[r]], int), counted)
+        found = None if asleep else self.history.missing
         may = dict(zip(names, (np.ones(len(names), bool) if found is None else found == 0).tolist(), strict=True))
         for name, count in zip(names, counted.tolist(), strict=True):
             request = self.requests[name]
@@ -363,10 +367,11 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int, hidden_size: i
     """Random requests, drafts, prefix hits, preemptions and ends: step() compares with the slots at every step."""
     rng = np.random.default_rng(seed)
     server = Server(GROUPS[groups], 60, hidden_size)
-    count = Counter({"rests": 0, "may": 0, "may not": 0, "hits": 0, "hits on unseen": 0, "crowds": 0, "pauses": 0})
+    of_all = ("rests", "may", "may not", "hits", "hits on unseen", "crowds", "pauses", "naps")
+    count = Counter(dict.fromkeys(of_all, 0))
     paused = False
     names: list[str] = []
-    for step in range(500):
+    for step in range(900):
         if len(names) < 4 and rng.random() < 0.25:
             shared = step // kept * 2 + int(rng.integers(2))
             prompt = tokens(shared, int(rng.integers(2, 24)))
@@ -398,6 +403,13 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int, hidden_size: i
             hits = [name for name in fresh if starts.get(name, 0) > 0]
             count["hits"] += len(hits)
             count["hits on unseen"] += 0 if rests else sum(not may[name] for name in hits)
+            same = dict.fromkeys(may, (1, 1))
+            of_names = [server.requests[name] for name in same]
+            whole = all(request.num_tokens == request.num_computed_tokens + 1 for request in of_names)
+            if paused and rests and whole and rng.random() < 0.2:
+                for _ in range(int(rng.integers(1, 8))):
+                    server.step(same, paused, asleep=True)
+                    count["naps"] += 1
         for name in list(names):
             if rng.random() < 0.03 or server.requests[name].num_tokens > 80:
                 server.end(name)
@@ -433,6 +445,23 @@ def test_states_of_a_pause_are_written_many_at_once(monkeypatch: pytest.MonkeyPa
         server.step({"new": (1, 1), "r1": (1, 1)}, paused=True)
     server.step({"new": (1, 1), "r1": (1, 1)}, paused=False, drafting=("new", "r1"))
     assert writes == 4
+
+
+def test_steps_of_a_nap_are_counted_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to where a block begins: until then nothing is written and no slot is looked up."""
+    server, slots_of, looked = Server(one_group(), 60), HeadsHistory._slots_of, []
+    monkeypatch.setattr(HeadsHistory, "_slots_of", lambda *args: looked.append(1) or slots_of(*args))
+    server.add("r0", tokens(0, BLOCK))
+    server.step({"r0": (BLOCK, BLOCK)}, paused=True)
+    server.step({"r0": (1, 1)}, paused=True)
+    assert server.history._room == BLOCK - 1
+    looked.clear()
+    for _ in range(BLOCK - 1):
+        server.step({"r0": (1, 1)}, paused=True, asleep=True)
+    assert not looked and len(server.history._after) == BLOCK - 1
+    server.step({"r0": (1, 1)}, paused=True, asleep=True)
+    assert looked and not server.history._after
+    assert server.step({"r0": (1, 1)}, drafting=("r0",)) == (False, {"r0": True})  # with what each one's state says
 
 
 def test_trials_of_a_pause_that_draft_nothing() -> None:

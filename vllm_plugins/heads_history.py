@@ -54,8 +54,7 @@ class HeadsHistory:
         self.first_layer, self.hidden_size = first_layer, hidden_size
         self.most_requests = most_requests
         self.resting = False  # whether the heads rest in the step that runs now
-        # [batch rows] tokens up to the end of the step that runs now that the heads have not seen; None: they saw all.
-        self.missing: np.ndarray | None = None
+        self._missing: np.ndarray | None = None
         self.states: EntryStates | None = None
         self._unseen: list[np.ndarray] = []  # [slots] bool of each of the heads' KV cache groups
         self._groups: list[int] = []
@@ -67,6 +66,8 @@ class HeadsHistory:
         self._slots = np.zeros((0, 0), dtype=np.int64)  # [groups, tokens]
         self._steady = False  # whether it takes in one token of each request of the step before
         self._room = 0  # steps like it before a token begins a block
+        self._counted = True  # whether what it takes in is; if not, it is such a step
+        self._after: list[torch.Tensor] = []  # stems of the steps that are not counted yet, [rows, hidden] each
         self._stem: torch.Tensor | None = None
 
     def forget(self, req_ids: list[str]) -> None:
@@ -75,13 +76,29 @@ class HeadsHistory:
             gone = set(req_ids)
             self._names = ["" if name in gone else name for name in self._names]
 
-    def begin_step(self, paused: bool = False, lasting: bool = False) -> bool:
+    @property
+    def missing(self) -> np.ndarray | None:
+        """[batch rows] tokens up to the end of this step that the heads have not seen; None: they saw all."""
+        self._count_after()
+        return self._missing
+
+    @missing.setter
+    def missing(self, found: np.ndarray) -> None:
+        self._missing = found
+
+    def begin_step(self, paused: bool = False, lasting: bool = False, alike: bool = False) -> bool:
         """Take in the step that is about to run; returns whether the heads rest in it.
 
         Args:
             paused: whether drafts that could be made do not pay.
             lasting: whether they will not for long.
+            alike: whether it is known to take in one token of each request of the step before.
         """
+        rests_on = alike and paused and self.resting and self.states is not None and self._window is None
+        self._counted = not (rests_on and self._steady and len(self._after) < self._room)
+        if not self._counted:
+            return True
+        self._count_after()
         batch = self.runner.input_batch
         rows = batch.num_reqs
         crowded = self.most_requests is not None and rows > self.most_requests
@@ -127,10 +144,26 @@ class HeadsHistory:
         self._mark(self._slots, True)
         return True
 
+    def _count_after(self) -> None:
+        """Take in the steps that were not counted when they ran: for many at once that is done in no time."""
+        if not self._after:
+            return
+        assert self._missing is not None and self.states is not None
+        steps, stems, self._after = len(self._after), self._after, []
+        slots = self._slots[:, None] + np.arange(1, steps + 1)[:, None]  # [groups, steps, rows]
+        self._mark(slots, True)
+        self.states.put(slots.reshape(len(slots), -1), torch.cat(stems))
+        self._slots = self._slots + steps
+        self._ends += steps
+        self._missing += steps
+        self._room -= steps
+
     @property
     def keeps(self) -> bool:
         """Whether the stem of the step that runs now is needed after it."""
-        return self.states is not None and self.missing is not None and (self.resting or bool(self.missing.any()))
+        if self.states is None or self._missing is None:
+            return False
+        return self.resting or bool(self._missing.any())
 
     def keep(self, stem: torch.Tensor) -> None:
         """Keep the states of the step that ran, where the heads rested in it.
@@ -139,7 +172,9 @@ class HeadsHistory:
             stem: [tokens, hidden] of the step, padding included; not overwritten before the next one.
         """
         self._stem = stem
-        if self.resting and self.states is not None:
+        if not self._counted:
+            self._after.append(stem[: self._slots.shape[1]].clone())
+        elif self.resting and self.states is not None:
             # Tokens behind a window lose their blocks while their request goes on.
             later = self._steady and self._window is None
             self.states.put(self._slots, stem[: self._slots.shape[1]], later)

@@ -82,7 +82,7 @@ class DynaMoProposer(Proposer):
         if self.history is not None:
             adaptive, layers = self.planner.adaptive, self.config.num_layers
             paused, lasting = (False, False) if adaptive is None else (adaptive.resting, adaptive.lasting)
-            self.cut.resting = self.history.begin_step(paused, lasting)
+            self.cut.resting = self.history.begin_step(paused, lasting, alike=self.nap.steps > 0)
             self.cut.keeps_stem = self.history.keeps
             self.counters.add("resting_steps", self.cut.resting)
             self.own_share = 1.0 if self.cut.resting else layers / (layers + self.config.num_speculative_tokens)
