@@ -174,7 +174,7 @@ def test_prompts_of_a_pause_are_caught_up_with_by_those_who_can_be_paid_for(
     monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
     monkeypatch.setattr(adaptive, "nap", lambda: 0)
     monkeypatch.setattr(adaptive, "_pausing", False)
-    monkeypatch.setattr(adaptive, "_promised", np.inf)
+    monkeypatch.setattr(adaptive, "promised", np.inf)
     monkeypatch.setattr(adaptive, "resting", True)
     monkeypatch.setattr(adaptive.costs, "plain", lambda rows: 1.0)
     monkeypatch.setattr(drafter.budget, "seconds", 0.0)

@@ -61,7 +61,8 @@ class AdaptiveDrafts:
         self.probing = False  # whether the last choice was made to measure
         self.withheld = 0  # drafts that the last choice left out
         self.gain = 1.0  # speed-up that the last choice promises; infinite where it is made to measure
-        self._promised = np.inf  # the latest gain of drafts that were not made to measure
+        # Speed-up by drafts that are not made to measure, once requests have what it takes; None: they do not pay.
+        self.promised: float | None = np.inf
         self.resting = False  # whether nothing that only drafts need has to be computed in the step that runs now
         self.lasting = False  # nor, if that costs much, later on
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] chosen for the step that runs now
@@ -157,7 +158,14 @@ class AdaptiveDrafts:
                 self._failed *= not self._paid
         self._now = now
 
-    def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    def choose(
+        self,
+        allowed: np.ndarray,
+        emitting: int,
+        kinds: np.ndarray,
+        fixed: np.ndarray,
+        wanted: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Drafts of each row for the next step.
 
         Args:
@@ -165,6 +173,7 @@ class AdaptiveDrafts:
             emitting: rows that go on decoding.
             kinds: [rows] of what each might draft, 0 and up; bool will do for two.
             fixed: [rows] bool, requests whose drafts must not depend on measurements: they make what they may.
+            wanted: [rows] drafts that each might make once it has what it takes (None: as allowed).
 
         Returns:
             [rows] at most `allowed`.
@@ -184,16 +193,21 @@ class AdaptiveDrafts:
             # Where others are drafted all the time, no pause ends in which a kind that did not pay is tried again.
             self.acceptance.fade_idle(self._steps - PROBE_EVERY)
         drafts = self._choose(free, size, emitting) if free.any() else free
+        relative = self.costs.relative(size)
+        if self._pausing and (self._changed or wanted is None):
+            hoped = 0.0 if wanted is None or relative is None else self._best(wanted, relative, emitting)[1]
+            self.promised = hoped if hoped >= WORTH else None
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
         self._drafts, self._changed = drafts, False
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         self._end_choice(int(drafts.max(initial=0)), timed=not fixed.any())
-        relative = self.costs.relative(size)
         if not allowed.any():
             self._wake = self._steps + SHORTEST_PAUSE
         elif not self._pausing or relative is None or self._drafted or self._burst or fixed.any():
             self._wake = 0
+        elif self.promised is not None:
+            self._wake = self._steps + SHORTEST_PAUSE
         elif self._steps >= self._wake or size != before:
             # What is known of other requests hardly changes in a pause: it is not looked at in every step.
             again = max(self._ends_at(relative, TURNS), self._steps + SHORTEST_PAUSE)
@@ -240,11 +254,6 @@ class AdaptiveDrafts:
         return self._steps
 
     @property
-    def promised(self) -> float | None:
-        """The speed-up that drafts promised when they were last made not to measure; None where they do not pay."""
-        return None if self._pausing else self._promised
-
-    @property
     def drafting(self) -> bool:
         """Whether the step that runs now has drafts."""
         return bool(self._drafts.any())
@@ -277,7 +286,7 @@ class AdaptiveDrafts:
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
                 due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
             going_on = self._goes_on()
-            if not (due or going_on or self._paid or self._changed):
+            if not (due or going_on or self._paid or self._changed or self.promised is not None):
                 return np.zeros_like(allowed)
             if due:
                 # The text may have become another.
@@ -287,11 +296,11 @@ class AdaptiveDrafts:
         if gain >= (WORTH if self._pausing else STAYS):
             if self._pausing:
                 self._pausing, self._resumed_at, self._failed = False, self._steps, 0
-            self.gain = self._promised = gain
+            self.gain = self.promised = gain
             return self._or_probe(allowed, drafts, best, size, emitting)
         if not self._pausing:
             self._pausing, self._paused_at, self._burst = True, self._steps, 0
-            self._settling, self._price = SETTLING, 1.0
+            self._settling, self._price, self.promised = SETTLING, 1.0, None
             self._clearly = gain < 1 / WORTH
         if due or going_on or self._paid:
             if due:

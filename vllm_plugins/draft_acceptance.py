@@ -10,6 +10,7 @@ SERVER_MEMORY = 256  # and of all requests
 BELIEF = 8.0  # drafts of a request that weigh as much as what the others' acceptance says of it
 FIRST_GUESS, GUESS_WEIGHT = 0.6, 1.5  # acceptance before any draft was seen, and the drafts that it counts for
 FIRST_WEIGHT = 6.0  # and how many more it does at first: a few bad drafts must not end what has just begun
+NEVER = -1
 FADE, SERVER_FADE = 0.5, 0.8  # of a request's and of all requests' drafts, where they may no longer hold
 
 
@@ -30,7 +31,7 @@ class DraftAcceptance:
         # [kinds, N] the same over all requests
         self._server_trials = np.full((kinds, most), FIRST_WEIGHT)
         self._server_hits = FIRST_GUESS * self._server_trials
-        self._tried_at = np.zeros(kinds, dtype=np.int64)  # the step at which each kind was drafted last
+        self._tried_at = np.full(kinds, NEVER)  # the step at which each kind was drafted last
         self._req_ids: list[str] = []
 
     def align(self, req_ids: list[str]) -> np.ndarray | None:
@@ -95,6 +96,7 @@ class DraftAcceptance:
         self._fade(np.flatnonzero(self._tried_at <= since))
 
     def _fade(self, kinds: np.ndarray) -> None:
+        kinds = kinds[self._tried_at[kinds] > NEVER]  # a first guess is no less likely later on
         self._server_hits[kinds] *= SERVER_FADE
         self._server_trials[kinds] *= SERVER_FADE
 

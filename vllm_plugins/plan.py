@@ -96,7 +96,8 @@ class DraftPlanner:
             every, _ = self.most_drafts(emitted, reserved=1, most=config.most_lookup_drafts)
             drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy, self._seeded)
         elif self.adaptive is not None:
-            drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded)
+            wanted = None if able is None or able.all() else self.most_drafts(emitted, reserved=1)[0]
+            drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded, wanted)
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
