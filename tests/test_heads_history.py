@@ -169,10 +169,9 @@ class Server:
             self.history.keep(stem)
             stem += 1  # the next step writes over it
             stem -= 1
-        if not asleep:
-            self.check(names, starts + lengths)
         done = starts + counted >= self.input_batch.num_tokens_no_spec
         if not asleep:
+            self.check(names, starts + lengths)
             self.catch_up(np.array([r for r, name in enumerate(names) if name in drafting and done[r]], int), counted)
         found = None if asleep else self.history.missing
         may = dict(zip(names, (np.ones(len(names), bool) if found is None else found == 0).tolist(), strict=True))
@@ -367,8 +366,7 @@ def test_account_of_every_slot(groups: str, kept: int, seed: int, hidden_size: i
     """Random requests, drafts, prefix hits, preemptions and ends: step() compares with the slots at every step."""
     rng = np.random.default_rng(seed)
     server = Server(GROUPS[groups], 60, hidden_size)
-    of_all = ("rests", "may", "may not", "hits", "hits on unseen", "crowds", "pauses", "naps")
-    count = Counter(dict.fromkeys(of_all, 0))
+    count = Counter(dict.fromkeys(("rests", "may", "may not", "hits", "hits on unseen", "crowds", "pauses", "naps"), 0))
     paused = False
     names: list[str] = []
     for step in range(900):

@@ -12,8 +12,10 @@ import pytest
 import torch
 from conftest import drafter_of, our_counter, runner_of
 from exactness import generate, greedy, prompts
+from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins import catch_up_budget
+from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
 from vllm_ppd.vllm_plugins.passes import consecutive
 from vllm_ppd.vllm_plugins.states import flat_ranges
@@ -189,6 +191,34 @@ def test_prompts_of_a_pause_are_caught_up_with_by_those_who_can_be_paid_for(
         assert [of_row > 0 for of_row in caught_up[0]] == [True, False] and caught_up[1][1] > 120
     else:
         assert len(caught_up) == 1 and min(caught_up[0]) > 60
+
+
+@pytest.mark.engine
+def test_requests_of_a_pause_that_promise_to_pay_catch_up(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sampled drafts did not pay; of greedy ones nothing is known yet."""
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    planner = drafter_of(llm).planner
+    adaptive = AdaptiveDrafts(planner.config.num_speculative_tokens)
+    drafting: list[bool] = []
+    monkeypatch.setattr(adaptive.costs, "relative", lambda *_: np.array([1.0, 1.2, 1.3]))
+    monkeypatch.setattr(adaptive.costs, "plain", lambda requests: 0.01)
+    adaptive._pausing, adaptive.promised, adaptive.resting = True, None, True
+    adaptive._last_drafted = adaptive._steps
+    adaptive.acceptance._server_hits[0] = 0
+    monkeypatch.setattr(adaptive, "_ends_at", lambda *_: 1 << 40)  # no trials
+    stock = adaptive.choose
+    monkeypatch.setattr(adaptive, "choose", lambda *args: drafting.append((found := stock(*args)).any()) or found)
+    monkeypatch.setattr(planner, "adaptive", adaptive)
+    monkeypatch.setattr(planner, "_learning", [adaptive])
+    for name, value in {"seconds": 0.0, "_step": 0, "_prices": deque([1e-6], maxlen=9)}.items():
+        monkeypatch.setattr(drafter_of(llm).budget, name, value)
+    requests = prompts(1)
+    generate(llm, requests, SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True))
+    assert drafting and not any(drafting)
+    assert generate(llm, requests, greedy(60)) == generate(engine(), requests, greedy(60))
+    assert any(drafting)
 
 
 def test_budget_of_catching_up() -> None:

@@ -14,9 +14,9 @@ measured as SOON as may be. Steps that draft after a pause are repeated at once 
 it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of such
 steps alone would keep a pause going for ever, or drafting that does not pay.
 
-In a pause a method may leave out what only drafts need. It is made up for before the next trial, and never where that
-is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has failed, or it is
-LONG_PAUSE steps old.
+In a pause a method may leave out what only drafts need. It is made up for before the next trial, or where requests come
+whose drafts promise to pay, and never where that is dear and the pause one that lasts: it began with drafts that are
+clearly too dear, a trial in it has failed, or it is LONG_PAUSE steps old.
 """
 
 from __future__ import annotations
@@ -195,20 +195,25 @@ class AdaptiveDrafts:
         drafts = self._choose(free, size, emitting) if free.any() else free
         relative = self.costs.relative(size)
         if self._pausing and (self._changed or wanted is None):
-            hoped = 0.0 if wanted is None or relative is None else self._best(wanted, relative, emitting)[1]
-            self.promised = hoped if hoped >= WORTH else None
+            self.promised = None
+            if wanted is not None and wanted.any() and relative is not None:
+                hoped = self._best(wanted, relative, emitting)[1]
+                self.promised = hoped if hoped >= WORTH else None
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
-        self._drafts, self._changed = drafts, False
+        self._drafts, changed = drafts, self._changed
+        # Requests whose prompts are taken in have not been asked yet.
+        self._changed = changed and not (allowed.any() or (wanted is not None and wanted.any()))
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         self._end_choice(int(drafts.max(initial=0)), timed=not fixed.any())
         if not allowed.any():
-            self._wake = self._steps + SHORTEST_PAUSE
+            # To find out what each lacks takes as long as many steps of a pause do.
+            self._wake = self._steps + (LONG_PAUSE if self.promised is None else SHORTEST_PAUSE)
         elif not self._pausing or relative is None or self._drafted or self._burst or fixed.any():
             self._wake = 0
         elif self.promised is not None:
             self._wake = self._steps + SHORTEST_PAUSE
-        elif self._steps >= self._wake or size != before:
+        elif changed or self._steps >= self._wake or size != before:
             # What is known of other requests hardly changes in a pause: it is not looked at in every step.
             again = max(self._ends_at(relative, TURNS), self._steps + SHORTEST_PAUSE)
             self._wake = min(self._ends_at(relative), again)

@@ -2,10 +2,10 @@
 """Whose heads catch up, so that it takes no more than a share of the time.
 
 What the heads missed can be computed at any time, and all of it at once would hold everybody up. So each step puts a
-share of its time aside, which whoever has missed least may have. While drafts pay, to catch up is an investment, made
-of what they win. In a pause it is the price of a trial, and a trial by a few says little about what drafts of all of
-them would take: it waits until half of the requests can be paid for. What a long pause puts aside is not spent in one
-go: everybody would stand still for as long.
+share of its time aside, which whoever has missed least may have. While drafts pay, or promise to, to catch up is an
+investment, made of what they win. In a pause it is the price of a trial, and a trial by a few says little about what
+drafts of all of them would take: it waits until half of the requests can be paid for. What a long pause puts aside is
+not spent in one go: everybody would stand still for as long.
 """
 
 from __future__ import annotations
