@@ -206,6 +206,20 @@ def test_requests_of_a_pause_that_lack_what_drafts_need_may_get_it_if_they_promi
         assert adaptive.choose(most, 1, kinds, free).any() == pays and (adaptive.promised is not None) == pays
 
 
+def test_requests_of_a_batch_size_that_was_not_timed_promise_less() -> None:
+    """What they lack is dear, and so may their drafts be."""
+    promised = []
+    for requests in (1, 16):
+        engine = Simulation(shallow(0.25))
+        engine.run(400, 0.1)
+        adaptive, free = engine.adaptive, np.zeros(requests, dtype=bool)
+        nothing, kinds = np.zeros(requests, dtype=np.int64), np.ones(requests, dtype=np.int64)
+        adaptive.observe([f"new {i}" for i in range(requests)], nothing + 1, engine.now, False)
+        adaptive.choose(nothing, requests, kinds, free, nothing + 1)
+        promised.append(adaptive.promised)
+    assert promised[0] is not None and promised[1] is None
+
+
 def test_what_only_some_promise_is_no_longer_waited_for_once_all_can_draft() -> None:
     engine = Simulation(shallow(0.25))
     engine.run(400, 0.1)

@@ -141,7 +141,7 @@ def test_batch_sizes_that_were_not_timed_take_over_what_is_known_of_others_in_do
     timed(costs, [0] * 6 + [2] * (FIRST + ENOUGH), size=5, noise=0.0, true=[3.0, 0.0, 3 * TRUE[2]])
     np.testing.assert_allclose(told(costs, 5)[2], TRUE[2], rtol=0.06)
     np.testing.assert_allclose(costs.plain(int(SIZES[5])), 3.0, rtol=0.05)
-    assert costs.plain(int(SIZES[9])) == 0
+    assert costs.plain(int(SIZES[9])) == costs.plain(int(SIZES[5])) and StepCosts(1).plain(1) == 0
 
 
 def test_ranks_take_the_first_ones_numbers() -> None:

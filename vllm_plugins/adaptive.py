@@ -197,8 +197,9 @@ class AdaptiveDrafts:
         if self._pausing and (self._changed or wanted is None):
             self.promised = None
             if wanted is not None and wanted.any() and relative is not None:
-                hoped = self._best(wanted, relative, emitting)[1]
-                self.promised = hoped if hoped >= WORTH else None
+                # What they lack is not made up for on the chance that drafts are cheaper than they may well be.
+                sure = self._best(wanted, self._relative(size, DOUBT), emitting)[1]
+                self.promised = sure if sure >= WORTH else None
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
         self._drafts, changed = drafts, self._changed

@@ -131,9 +131,10 @@ class StepCosts:
         return self._seen[size][drafts] >= FIRST + times * ENOUGH
 
     def plain(self, requests: int) -> float:
-        """Seconds of a step without drafts; 0 where none was timed."""
-        log = self._agreed[0, self.size(requests), 0]
-        return math.exp(log) if np.isfinite(log) else 0.0
+        """Seconds of a step without drafts, of the nearest batch size that was timed; 0 where none was."""
+        logs, size = self._agreed[0, :, 0], self.size(requests)
+        timed = np.flatnonzero(np.isfinite(logs))
+        return math.exp(logs[timed[np.argmin(abs(timed - size))]]) if len(timed) else 0.0
 
     def refresh(self) -> None:
         """Take the steps since the last refresh into account, on all ranks at once."""
