@@ -215,7 +215,7 @@ def test_requests_of_a_batch_size_that_was_not_timed_promise_less() -> None:
         adaptive, free = engine.adaptive, np.zeros(requests, dtype=bool)
         nothing, kinds = np.zeros(requests, dtype=np.int64), np.ones(requests, dtype=np.int64)
         adaptive.observe([f"new {i}" for i in range(requests)], nothing + 1, engine.now, False)
-        adaptive.choose(nothing, requests, kinds, free, nothing + 1)
+        adaptive.choose(nothing, requests, kinds, free, nothing + MOST)
         promised.append(adaptive.promised)
     assert promised[0] is not None and promised[1] is None
 
