@@ -33,7 +33,7 @@ SHORTEST_PAUSE = 16  # steps, however cheap drafts are
 LONG_PAUSE = 64  # steps
 TURNS = 4  # times as often is a pause broken that the requests at hand alone have brought about
 SETTLING = 3  # steps without drafts that are not timed after others; of steps with drafts, one
-CLEAR = 1.25  # speed-up at which it may be one without drafts, too: a few per cent decide nothing there
+CLEAR = 1.25  # speed-up where a few per cent decide nothing: one step without drafts is enough to tell
 FAILURES = 4  # probes in vain that make the pauses between them twice as long, twice as many three times, ...
 MOST_PATIENCE = 4  # times
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
@@ -197,9 +197,9 @@ class AdaptiveDrafts:
         if self._pausing and (self._changed or wanted is None):
             self.promised = None
             if wanted is not None and wanted.any() and relative is not None:
-                # What they lack is not made up for on the chance that drafts are cheaper than they may well be.
+                # To make up for what they lack has its price, and who is about to end may not bring it in.
                 sure = self._best(wanted, self._relative(size, DOUBT), emitting)[1]
-                self.promised = sure if sure >= WORTH else None
+                self.promised = sure if sure >= CLEAR else None
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
         self._drafts, changed = drafts, self._changed
