@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import drafter_of, our_counter, runner_of
-from exactness import generate, greedy, prompts
+from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins import catch_up_budget
 from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
-from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
+from vllm_ppd.vllm_plugins.catch_up_budget import FEW, MOST_WON, CatchUpBudget
 from vllm_ppd.vllm_plugins.passes import consecutive
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -178,6 +178,7 @@ def test_prompts_of_a_pause_are_caught_up_with_by_those_who_can_be_paid_for(
     monkeypatch.setattr(adaptive, "_pausing", False)
     monkeypatch.setattr(adaptive, "promised", np.inf)
     monkeypatch.setattr(adaptive, "resting", True)
+    monkeypatch.setattr(adaptive, "_steps", 0)
     monkeypatch.setattr(adaptive.costs, "plain", lambda rows: 1.0)
     monkeypatch.setattr(drafter.budget, "seconds", 0.0)
     monkeypatch.setattr(drafter.budget, "_step", 0)
@@ -221,13 +222,68 @@ def test_requests_of_a_pause_that_promise_to_pay_catch_up(
     assert any(drafting)
 
 
+@pytest.mark.engine
+def test_heads_rest_over_prompts_and_who_drafts_goes_on(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who comes has its prompt caught up with once that is paid for, beside those who miss a step's tokens."""
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    drafter = drafter_of(llm)
+    adaptive, budget, branches = drafter.planner.adaptive, drafter.budget, drafter.passes.branches
+    rested: list[tuple[bool, bool]] = []
+    caught_up: list[int] = []
+
+    def drafted(step: Any) -> Any:
+        rested.append((drafter.decoding, drafter.cut.resting))
+        return draft(step)
+
+    def passed(rows: np.ndarray, *others: Any) -> Any:
+        caught_up.extend(count for count in np.bincount(rows).tolist() if count)
+        return branches(rows, *others)
+
+    draft = drafter.draft
+    monkeypatch.setattr(drafter, "draft", drafted)
+    monkeypatch.setattr(drafter.passes, "branches", passed)
+    monkeypatch.setattr(adaptive, "choose", lambda allowed, *_: setattr(adaptive, "resting", False) or allowed)
+    monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
+    monkeypatch.setattr(adaptive, "nap", lambda: 0)
+    monkeypatch.setattr(adaptive, "promised", 1.5)
+    monkeypatch.setattr(adaptive.costs, "plain", lambda rows: 1.0)
+    for name, value in {"seconds": 1.0, "_step": adaptive.steps, "_prices": deque([1e-6], maxlen=9)}.items():
+        monkeypatch.setattr(budget, name, value)
+    accepted = llm.counts["accepted"]
+    assert CASES["arrivals_and_aborts"](llm) == CASES["arrivals_and_aborts"](engine())
+    assert llm.counts["accepted"] > accepted
+    assert {resting for decoding, resting in rested if decoding} == {False}
+    assert {resting for decoding, resting in rested if not decoding} == {True}
+    assert min(caught_up) <= FEW < max(caught_up)
+
+
+@pytest.mark.engine
+def test_sampling_requests_with_a_seed_wait_for_no_budget(
+    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they draft depends on no clock, so that they repeat."""
+    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    drafter = drafter_of(llm)
+    monkeypatch.setattr(drafter.budget, "affordable", lambda missing, *_: np.zeros(len(missing), dtype=bool))
+    said = []
+    for seed in (7, None):
+        drafted = llm.counts["drafted"]
+        params = SamplingParams(temperature=0.8, seed=seed, max_tokens=40, ignore_eos=True)
+        said.append((generate(llm, prompts(2, 20), params), llm.counts["drafted"] - drafted))
+    assert said[0][1] > 40 and said[1][1] == 0
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
+    assert generate(llm, prompts(2, 20), params) == said[0][0]
+
+
 def test_budget_of_catching_up() -> None:
     budget = CatchUpBudget()
     missing = np.array([30, 0, 10, 500])
-    assert budget.affordable(np.zeros(4, int), 100, 1.0, promised=2.0).all() and budget.seconds == 0
+    assert budget.affordable(np.zeros(4, int), 100, 1.0, promised=None).all() and budget.seconds == 0
     # What it takes is not known: one does it.
     assert budget.affordable(missing, 101, 0.1, promised=None).tolist() == [False, True, True, False]
-    budget.spent(10, 0.1)
+    budget.spent(np.array([10]), 0.1)
     budget.seconds = 0.0
     # 40 tokens are affordable after 4 * 4 steps' quarters of 0.1 seconds.
     assert [budget.affordable(missing, step, 0.1, promised=2.0).tolist() for step in (104, 116, 117)] == [
@@ -247,6 +303,17 @@ def test_budget_of_catching_up() -> None:
     # However long it has been, nobody waits for more than 4 steps.
     assert budget.affordable(missing, 10**6, 0.1, promised=None).tolist() == [True, True, False, False]
     assert budget.seconds == pytest.approx(0.4)
+    # Who drafts and lacks a step's tokens is not held up, and they are not paid for.
+    budget.seconds = 0.0
+    few = np.array([FEW, FEW + 1])
+    assert budget.affordable(few, 10**6, 0.1, promised=1.1).tolist() == [True, False]
+    budget.seconds = 0.2
+    budget.spent(np.array([3, 1]), 0.1)
+    assert budget.seconds == 0.2
+    # What drafts win while nobody lacks anything is kept for those who come.
+    for steps, seconds in ((1000, 5.2), (2000, 0.1 * MOST_WON)):
+        assert budget.affordable(np.zeros(2, int), 10**6 + steps, 0.1, promised=1.1).all()
+        assert budget.seconds == pytest.approx(seconds)
 
 
 def test_consecutive_tokens_are_spans_of_passes_that_are_not_too_large() -> None:

@@ -14,9 +14,10 @@ measured as SOON as may be. Steps that draft after a pause are repeated at once 
 it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of such
 steps alone would keep a pause going for ever, or drafting that does not pay.
 
-In a pause a method may leave out what only drafts need. It is made up for before the next trial, or where requests come
-whose drafts promise to pay, and never where that is dear and the pause one that lasts: it began with drafts that are
-clearly too dear, a trial in it has failed, or it is LONG_PAUSE steps old.
+In a pause a method may leave out what only drafts need, and always where prompts are taken in, as nobody knows yet
+whether their requests' drafts pay. It is made up for before the next trial, or where drafts promise to pay, and never
+where that is dear and the pause one that lasts: it began with drafts that are clearly too dear, a trial in it has
+failed, or it is LONG_PAUSE steps old.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FAILURES = 4  # probes in vain that make the pauses between them twice as long, 
 MOST_PATIENCE = 4  # times
 BURST = 2  # steps of a probe with drafts: one that is not timed, and one that is
 SOON = 16  # steps between those that measure what may well be other than it seems, and decides
-LONGEST_NAP = 16  # steps
+LONGEST_NAP = 64  # steps
 REFRESH_EVERY = 16  # steps between two looks at the clock
 # Predicted speed-up from which on drafting begins, and below which it ends: a step's time is not known to a per cent.
 WORTH, STAYS = 1.05, 1.02
@@ -72,6 +73,7 @@ class AdaptiveDrafts:
         self._paused_at = 0  # the step at which they were found not to
         self._resumed_at = 0  # the step at which they were found to, again
         self._clearly = False  # whether they were found to be far from paying then
+        self._idle = False  # nobody may draft, whatever pays
         self._changed = False  # requests came or went, or their drafts are of other kinds
         self._paid = False  # the step that ended was a probe in a pause, and paid for itself
         self._price = 1.0  # seconds of the pause's latest probe, in units of a step without drafts
@@ -195,16 +197,16 @@ class AdaptiveDrafts:
         drafts = self._choose(free, size, emitting) if free.any() else free
         relative = self.costs.relative(size)
         if self._pausing and (self._changed or wanted is None):
-            self.promised = None
-            if wanted is not None and wanted.any() and relative is not None:
-                # To make up for what they lack has its price, and who is about to end may not bring it in.
-                sure = self._best(wanted, self._relative(size, DOUBT), emitting)[1]
-                self.promised = sure if sure >= CLEAR else None
+            # To make up for what they lack has its price, and who is about to end may not bring it in.
+            self.promised = self._promise(wanted, size, emitting, DOUBT, CLEAR)
+        elif self._changed and not free.any() and relative is not None:
+            self.promised = self._promise(wanted, size, emitting, 0.0, STAYS)
         self.withheld = int((free - drafts).sum())
         drafts = np.where(fixed, allowed, drafts)
         self._drafts, changed = drafts, self._changed
         # Requests whose prompts are taken in have not been asked yet.
         self._changed = changed and not (allowed.any() or (wanted is not None and wanted.any()))
+        self._idle = not allowed.any()
         # Drafts of fixed requests are in every step: its time says nothing of the others'.
         self._end_choice(int(drafts.max(initial=0)), timed=not fixed.any())
         if not allowed.any():
@@ -232,8 +234,8 @@ class AdaptiveDrafts:
         else:
             self._last_drafted = self._steps
         tried = self._last_drafted > self._paused_at or self._steps - self._paused_at >= LONG_PAUSE
-        self.resting = self._pausing and chosen == 0
-        self.lasting = self.resting and (tried or self._clearly)
+        self.resting = chosen == 0 and (self._pausing or self._idle)
+        self.lasting = self.resting and self._pausing and (tried or self._clearly)
         self._alike = self._alike + 1 if self._drafted == (chosen > 0) else 0
         settled = self._alike >= (1 if chosen else self._settling)
         self._timed = (self._size, chosen, self._now) if settled and timed else None
@@ -275,6 +277,13 @@ class AdaptiveDrafts:
         self.probing = self.resting = self.lasting = False
         self._wake = 0
         self.withheld = 0
+
+    def _promise(self, wanted: np.ndarray | None, size: int, emitting: int, doubt: float, least: float) -> float | None:
+        """Speed-up by drafts that requests might make, where steps are known; None where it is less than the least."""
+        if wanted is None or not wanted.any() or self.costs.relative(size) is None:
+            return None
+        gain = self._best(wanted, self._relative(size, doubt), emitting)[1]
+        return gain if gain >= least else None
 
     def _choose(self, allowed: np.ndarray, size: int, emitting: int) -> np.ndarray:
         """As choose, for the requests whose drafts may depend on measurements."""

@@ -5,7 +5,8 @@ What the heads missed can be computed at any time, and all of it at once would h
 share of its time aside, which whoever has missed least may have. While drafts pay, or promise to, to catch up is an
 investment, made of what they win. In a pause it is the price of a trial, and a trial by a few says little about what
 drafts of all of them would take: it waits until half of the requests can be paid for. What a long pause puts aside is
-not spent in one go: everybody would stand still for as long.
+not spent in one go: everybody would stand still for as long. Who drafts goes on where a step took another's prompt in,
+over which the heads rested: a pass over its few tokens takes what they would have taken in the step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 INVESTED = 1 / 2  # of the time that drafts win, while they pay
 MOST_INVESTED = 1 / 4  # of a step without drafts
 OF_A_TRIAL = 1 / (2 * PROBE_EVERY)  # in a pause: the trial itself takes its share, too
+FEW = 8  # tokens, which nobody who drafts waits for: those of a step that took another's prompt in
+MOST_WON = 64  # steps without drafts that are kept of what drafts have won, for requests that come later
 MOST_AT_ONCE = 4  # steps without drafts that a pause puts aside
 
 
@@ -44,24 +47,28 @@ class CatchUpBudget:
         """
         steps, self._step = step - self._step, step
         whole = missing == 0
-        if whole.all():
-            return whole
-        if promised is not None and not plain:
-            return np.ones(len(missing), dtype=bool)
         if promised is None:
+            if whole.all():
+                return whole
             self.seconds = min(self.seconds + steps * plain * OF_A_TRIAL, MOST_AT_ONCE * plain)
         else:
-            self.seconds += steps * plain * min(INVESTED * (promised - 1), MOST_INVESTED)
+            won = steps * plain * min(INVESTED * (promised - 1), MOST_INVESTED)
+            self.seconds = min(self.seconds + won, MOST_WON * plain)
+            if whole.all() or not plain:
+                return np.ones(len(missing), dtype=bool)
         order = np.argsort(missing, kind="stable")
         if self._prices:
             paid = np.cumsum(missing[order]) * min(self._prices) <= self.seconds
         else:
             paid = np.arange(len(order)) <= np.count_nonzero(whole)  # one more: what it takes is to be known
-        chosen = whole.copy()
+        chosen = whole.copy() if promised is None else missing <= FEW
         chosen[order[paid]] = True
         return whole if promised is None and self._prices and 2 * np.count_nonzero(chosen) < len(missing) else chosen
 
-    def spent(self, tokens: int, seconds: float) -> None:
-        """To catch up with so many tokens took so long."""
+    def spent(self, missing: np.ndarray, seconds: float) -> None:
+        """To catch up with so many tokens of each request [requests] took so long."""
+        tokens = int(missing.sum())
+        if not (missing > FEW).any():  # as if the heads had run in the step
+            return
         self._prices.append(seconds / tokens)
         self.seconds = max(self.seconds - seconds, 0.0)  # one that took longer than others may have had to be compiled

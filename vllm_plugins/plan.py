@@ -135,6 +135,11 @@ class DraftPlanner:
             drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
         return drafts, remaining
 
+    def seeded(self) -> np.ndarray:
+        """Which rows of the batch are sampled with a seed: [batch rows] bool."""
+        self._look_up_changed()
+        return self._seeded
+
     def forget(self) -> None:
         """Look every request up again: a name may have been given to another."""
         self._req_ids = []

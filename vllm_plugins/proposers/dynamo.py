@@ -3,8 +3,8 @@
 
     forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
              a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
-             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest; who then drafts has its
-             heads catch up first (heads_history.py)
+             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest, and with adaptive drafting
+             over prompts; who then drafts has its heads catch up first (heads_history.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
@@ -81,7 +81,9 @@ class DynaMoProposer(Proposer):
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.history is not None:
             adaptive, layers = self.planner.adaptive, self.config.num_layers
-            paused, lasting = (False, False) if adaptive is None else (adaptive.resting, adaptive.lasting)
+            # Prompts wait until their requests' drafts promise to pay for them.
+            paused = adaptive is not None and (adaptive.resting or not self.decoding)
+            lasting = adaptive is not None and adaptive.lasting
             self.cut.resting = self.history.begin_step(paused, lasting, alike=self.nap.steps > 0)
             self.cut.keeps_stem = self.history.keeps
             self.counters.add("resting_steps", self.cut.resting)
@@ -106,7 +108,8 @@ class DynaMoProposer(Proposer):
         able = missing < LOST
         if adaptive is not None:
             plain = adaptive.costs.plain(len(missing))
-            able &= self.budget.affordable(missing, adaptive.steps, plain, adaptive.promised)
+            affordable = self.budget.affordable(missing, adaptive.steps, plain, adaptive.promised)
+            able &= affordable | self.planner.seeded()  # whose drafts must not depend on measurements
         return able
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
@@ -153,7 +156,8 @@ class DynaMoProposer(Proposer):
             adaptive.interrupted()
             # All ranks must find it as dear as the first does.
             agree = adaptive.costs.agree
-            self.budget.spent(len(missed.rows), float((seconds if agree is None else agree(seconds))[0]))
+            missing = np.diff(ends, prepend=-1)
+            self.budget.spent(missing, float((seconds if agree is None else agree(seconds))[0]))
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""
