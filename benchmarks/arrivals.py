@@ -13,9 +13,16 @@ Nothing is sent over a network, and texts are not put into words.
 Heads draft as a server would let them (adaptive), trials included; what they learn from the --warm-up requests before
 those that count is not counted. A ratio is how many times as long vLLM alone takes (the mean of its two engines) for
 the same requests: "latency" from arrival to last token, "TPOT" for each token after the first, "TTFT" up to the first,
-all summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests; the machine's speed in
-the few turns that take in prompts which come all at once is not in them, but --rounds differ in it). "drafting" is the
-share of steps with drafts, each counted for every request in it. The last rows are of all cells: geometric means.
+"engine" for the seconds that the engine computed, a step's divided among its requests by the tokens that it took in of
+each. All are summed over requests, with the intervals in which they lie at 90 % (bootstrap over requests; the machine's
+speed in the few turns that take in prompts which come all at once is not in them, but --rounds differ in it).
+
+Waiting is chance: an engine that is a millisecond later takes a prompt in with the next one, for which everybody waits.
+Of as few requests as a minute brings, vLLM's own two engines differ by several per cent in latency and TTFT for it, and
+by one in the seconds that they compute.
+
+"drafting" is the share of steps with drafts, each counted for every request in it. The last rows are of all cells:
+geometric means.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds other requests.
 """
@@ -65,6 +72,7 @@ class Served(NamedTuple):
     tokens: int
     steps: int  # of the engine while it was there
     drafting: int  # of these, with drafts
+    engine: float  # seconds that the engine computed for it
 
 
 class Replica:
@@ -82,6 +90,8 @@ class Replica:
         self.waiting = deque(range(len(arrivals)))
         self.came: dict[str, tuple[int, int, int]] = {}  # which it is; steps, and those with drafts, before it
         self.first: dict[int, float] = {}
+        self.engine = [0.0] * len(arrivals)
+        self._undivided = 0.0  # seconds of steps that nobody had a token of
         self.served: dict[int, Served] = {}
 
     @property
@@ -102,8 +112,10 @@ class Replica:
             while self.waiting and self.arrivals[self.waiting[0]].at <= self.now:
                 self._add(self.waiting.popleft())
             outputs = engine.step()
-            self.now += time.perf_counter() - started
+            took = time.perf_counter() - started
+            self.now += took
             self.steps, self.drafting = self.steps + 1, self.drafting + drafting
+            self._divide(took, [self.came[output.request_id][0] for output in outputs])
             for output in outputs:
                 self._note(output)
 
@@ -112,6 +124,14 @@ class Replica:
         self.came[name] = (number, self.steps, self.drafting)
         self.contender.add(name, arrival.prompt, self.temperature, arrival.tokens)
 
+    def _divide(self, seconds: float, numbers: list[int]) -> None:
+        """A step of these requests took so long."""
+        self._undivided += seconds
+        tokens = [1 if i in self.first else len(self.arrivals[i].prompt) for i in numbers]
+        for i, own in zip(numbers, tokens, strict=True):
+            self.engine[i] += self._undivided * own / sum(tokens)
+        self._undivided *= not numbers
+
     def _note(self, output: Any) -> None:
         number, steps, drafting = self.came[output.request_id]
         after = self.now - self.arrivals[number].at
@@ -119,7 +139,8 @@ class Replica:
         if output.finished:
             tokens = self.arrivals[number].tokens
             self.served[number] = Served(
-                self.first[number], after, tokens, self.steps - steps, self.drafting - drafting
+                self.first[number], after, tokens, self.steps - steps, self.drafting - drafting,
+                self.engine[number],
             )  # fmt: skip
 
 
@@ -172,7 +193,7 @@ def rows(cells: dict[str, dict[str, list[Served]]]) -> list[dict[str, Any]]:
                 samples = plain[chosen].sum(axis=1) / mine[chosen].sum(axis=1)
                 drawn.setdefault(name, {}).setdefault(what, []).append(samples)
                 row |= {what: round(float(plain.sum() / mine.sum()), 3), f"{what}, interval": interval(samples)}
-            latency, tokens, steps, drafting = np.array(own)[:, 1:].T
+            latency, tokens, steps, drafting = np.array(own)[:, 1:5].T
             row["tokens a second of each"] = round(float(tokens.sum() / latency.sum()), 1)
             result.append(row | {"drafting": round(float(drafting.sum() / steps.sum()), 2)})
     for name, of_cells in drawn.items():
@@ -193,8 +214,9 @@ def rows(cells: dict[str, dict[str, list[Served]]]) -> list[dict[str, Any]]:
 
 def seconds(served: list[Served]) -> dict[str, np.ndarray]:
     """[requests] by what they are of."""
-    first, latency, tokens, *_ = np.array(served).T
-    return {"latency": latency, "TPOT": (latency - first) / np.maximum(tokens - 1, 1), "TTFT": first}
+    first, latency, tokens, *_, engine = np.array(served).T
+    each = (latency - first) / np.maximum(tokens - 1, 1)
+    return {"latency": latency, "TPOT": each, "TTFT": first, "engine": engine}
 
 
 def main() -> None:

@@ -55,8 +55,17 @@ def test_each_engine_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     progress = SimpleNamespace(update=lambda count: None)
     found = serve(replicas, coming, 0.0, 2, progress)
     # The second request comes within a step, and waits for its end.
-    assert found["slow"] == [Served(1.0, 3.0, 3, 3, 0), Served(1.5, 2.5, 2, 2, 0), Served(1.0, 1.0, 1, 1, 0)]
-    assert found["fast"] == [Served(0.5, 1.5, 3, 3, 0), Served(0.5, 1.0, 2, 2, 0), Served(0.5, 0.5, 1, 1, 0)]
+    # Of the step that both are in, the second has the half that falls to the token of its prompt.
+    assert found["slow"] == [
+        Served(1.0, 3.0, 3, 3, 0, 2.5),
+        Served(1.5, 2.5, 2, 2, 0, 1.5),
+        Served(1.0, 1.0, 1, 1, 0, 1.0),
+    ]
+    assert found["fast"] == [
+        Served(0.5, 1.5, 3, 3, 0, 1.5),
+        Served(0.5, 1.0, 2, 2, 0, 1.0),
+        Served(0.5, 0.5, 1, 1, 0, 0.5),
+    ]
 
 
 def test_the_same_requests_arrive_at_every_rate() -> None:
@@ -70,17 +79,29 @@ def test_the_same_requests_arrive_at_every_rate() -> None:
     assert slow[0] != draw(texts, options, 1.0, 2)[0]
 
 
+def test_a_step_is_divided_by_the_tokens_that_it_took_in() -> None:
+    """What a part of a prompt took falls to those of the next step, and all of it to somebody."""
+    replica = Replica(Contender.__new__(Contender))
+    replica.begin([Arrival(0.0, [1] * 9, 3), Arrival(0.0, [1] * 30, 3)], 0.0)
+    replica._divide(1.0, [])
+    replica._divide(1.0, [0])
+    replica.first[0] = 2.0
+    replica._divide(31.0, [0, 1])
+    assert replica.engine == [3.0, 30.0]
+
+
 def test_ratios_are_to_both_of_vllms_engines() -> None:
     cells = {
         "0.8/1": {
-            BASE: [Served(1.0, 3.0, 3, 10, 0), Served(1.0, 5.0, 5, 10, 0)],
-            CONTROL: [Served(1.0, 5.0, 3, 10, 0), Served(1.0, 7.0, 5, 10, 0)],
-            "cp": [Served(2.0, 4.0, 3, 10, 4), Served(2.0, 4.0, 5, 10, 6)],
+            BASE: [Served(1.0, 3.0, 3, 10, 0, 1.0), Served(1.0, 5.0, 5, 10, 0, 2.0)],
+            CONTROL: [Served(1.0, 5.0, 3, 10, 0, 1.0), Served(1.0, 7.0, 5, 10, 0, 2.0)],
+            "cp": [Served(2.0, 4.0, 3, 10, 4, 1.0), Served(2.0, 4.0, 5, 10, 6, 3.0)],
         }
     }
     *_, cp, base, control, over_all = rows(cells)
     assert (cp["temperature"], cp["rate"], cp["requests"], cp["drafting"]) == (0.8, "1", 2, 0.5)
     assert (cp["latency"], cp["TTFT"], cp["TPOT"]) == (10 / 8, 0.5, round((1.5 + 1.25) / 1.5, 3))
+    assert (cp["engine"], cp["engine, interval"]) == (0.75, "0.667-1.000")
     assert cp["latency, interval"] == "1.000-1.500"  # either request twice
     assert (base["latency"], control["latency"]) == (1.25, 0.833)
     assert {name: over_all[name] for name in ("latency", "TTFT")} == {"latency": 1.25, "TTFT": 0.5}
