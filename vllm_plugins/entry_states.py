@@ -20,7 +20,8 @@ from vllm.distributed import get_tp_group
 from vllm_ppd.kernels.paged_entries import entry_places
 
 NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes: what is copied is not to be rounded
-MOST_WAITING = 64  # steps: what waits is memory that nobody has reserved
+# What waits is memory that nobody has reserved.
+MOST_STEPS, MOST_TOKENS = 64, 4096
 
 
 class EntryStates:
@@ -73,7 +74,7 @@ class EntryStates:
             self._write(slots, state)
             return
         self._waiting.append((slots, state.clone()))
-        if len(self._waiting) == MOST_WAITING:
+        if len(self._waiting) == MOST_STEPS or len(self._waiting) * len(state) >= MOST_TOKENS:
             self.settle()
 
     def settle(self) -> None:

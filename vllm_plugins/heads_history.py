@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window
 
-from vllm_ppd.vllm_plugins.entry_states import EntryStates
+from vllm_ppd.vllm_plugins.entry_states import MOST_TOKENS, EntryStates
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
 logger = init_logger("vllm.vllm_ppd")
@@ -116,7 +116,8 @@ class HeadsHistory:
             self.states.settle()  # blocks may be others' from here on
         self._slots = self._slots_of(np.repeat(np.arange(rows), lengths), flat_ranges(starts, lengths))
         steady = self._steady and rows > 0
-        self._room = int((self._sizes - 1 - self._slots % self._sizes).min()) if steady else 0
+        room = int((self._sizes - 1 - self._slots % self._sizes).min()) if steady else 0
+        self._room = min(room, MOST_TOKENS // max(rows, 1))
         # Before anyone is looked at: a block that one request fills may be another's prefix in the same step.
         self._mark(self._slots, self.resting)
         missing = self._missing_before(starts)
