@@ -127,10 +127,12 @@ class Replica:
     def _divide(self, seconds: float, numbers: list[int]) -> None:
         """A step of these requests took so long."""
         self._undivided += seconds
+        if not numbers:
+            return
         tokens = [1 if i in self.first else len(self.arrivals[i].prompt) for i in numbers]
         for i, own in zip(numbers, tokens, strict=True):
             self.engine[i] += self._undivided * own / sum(tokens)
-        self._undivided *= not numbers
+        self._undivided = 0.0
 
     def _note(self, output: Any) -> None:
         number, steps, drafting = self.came[output.request_id]

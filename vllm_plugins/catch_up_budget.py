@@ -67,8 +67,7 @@ class CatchUpBudget:
 
     def spent(self, missing: np.ndarray, seconds: float) -> None:
         """To catch up with so many tokens of each request [requests] took so long."""
-        tokens = int(missing.sum())
         if not (missing > FEW).any():  # as if the heads had run in the step
             return
-        self._prices.append(seconds / tokens)
+        self._prices.append(seconds / int(missing.sum()))
         self.seconds = max(self.seconds - seconds, 0.0)  # one that took longer than others may have had to be compiled

@@ -2,9 +2,10 @@
 """When DynaMo's heads rest, and which tokens they have not seen because of it.
 
 Above the hard cut-off nobody drafts, nor does anybody while drafts do not pay: the heads' layers are then left out of
-every step, prompts included. A head is one layer, so the KV that a token lacks in it depends on that token's state
-alone. The state stands where the token's KV would (entry_states.py), also for whoever meets the same blocks by a
-prefix-cache hit; a request that is to draft again has it made into KV first, whenever that is and in any order.
+every step, prompts included, and with adaptive drafting out of every step that takes a prompt in. A head is one layer,
+so the KV that a token lacks in it depends on that token's state alone. The state stands where the token's KV would
+(entry_states.py), also for whoever meets the same blocks by a prefix-cache hit; a request that is to draft again has it
+made into KV first, whenever that is and in any order.
 
 Where the states do not fit into the heads' KV, what is missed is missed for good: the heads then rest in steps of
 decoding alone, as a prompt may be the beginning of many others', and in pauses that last; who has missed something does
