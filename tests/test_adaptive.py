@@ -404,25 +404,26 @@ def test_same_tokens(engine: Callable[..., Any], case: str) -> None:
 
 
 @pytest.mark.engine
-def test_untrained_exit_stops_drafting(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At temperature 1 an untrained exit of a random model is hardly ever right: drafts die down, and are counted.
+def test_drafts_that_cost_a_step_die_down(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are accepted, a draft that takes a step's time never pays: hardly any are made, and that is counted.
 
-    A draft costs a step here, whatever it costs a tiny model on a machine that does other things.
+    The seconds are set here, as those of a tiny model say more of what else the machine does.
     """
     llm = engine(ADAPTIVE)
     counters, costs = drafter_of(llm).counters, drafter_of(llm).planner.adaptive.costs
     add = costs.add
     monkeypatch.setattr(costs, "add", lambda size, drafts, _, steps=1: add(size, drafts, 1.0 + drafts, steps))
     params = SamplingParams(temperature=1.0, max_tokens=230, ignore_eos=True)
-    generate(llm, prompts(2, 20), params)
+    for _ in range(2):  # what other tests left the engine with is unlearned by then
+        generate(llm, prompts(2, 20), params)
     before, values = llm.counts.copy(), counters.values.copy()
-    outputs = generate(llm, prompts(2, 20), params)
+    tokens = sum(len(output) for _ in range(3) for output in generate(llm, prompts(2, 20), params))
     drafted = (llm.counts - before)["drafted"]
     withheld = (counters.values - values)[list(COUNTERS).index("withheld_drafts")]
-    assert sum(map(len, outputs)) == 460
-    assert drafted < 0.1 * 460
+    assert tokens == 3 * 2 * 230
+    assert drafted < 0.1 * tokens
     # Nearly each token was a step of its own, for which 3 drafts were allowed but at the very end.
-    assert withheld > 2.5 * 460
+    assert withheld > 2.5 * tokens
 
 
 @pytest.mark.engine
