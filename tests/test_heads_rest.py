@@ -16,7 +16,7 @@ from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins import catch_up_budget
 from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
-from vllm_ppd.vllm_plugins.catch_up_budget import FEW, MOST_WON, CatchUpBudget
+from vllm_ppd.vllm_plugins.catch_up_budget import MOST_WON, CatchUpBudget
 from vllm_ppd.vllm_plugins.passes import consecutive
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -256,7 +256,7 @@ def test_heads_rest_over_prompts_and_who_drafts_goes_on(
     assert llm.counts["accepted"] > accepted
     assert {resting for decoding, resting in rested if decoding} == {False}
     assert {resting for decoding, resting in rested if not decoding} == {True}
-    assert min(caught_up) <= FEW < max(caught_up)
+    assert min(caught_up) <= 1 + drafter.config.num_speculative_tokens < max(caught_up)
 
 
 @pytest.mark.engine
@@ -278,7 +278,7 @@ def test_sampling_requests_with_a_seed_wait_for_no_budget(
 
 
 def test_budget_of_catching_up() -> None:
-    budget = CatchUpBudget()
+    budget = CatchUpBudget(step_tokens=4)
     missing = np.array([30, 0, 10, 500])
     assert budget.affordable(np.zeros(4, int), 100, 1.0, promised=None).all() and budget.seconds == 0
     # What it takes is not known: one does it.
@@ -305,7 +305,7 @@ def test_budget_of_catching_up() -> None:
     assert budget.seconds == pytest.approx(0.4)
     # Who drafts and lacks a step's tokens is not held up, and they are not paid for.
     budget.seconds = 0.0
-    few = np.array([FEW, FEW + 1])
+    few = np.array([4, 5])
     assert budget.affordable(few, 10**6, 0.1, promised=1.1).tolist() == [True, False]
     budget.seconds = 0.2
     budget.spent(np.array([3, 1]), 0.1)

@@ -20,16 +20,20 @@ from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
 INVESTED = 1 / 2  # of the time that drafts win, while they pay
 MOST_INVESTED = 1 / 4  # of a step without drafts
 OF_A_TRIAL = 1 / (2 * PROBE_EVERY)  # in a pause: the trial itself takes its share, too
-FEW = 8  # tokens, which nobody who drafts waits for: those of a step that took another's prompt in
 MOST_WON = 64  # steps without drafts that are kept of what drafts have won, for requests that come later
 MOST_AT_ONCE = 4  # steps without drafts that a pause puts aside
 
 
 class CatchUpBudget:
-    """Seconds that are put aside, and what a token took lately; given the same, it decides the same."""
+    """Seconds that are put aside, and what a token took lately; given the same, it decides the same.
 
-    def __init__(self) -> None:
+    Args:
+        step_tokens: most tokens of a request in a step of decoding: as many nobody waits for who drafts.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
         self.seconds = 0.0
+        self._step_tokens = step_tokens
         self._prices: deque[float] = deque(maxlen=9)  # seconds of a token
         self._step = 0  # at which the seconds were counted last
 
@@ -61,13 +65,13 @@ class CatchUpBudget:
             paid = np.cumsum(missing[order]) * min(self._prices) <= self.seconds
         else:
             paid = np.arange(len(order)) <= np.count_nonzero(whole)  # one more: what it takes is to be known
-        chosen = whole.copy() if promised is None else missing <= FEW
+        chosen = whole.copy() if promised is None else missing <= self._step_tokens
         chosen[order[paid]] = True
         return whole if promised is None and self._prices and 2 * np.count_nonzero(chosen) < len(missing) else chosen
 
     def spent(self, missing: np.ndarray, seconds: float) -> None:
         """To catch up with so many tokens of each request [requests] took so long."""
-        if not (missing > FEW).any():  # as if the heads had run in the step
+        if not (missing > self._step_tokens).any():  # as if the heads had run in the step
             return
         self._prices.append(seconds / int(missing.sum()))
         self.seconds = max(self.seconds - seconds, 0.0)  # one that took longer than others may have had to be compiled

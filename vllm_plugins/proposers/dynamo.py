@@ -73,7 +73,7 @@ class DynaMoProposer(Proposer):
             self.allocate_probs()
             if config.adaptive or config.disable_by_batch_size is not None:
                 self.history = HeadsHistory(self.runner, config.num_layers, hidden_size, config.disable_by_batch_size)
-                self.budget = CatchUpBudget()
+                self.budget = CatchUpBudget(1 + config.num_speculative_tokens)
                 self.passes = StackPasses(self.runner, self.cut)
         else:
             self.emission = NGramEmission(self)
