@@ -10,7 +10,7 @@ from test_adaptive import MOST, Simulation, shallow
 def test_requests_of_a_pause_that_lack_what_drafts_need_may_get_it_if_they_promise_to_pay() -> None:
     """What they lack is told by `wanted`; once they have it, they need not wait for a trial."""
     for kind, pays in ((0, False), (1, True)):
-        engine = Simulation(shallow(0.1))
+        engine = Simulation(shallow(0.1), noise=0.02)
         engine.run(400, 0.1)
         adaptive, kinds, free = engine.adaptive, np.array([kind]), np.zeros(1, dtype=bool)
         adaptive._last_drafted = adaptive._steps  # no trial is due
@@ -31,7 +31,7 @@ def test_requests_of_a_batch_size_that_was_not_timed_promise_less() -> None:
     """What they lack is dear, and so may their drafts be."""
     promised = []
     for requests in (1, 16):
-        engine = Simulation(shallow(0.1))
+        engine = Simulation(shallow(0.1), noise=0.02)
         engine.run(400, 0.1)
         adaptive, free = engine.adaptive, np.zeros(requests, dtype=bool)
         nothing, kinds = np.zeros(requests, dtype=np.int64), np.ones(requests, dtype=np.int64)
@@ -42,7 +42,7 @@ def test_requests_of_a_batch_size_that_was_not_timed_promise_less() -> None:
 
 
 def test_what_only_some_promise_is_no_longer_waited_for_once_all_can_draft() -> None:
-    engine = Simulation(shallow(0.1))
+    engine = Simulation(shallow(0.1), noise=0.02)
     engine.run(400, 0.1)
     adaptive, kinds, free = engine.adaptive, np.array([1]), np.zeros(1, dtype=bool)
     adaptive.observe(["new"], np.array([1]), engine.now, False)
@@ -57,7 +57,7 @@ def test_what_only_some_promise_is_no_longer_waited_for_once_all_can_draft() -> 
 def test_what_requests_lack_while_drafts_pay_is_promised_by_their_own_kind() -> None:
     """Nobody can draft, so nothing that only drafts need is computed until they have it; it is no pause."""
     for rate, pays in ((0.02, False), (0.9, True)):
-        engine = Simulation(shallow(0.1))
+        engine = Simulation(shallow(0.1), noise=0.02)
         engine.run(400, 0.9)
         adaptive, kinds, free = engine.adaptive, np.array([1]), np.zeros(1, dtype=bool)
         adaptive.acceptance._server_hits[1] = rate * adaptive.acceptance._server_trials[1]
@@ -71,7 +71,7 @@ def test_what_requests_lack_while_drafts_pay_is_promised_by_their_own_kind() -> 
 
 
 def test_requests_of_a_pause_that_are_about_to_end_promise_nothing() -> None:
-    engine = Simulation(shallow(0.1))
+    engine = Simulation(shallow(0.1), noise=0.02)
     engine.run(400, 0.1)
     nothing = np.zeros(1, dtype=np.int64)
     engine.adaptive.observe(["new"], np.array([1]), engine.now, False)

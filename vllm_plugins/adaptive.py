@@ -217,8 +217,8 @@ class AdaptiveDrafts:
         elif self.promised is not None:
             self._wake = self._steps + SHORTEST_PAUSE
         elif changed or self._steps >= self._wake or size != before:
-            # What is known of other requests hardly changes in a pause: it is not looked at in every step.
-            again = max(self._ends_at(relative, TURNS), self._steps + SHORTEST_PAUSE)
+            # What is known of other requests hardly changes in a pause, and a look takes a tenth of a small step.
+            again = max(self._ends_at(relative, TURNS), self._steps + LONG_PAUSE)
             self._wake = min(self._ends_at(relative), again)
         return drafts
 
