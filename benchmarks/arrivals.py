@@ -21,8 +21,8 @@ Waiting is chance: an engine that is a millisecond later takes a prompt in with 
 Of as few requests as a minute brings, vLLM's own two engines differ by several per cent in latency and TTFT for it, and
 by one in the seconds that they compute.
 
-"drafting" is the share of steps with drafts, each counted for every request in it. The last rows are of all cells:
-geometric means.
+"drafting" is the share of steps with drafts, each counted for every request in it. The last rows are of several cells,
+those of a rate, those of a temperature, and all: geometric means.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds other requests.
 """
@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
 from collections import deque
 from functools import partial
@@ -39,6 +40,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from side_by_side import (
+    ALL,
     BASE,
     CONTROL,
     RESAMPLES,
@@ -46,6 +48,7 @@ from side_by_side import (
     begun,
     flags,
     interval,
+    joined,
     undisturbed,
     with_huge_pages,
 )
@@ -180,9 +183,10 @@ def draw(texts: Texts, options: ServeOptions, rate: float, seed: int) -> list[Ar
 
 
 def rows(cells: dict[str, dict[str, list[Served]]]) -> list[dict[str, Any]]:
-    """The table: a row a cell and contender, and then one a contender for all cells."""
+    """The table: a row a cell and contender, and then those of several cells."""
     result: list[dict[str, Any]] = []
-    drawn: dict[str, dict[str, list[np.ndarray]]] = {}
+    rows_of: dict[tuple[str, str], dict[str, Any]] = {}
+    drawn: dict[tuple[str, str, str], np.ndarray] = {}
     generator = np.random.default_rng(0)  # one for all: cells that drew the same requests would vary together
     for cell, served in cells.items():
         temperature, rate = cell.split("/")
@@ -193,24 +197,25 @@ def rows(cells: dict[str, dict[str, list[Served]]]) -> list[dict[str, Any]]:
             for what, mine in found[name].items():
                 plain = (found[BASE][what] + found[CONTROL][what]) / 2
                 samples = plain[chosen].sum(axis=1) / mine[chosen].sum(axis=1)
-                drawn.setdefault(name, {}).setdefault(what, []).append(samples)
+                drawn[cell, name, what] = samples
                 row |= {what: round(float(plain.sum() / mine.sum()), 3), f"{what}, interval": interval(samples)}
             latency, tokens, steps, drafting = np.array(own)[:, 1:5].T
             row["tokens a second of each"] = round(float(tokens.sum() / latency.sum()), 1)
-            result.append(row | {"drafting": round(float(drafting.sum() / steps.sum()), 2)})
-    for name, of_cells in drawn.items():
-        own_rows = [row for row in result if row["contender"] == name]
-        last = {
-            "temperature": "all",
-            "rate": "all",
-            "contender": name,
-            "requests": sum(r["requests"] for r in own_rows),
-        }
-        for what, of_each in of_cells.items():
-            overall = np.exp(np.mean([math.log(row[what]) for row in own_rows]))
-            last |= {what: round(float(overall), 3), f"{what}, interval": interval(np.exp(np.mean(np.log(of_each), 0)))}
-        drafting = round(float(np.mean([row["drafting"] for row in own_rows])), 2)
-        result.append(last | {"tokens a second of each": "", "drafting": drafting})
+            rows_of[cell, name] = row | {"drafting": round(float(drafting.sum() / steps.sum()), 2)}
+            result.append(rows_of[cell, name])
+    for temperature, rate, several in joined(list(cells)):
+        for name, own in cells[several[0]].items():
+            own_rows = [rows_of[cell, name] for cell in several]
+            row = {
+                "temperature": temperature if temperature == ALL else float(temperature), "rate": rate,
+                "contender": name, "requests": sum(row["requests"] for row in own_rows),
+            }  # fmt: skip
+            for what in seconds(own):
+                samples = np.exp(np.mean(np.log([drawn[cell, name, what] for cell in several]), axis=0))
+                overall = statistics.geometric_mean([row[what] for row in own_rows])
+                row |= {what: round(overall, 3), f"{what}, interval": interval(samples)}
+            drafting = statistics.mean(row["drafting"] for row in own_rows)
+            result.append(row | {"tokens a second of each": "", "drafting": round(drafting, 2)})
     return result
 
 

@@ -12,8 +12,8 @@ Engines decode the same requests in turns of a few steps (side_by_side.py). Head
 over those that vLLM alone gives in the same seconds, at its speed in the turns right before and after (engines of vLLM
 alone are held against all of them in the same pair of turns). "overall" is that of all pairs of a cell, with the
 interval in which it lies at 90 % (bootstrap over pairs), "median" and "quartiles" those of single pairs, "drafting" the
-share of steps with drafts. The last rows are of all cells: the geometric mean of "overall" with
-its interval, and median and quartiles over cells.
+share of steps with drafts. The last rows are of several cells, those of a batch size, those of a temperature, and all:
+the geometric mean of "overall" with its interval, and median and quartiles over cells.
 
 A cell is written as soon as it is over; a further run on the same commit with the same settings adds pairs to it.
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from side_by_side import (
+    ALL,
     RESAMPLES,
     Contender,
     Pair,
@@ -35,6 +36,7 @@ from side_by_side import (
     flags,
     in_turns,
     interval,
+    joined,
     plain_names,
     with_huge_pages,
 )
@@ -46,9 +48,9 @@ from vllm_ppd.vllm_plugins.bench.results import quartiles
 
 
 def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, Any]]:
-    """The table of turns of so many steps: a row a cell and contender, and then one a contender for all cells."""
+    """The table of turns of so many steps: a row a cell and contender, and then those of several cells."""
     result: list[dict[str, Any]] = []
-    drawn: dict[str, list[np.ndarray]] = {}
+    of_cell: dict[tuple[str, str], tuple[dict[str, Any], np.ndarray]] = {}
     generator = np.random.default_rng(0)  # one for all: cells that drew the same pairs would vary together
     for cell, pairs in cells.items():
         temperature, batch = cell.split("/")
@@ -56,7 +58,6 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
             tokens, seconds, drafting, plain_tokens, plain_seconds = np.array(found).T
             expected = seconds * plain_tokens / plain_seconds  # tokens of vLLM alone in the same seconds
             samples = resampled(tokens, expected, generator)
-            drawn.setdefault(name, []).append(samples)
             middle, low, high = quartiles((tokens / expected).tolist())
             result.append({
                 "temperature": float(temperature), "batch": int(batch), "contender": name, "pairs": len(tokens),
@@ -65,17 +66,21 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
                 "tokens a second": round(float(tokens.sum() / seconds.sum()), 1),
                 "drafting": round(float(drafting.sum()) / (2 * steps * len(tokens)), 2),
             })  # fmt: skip
-    for name, samples_of in drawn.items():
-        own_rows = [row for row in result if row["contender"] == name]
-        overall = [row["overall"] for row in own_rows]
-        middle, low, high = quartiles(overall)
-        result.append({
-            "temperature": "all", "batch": "all", "contender": name, "pairs": sum(row["pairs"] for row in own_rows),
-            "overall": round(statistics.geometric_mean(overall), 3),
-            "interval": interval(np.exp(np.mean(np.log(samples_of), axis=0))),
-            "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": "",
-            "drafting": round(statistics.mean(row["drafting"] for row in own_rows), 2),
-        })  # fmt: skip
+            of_cell[cell, name] = result[-1], samples
+    for temperature, batch, several in joined(list(cells)):
+        for name in cells[several[0]]:
+            own_rows = [of_cell[cell, name][0] for cell in several]
+            overall = [row["overall"] for row in own_rows]
+            middle, low, high = quartiles(overall)
+            result.append({
+                "temperature": temperature if temperature == ALL else float(temperature),
+                "batch": batch if batch == ALL else int(batch), "contender": name,
+                "pairs": sum(row["pairs"] for row in own_rows),
+                "overall": round(statistics.geometric_mean(overall), 3),
+                "interval": interval(np.exp(np.mean(np.log([of_cell[cell, name][1] for cell in several]), axis=0))),
+                "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": "",
+                "drafting": round(statistics.mean(row["drafting"] for row in own_rows), 2),
+            })  # fmt: skip
     return result
 
 

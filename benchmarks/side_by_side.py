@@ -33,6 +33,7 @@ from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 BASE, CONTROL = "vLLM", "vLLM, again"
+ALL = "all"
 
 
 def plain_names(others: int) -> tuple[str, ...]:
@@ -314,6 +315,18 @@ def add_pairs(result: dict[str, Any], cell: str, found: dict[str, list[Pair]]) -
     pairs = result["cells"].setdefault(cell, {})
     for name, own in found.items():
         pairs[name] = [*pairs.get(name, []), *own]
+
+
+def joined(cells: list[str]) -> list[tuple[str, str, list[str]]]:
+    """What is said of several cells at once, "temperature/other": all of the same other, of the same temperature, all.
+
+    Returns:
+        Temperature, other ("all" for one that is not the same) and cells of each; none but the last is of a single one.
+    """
+    pairs = [(cell, *cell.split("/")) for cell in cells]
+    found = [(ALL, other, [c for c, _, own in pairs if own == other]) for other in dict.fromkeys(o for *_, o in pairs)]
+    found += [(t, ALL, [c for c, own, _ in pairs if own == t]) for t in dict.fromkeys(t for _, t, _ in pairs)]
+    return [one for one in found if 1 < len(one[2]) < len(cells)] + [(ALL, ALL, cells)]
 
 
 def interval(samples: np.ndarray) -> str:

@@ -105,6 +105,11 @@ def test_ratios_are_to_both_of_vllms_engines() -> None:
     assert cp["latency, interval"] == "1.000-1.500"  # either request twice
     assert (base["latency"], control["latency"]) == (1.25, 0.833)
     assert {name: over_all[name] for name in ("latency", "TTFT")} == {"latency": 1.25, "TTFT": 0.5}
+    twice = {"0.8/1": cells["0.8/1"], "0.0/1": cells["0.8/1"], "0.8/inf": cells["0.8/1"]}
+    several = [row for row in rows(twice) if "all" in (row["temperature"], row["rate"]) and row["contender"] == "cp"]
+    assert [(row["temperature"], row["rate"], row["requests"], row["TTFT"]) for row in several] == [
+        ("all", "1", 4, 0.5), (0.8, "all", 4, 0.5), ("all", "all", 6, 0.5),
+    ]  # fmt: skip
 
 
 def test_kept_rows() -> None:

@@ -24,6 +24,7 @@ from side_by_side import (
     Turn,
     between,
     in_turns,
+    joined,
     pack_once,
     paired,
     plain_names,
@@ -46,6 +47,21 @@ def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
     assert cp["interval"] == "0.800-1.500"  # either pair twice
     assert (cp["median"], cp["quartiles"]) == (1.15, "0.975-1.325")
     assert [(row["contender"], row["overall"]) for row in all_cells] == [(BASE, 1.0), ("cp", cp["overall"])]
+
+
+def test_cells_of_a_batch_size_or_a_temperature_are_joined() -> None:
+    """By the name of a cell; one that is alone has a row already, and so have all."""
+    cells = ["0.8/1", "0.8/2", "0.0/1"]
+    of_batch, of_temperature = ("all", "1", ["0.8/1", "0.0/1"]), ("0.8", "all", ["0.8/1", "0.8/2"])
+    assert joined(cells) == [of_batch, of_temperature, ("all", "all", cells)]
+    assert joined(["0.8/1", "0.8/2"]) == [("all", "all", ["0.8/1", "0.8/2"])]
+    speeds = {"0.8/1": 20, "0.8/2": 40, "0.0/1": 80, "0.0/2": 10}
+    pairs = {cell: {"cp": [Pair(tokens, 1.0, 0, 40, 2.0)]} for cell, tokens in speeds.items()}
+    found = {(row["temperature"], row["batch"]): row["overall"] for row in rows(pairs, steps=10)[len(pairs) :]}
+    assert found == {
+        ("all", 1): 2.0, ("all", 2): 1.0, (0.8, "all"): pytest.approx(2**0.5, abs=1e-3),
+        (0.0, "all"): pytest.approx(2**0.5, abs=1e-3), ("all", "all"): pytest.approx(2**0.5, abs=1e-3),
+    }  # fmt: skip
 
 
 def test_a_turn_is_held_against_those_beside_it() -> None:
