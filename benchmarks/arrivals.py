@@ -49,6 +49,7 @@ from side_by_side import (
     flags,
     interval,
     joined,
+    started,
     undisturbed,
     with_huge_pages,
 )
@@ -249,9 +250,11 @@ def main() -> None:
         for count in (args.warm_up, args.requests)
     }  # fmt: skip
     texts = Texts(options[args.requests])
-    speculative = {BASE: None, CONTROL: None, **{Path(heads).name: {"model": heads} for heads in args.heads}}
+    heads = {Path(folder).name: {"model": folder} for folder in args.heads}
     context = options[args.requests].context
-    replicas = {name: Replica(Contender(args, args.most, config, context)) for name, config in speculative.items()}
+    # vLLM alone before and after the others: see started.
+    replicas = started([BASE, CONTROL, *heads], [BASE, *heads, CONTROL],
+                       lambda name: Replica(Contender(args, args.most, heads.get(name), context)))  # fmt: skip
     total = len(replicas) * (args.warm_up + args.rounds * args.requests) * len(args.temperatures) * len(args.rates)
     try:
         with tqdm(total=total, desc="requests", mininterval=5) as progress:

@@ -33,11 +33,13 @@ from side_by_side import (
     Pair,
     add_pairs,
     begun,
+    between,
     flags,
     in_turns,
     interval,
     joined,
     plain_names,
+    started,
     with_huge_pages,
 )
 from tqdm import tqdm
@@ -105,8 +107,10 @@ def main() -> None:
     result = begun("never_slower", args, apart=("pairs", "temperatures", "batch_sizes"))
     all_prompts = read_prompts(tuple(args.data), str(args.model), args.prompt_tokens, max(args.batch_sizes), False)
     most = max(args.batch_sizes)
-    engines = {name: Contender(args, most) for name in plain_names(len(args.heads))}
-    engines |= {Path(heads).name: Contender(args, most, {"model": heads}) for heads in args.heads}
+    plain, heads = plain_names(len(args.heads)), {Path(folder).name: {"model": folder} for folder in args.heads}
+    engines = started(
+        [*plain, *heads], between(list(heads), list(plain), 0), lambda name: Contender(args, most, heads.get(name))
+    )
     total = args.pairs * len(args.temperatures) * len(args.batch_sizes)
     try:
         with tqdm(total=total, desc="pairs", mininterval=5) as progress:

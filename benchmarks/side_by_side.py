@@ -3,7 +3,8 @@
 
 `ppd bench decode` lets whole batches decode in turn, which takes seconds each. Here a turn is a few steps, and each
 contender's is between two of vLLM alone, whose speed then is the machine's: 1 A 2 B 3 and back, then 2 B 3 A 1 and
-back, and so on. Engines of vLLM alone are one more than contenders: so each has as many turns, and texts as long.
+back, and so on. Engines of vLLM alone are one more than contenders: so each has as many turns, and texts as long. In
+this order they are started, too.
 
 What is measured while a hypervisor gives more than --most-stolen of the processors' time to other machines does not
 count, and is measured anew: up to RETAKEN times as much as is asked for.
@@ -230,6 +231,15 @@ def between(others: list[str], plain: list[str], first: int) -> list[str]:
     turns = [*others[begin:], *others[:begin], ""]
     begin = first % len(plain)
     return [name for both in zip([*plain[begin:], *plain[:begin]], turns, strict=True) for name in both if name]
+
+
+def started(names: list[str], order: list[str], start: Callable[[str], Any]) -> dict[str, Any]:
+    """What start gives for each of the names, in their order; they are started in another.
+
+    Who starts first finds other memory than who starts last, and is faster or slower for as long as it runs.
+    """
+    found = {name: start(name) for name in order}
+    return {name: found[name] for name in names}
 
 
 def paired(taken: list[tuple[str, Turn]], plain: list[str]) -> dict[str, Pair]:

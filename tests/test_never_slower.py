@@ -28,6 +28,7 @@ from side_by_side import (
     pack_once,
     paired,
     plain_names,
+    started,
     undisturbed,
 )
 from tqdm import tqdm
@@ -62,6 +63,13 @@ def test_cells_of_a_batch_size_or_a_temperature_are_joined() -> None:
         ("all", 1): 2.0, ("all", 2): 1.0, (0.8, "all"): pytest.approx(2**0.5, abs=1e-3),
         (0.0, "all"): pytest.approx(2**0.5, abs=1e-3), ("all", "all"): pytest.approx(2**0.5, abs=1e-3),
     }  # fmt: skip
+
+
+def test_engines_are_started_in_another_order_than_they_are_told_in() -> None:
+    begun: list[str] = []
+    found = started([BASE, CONTROL, "cp"], between(["cp"], [BASE, CONTROL], 0), lambda name: begun.append(name) or name)
+    assert begun == [BASE, "cp", CONTROL]
+    assert list(found.items()) == [(BASE, BASE), (CONTROL, CONTROL), ("cp", "cp")]
 
 
 def test_a_turn_is_held_against_those_beside_it() -> None:
