@@ -12,7 +12,7 @@ from conftest import drafter_of
 from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins.adaptive import MOST_PATIENCE, PROBE_EVERY, AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive import LONG_PAUSE, MOST_PATIENCE, PROBE_EVERY, AdaptiveDrafts
 from vllm_ppd.vllm_plugins.draft_acceptance import DraftAcceptance
 from vllm_ppd.vllm_plugins.metrics import COUNTERS
 
@@ -162,6 +162,17 @@ def test_probes_take_a_fixed_part_of_a_pause_and_less_of_one_that_goes_on(share:
     assert 6 <= len(drafting) * share <= 14  # a quarter of 40
     gaps = np.diff(drafting)
     assert np.median(gaps[gaps > 1]) >= 0.7 * MOST_PATIENCE * share * PROBE_EVERY
+
+
+def test_a_pause_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes a tenth of a small step: but for trials there is one in LONG_PAUSE steps, and one in PROBE_EVERY."""
+    engine, looked = Simulation(shallow(0.5)), []
+    engine.run(8000, 0.0)
+    choose = engine.adaptive.choose
+    monkeypatch.setattr(engine.adaptive, "choose", lambda *args: looked.append(engine.steps) or choose(*args))
+    drafted = np.flatnonzero(engine.run(4096, 0.0)) + engine.steps - 4095
+    apart = [step for step in looked if (np.abs(drafted - step) > 1).all()]
+    assert 0 < len(apart) <= 4096 / LONG_PAUSE + 4096 / PROBE_EVERY
 
 
 def test_probes_that_pay_now_and_then_keep_coming() -> None:

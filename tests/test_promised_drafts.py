@@ -27,6 +27,22 @@ def test_requests_of_a_pause_that_lack_what_drafts_need_may_get_it_if_they_promi
         assert adaptive.choose(most, 1, kinds, free).any() == pays and (adaptive.promised is not None) == pays
 
 
+def test_drafts_of_a_kind_that_nobody_tried_need_not_promise_as_much() -> None:
+    """A pause that others' drafts brought about would keep these from ever being tried by requests that are short."""
+    for tried in (False, True):
+        engine = Simulation(shallow(0.25), noise=0.02)
+        engine.run(400, 0.0)
+        adaptive, kinds, free = engine.adaptive, np.array([1]), np.zeros(1, dtype=bool)
+        adaptive._last_drafted = adaptive._steps  # no trial is due
+        if tried:
+            adaptive.acceptance._tried_at[1] = adaptive._steps
+        adaptive.observe(["new"], np.array([1]), engine.now, False)
+        adaptive.choose(np.array([0]), 1, kinds, free, np.array([MOST]))
+        assert adaptive.promised is None if tried else 1.05 <= adaptive.promised < 1.25
+        adaptive.observe(["new"], np.array([1]), engine.now, True)
+        assert adaptive.choose(np.array([MOST]), 1, kinds, free).any() != tried
+
+
 def test_requests_of_a_batch_size_that_was_not_timed_promise_less() -> None:
     """What they lack is dear, and so may their drafts be."""
     promised = []

@@ -197,8 +197,10 @@ class AdaptiveDrafts:
         drafts = self._choose(free, size, emitting) if free.any() else free
         relative = self.costs.relative(size)
         if self._pausing and (self._changed or wanted is None):
-            # To make up for what they lack has its price, and who is about to end may not bring it in.
-            self.promised = self._promise(wanted, size, emitting, DOUBT, CLEAR)
+            # To make up for what they lack has its price, and who is about to end may not bring it in. What nobody has
+            # tried is worth it once: a trial that pays for itself may come after those who wait for it have ended.
+            least = CLEAR if self.acceptance.tried else WORTH
+            self.promised = self._promise(wanted, size, emitting, DOUBT, least)
         elif self._changed and not free.any() and relative is not None:
             self.promised = self._promise(wanted, size, emitting, 0.0, STAYS)
         self.withheld = int((free - drafts).sum())

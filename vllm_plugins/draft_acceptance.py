@@ -54,6 +54,11 @@ class DraftAcceptance:
         before, self.kinds = self.kinds, kinds.astype(np.int64)
         return not np.array_equal(before, self.kinds)
 
+    @property
+    def tried(self) -> bool:
+        """Whether drafts were verified of each kind that the requests at hand would make."""
+        return bool((self._tried_at[self.kinds] > NEVER).all())
+
     def learn(self, drafts: np.ndarray, accepted: np.ndarray, step: int) -> None:
         """Count a step.
 
