@@ -236,7 +236,7 @@ def between(others: list[str], plain: list[str], first: int) -> list[str]:
 def started(names: list[str], order: list[str], start: Callable[[str], Any]) -> dict[str, Any]:
     """What start gives for each of the names, in their order; they are started in another.
 
-    Who starts first finds other memory than who starts last, and is faster or slower for as long as it runs.
+    Who starts first finds other memory than who starts last, and may be faster or slower for as long as it runs.
     """
     found = {name: start(name) for name in order}
     return {name: found[name] for name in names}
