@@ -79,6 +79,34 @@ def test_a_late_step_says_little() -> None:
     np.testing.assert_allclose(told(costs)[2], TRUE[2], rtol=0.06)
 
 
+def turns_of(paces: np.ndarray, plain: int) -> np.ndarray:
+    """What is told of two drafts, and what it may well be [turns, 2], after turns of steps [turns, steps] so fast."""
+    costs, found = timed(StepCosts(MOST), [0] * (FIRST + ENOUGH)), []
+    for turn in paces:
+        timed(costs, [2] * (len(turn) - plain) + [0] * plain, lambda step, turn=turn: turn[step], noise=0.0)
+        found.append((told(costs)[2], told(costs, doubt=1.0)[2]))
+    return np.array(found)
+
+
+def test_late_steps_now_and_then_do_not_make_known_prices_unknown() -> None:
+    """Three of them are no sign of another price, even if none was early in between."""
+    rng = np.random.default_rng(1)
+    paces = np.exp(0.03 * rng.standard_normal((100, 63))) * np.where(rng.random((100, 63)) < 0.1, 1.4, 1.0)
+    found = turns_of(paces, 3)[20:]
+    np.testing.assert_allclose(found[:, 0], TRUE[2], rtol=0.08)
+    assert (found[:, 1] < 1.08 * found[:, 0]).all()
+
+
+def test_a_machine_that_is_not_equally_fast_at_a_kind_each_time_leaves_its_price_in_doubt() -> None:
+    """The steps of a time are off together, by some per cent: to time more of them on end says no more."""
+    rng = np.random.default_rng(2)
+    paces = np.exp(
+        0.03 * rng.standard_normal((200, 36)) + np.repeat(0.05 * rng.standard_normal((200, 2)), [30, 6], axis=1)
+    )
+    price, may_be = np.log(turns_of(paces, 6)[20:]).T
+    assert 0.7 < np.sqrt(np.mean(((price - np.log(TRUE[2])) / (may_be - price)) ** 2)) < 1.3
+
+
 def test_the_first_steps_of_a_kind_are_not_timed() -> None:
     """What is told of drafts for the first time decides whether they are ever made again."""
     costs, seen = timed(StepCosts(MOST), [0] * 6), 0
@@ -93,7 +121,7 @@ def test_the_first_steps_of_a_kind_are_not_timed() -> None:
 def test_drafts_that_have_become_cheaper_or_dearer_are_found_out_after_some_comparisons(now: float) -> None:
     """As a server does it, whose drafts pay: hundreds of steps with them, and one without that is timed."""
     costs = timed(StepCosts(MOST), ([0] * 6 + [2] * 6) * 8)
-    timed(costs, ([2] * 126 + [0]) * 5, true=[1.0, 1.0, now])
+    timed(costs, ([2] * 126 + [0]) * 6, true=[1.0, 1.0, now])
     np.testing.assert_allclose(told(costs)[2], now, rtol=0.1)
 
 

@@ -3,8 +3,9 @@
 
 A machine is not as fast in one minute as in the next, so two kinds of steps can be compared only where they were timed
 close to each other. A Kalman filter of each batch size does so. In logs, a step's seconds are the machine's pace, plus
-the price of the step's drafts, plus noise; the pace may change from any step to the next, prices drift slowly. While
-all steps have as many drafts, the two cannot be told apart; steps around a change of that number show what it costs.
+the price of the step's drafts, plus noise; the pace may change from any step to the next, and more where the number of
+drafts does, and prices drift slowly. While all steps have as many drafts, pace and price cannot be told apart; steps
+around a change of that number show what it costs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ ENOUGH = 3  # timed ones from which on they are believed
 # Standard deviations of logs of seconds.
 NOISE = 0.04  # of one step
 PACE = 0.03  # of the machine from one step to the next
+AFRESH = 0.05  # and once more where the number of drafts changes: a machine is not equally fast at each of two kinds
 AT_ALL, EACH, BEND = 0.3, 0.1, 0.05  # of prices before any is known: of drafts at all, of each, of how these differ
 OTHER_AT_ALL, OTHER_EACH, OTHER_BEND = 0.1, 0.05, 0.05  # of the same from one batch size to the next
 DRIFT = 0.005  # of prices from one step to the next, in units of what they are before any is known
 SURPRISE = 2.0  # in standard deviations: no step counts for more, as it may be late for reasons of its own
-CHANGED = 3  # surprises on end of one kind: these steps are not what they were
+CHANGED = 3  # surprises on end: these steps are not what they were
 
 Agree = Callable[[np.ndarray], np.ndarray]
 
@@ -48,7 +50,8 @@ class _Prices:
             self.covariance[1:, 1:] = nearest.covariance[1:, 1:] + apart[1:, 1:]
         self._latest: int | None = None  # number of the latest step
         self._drafts, self._alike = 0, 0  # its drafts, and steps before it of as many, on end
-        self._surprises = [0] * len(prior)  # by drafts, on end; below 0 where steps took less
+        # On end, below 0 where steps took less: by drafts, of the first step of each time; and of other steps.
+        self._surprises = [0] * (len(prior) + 1)
 
     def take(self, drafts: int, seconds: float, number: int) -> None:
         """The step of this number had so many drafts and took so long."""
@@ -59,12 +62,12 @@ class _Prices:
             since = number - self._latest
             # What is known is forgotten, no further than to what was known at first.
             covariance += (1 - math.exp(-(DRIFT**2) * since)) * (self.prior - covariance)
-            covariance[0, 0] += PACE**2 * since
+            covariance[0, 0] += PACE**2 * since + (AFRESH**2 if drafts != self._drafts else 0.0)
         self._alike = self._alike + 1 if drafts == self._drafts else 0
         self._latest, self._drafts = number, drafts
         innovation = log - mean[0] - (mean[drafts] if drafts else 0.0)
         most = SURPRISE * math.sqrt(self._variance(drafts))
-        if abs(innovation) > most and not self._has_changed(drafts, innovation):
+        if not self._has_changed(drafts, innovation, most) and abs(innovation) > most:
             innovation = math.copysign(most, innovation)
         covaries = covariance[0] + covariance[drafts] if drafts else covariance[0].copy()
         variance = self._variance(drafts)
@@ -77,15 +80,24 @@ class _Prices:
         of_price = of[drafts, drafts] + 2 * of[0, drafts] if drafts else 0.0
         return float(of[0, 0] + of_price) + NOISE**2
 
-    def _has_changed(self, drafts: int, innovation: float) -> bool:
-        """Take note of a surprise; whether it is one of many, and nothing is known any more of what it speaks of."""
-        before, sign = self._surprises[drafts], int(math.copysign(1, innovation))
-        self._surprises[drafts] = before + sign if before * sign > 0 else sign
-        if abs(self._surprises[drafts]) < CHANGED:
+    def _has_changed(self, drafts: int, innovation: float, most: float) -> bool:
+        """Take note of whether a step is a surprise, and of how many on end; whether what they speak of has changed.
+
+        Steps beside each other are late for one reason. So what drafts cost has changed only where it is a surprise
+        each time that they begin, or end.
+        """
+        first = self._alike == 0
+        if first:
+            self._surprises[-1] = 0
+        of = drafts if first else -1
+        sign = int(math.copysign(1, innovation)) if abs(innovation) > most else 0
+        before = self._surprises[of]
+        self._surprises[of] = sign + (before if before * sign > 0 else 0)
+        if abs(self._surprises[of]) < CHANGED:
             return False
-        self._surprises[drafts] = 0
+        self._surprises[of] = 0
         self.covariance[0, 0] += innovation**2
-        if self._alike <= CHANGED:  # the pace has no reason to change just where the number of drafts does
+        if first:
             self.covariance += (innovation / AT_ALL) ** 2 * self.prior
         return True
 
