@@ -40,7 +40,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from side_by_side import (
-    ALL,
     BASE,
     CONTROL,
     RESAMPLES,
@@ -49,6 +48,7 @@ from side_by_side import (
     flags,
     interval,
     joined,
+    mean_ratio,
     started,
     undisturbed,
     with_huge_pages,
@@ -207,14 +207,11 @@ def rows(cells: dict[str, dict[str, list[Served]]]) -> list[dict[str, Any]]:
     for temperature, rate, several in joined(list(cells)):
         for name, own in cells[several[0]].items():
             own_rows = [rows_of[cell, name] for cell in several]
-            row = {
-                "temperature": temperature if temperature == ALL else float(temperature), "rate": rate,
-                "contender": name, "requests": sum(row["requests"] for row in own_rows),
-            }  # fmt: skip
+            requests = sum(row["requests"] for row in own_rows)
+            row = {"temperature": temperature, "rate": rate, "contender": name, "requests": requests}
             for what in seconds(own):
-                samples = np.exp(np.mean(np.log([drawn[cell, name, what] for cell in several]), axis=0))
-                overall = statistics.geometric_mean([row[what] for row in own_rows])
-                row |= {what: round(overall, 3), f"{what}, interval": interval(samples)}
+                ratios, samples = [row[what] for row in own_rows], [drawn[cell, name, what] for cell in several]
+                row[what], row[f"{what}, interval"] = mean_ratio(ratios, samples)
             drafting = statistics.mean(row["drafting"] for row in own_rows)
             result.append(row | {"tokens a second of each": "", "drafting": round(drafting, 2)})
     return result

@@ -38,6 +38,7 @@ from side_by_side import (
     in_turns,
     interval,
     joined,
+    mean_ratio,
     plain_names,
     started,
     with_huge_pages,
@@ -71,15 +72,13 @@ def rows(cells: dict[str, dict[str, list[Pair]]], steps: int) -> list[dict[str, 
             of_cell[cell, name] = result[-1], samples
     for temperature, batch, several in joined(list(cells)):
         for name in cells[several[0]]:
-            own_rows = [of_cell[cell, name][0] for cell in several]
-            overall = [row["overall"] for row in own_rows]
-            middle, low, high = quartiles(overall)
+            own_rows, samples = zip(*(of_cell[cell, name] for cell in several), strict=True)
+            ratios = [row["overall"] for row in own_rows]
+            overall, lies = mean_ratio(ratios, list(samples))
+            middle, low, high = quartiles(ratios)
             result.append({
-                "temperature": temperature if temperature == ALL else float(temperature),
-                "batch": batch if batch == ALL else int(batch), "contender": name,
-                "pairs": sum(row["pairs"] for row in own_rows),
-                "overall": round(statistics.geometric_mean(overall), 3),
-                "interval": interval(np.exp(np.mean(np.log([of_cell[cell, name][1] for cell in several]), axis=0))),
+                "temperature": temperature, "batch": batch if batch == ALL else int(batch), "contender": name,
+                "pairs": sum(row["pairs"] for row in own_rows), "overall": overall, "interval": lies,
                 "median": round(middle, 3), "quartiles": f"{low:.3f}-{high:.3f}", "tokens a second": "",
                 "drafting": round(statistics.mean(row["drafting"] for row in own_rows), 2),
             })  # fmt: skip

@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -327,16 +328,24 @@ def add_pairs(result: dict[str, Any], cell: str, found: dict[str, list[Pair]]) -
         pairs[name] = [*pairs.get(name, []), *own]
 
 
-def joined(cells: list[str]) -> list[tuple[str, str, list[str]]]:
+def joined(cells: list[str]) -> list[tuple[float | str, str, list[str]]]:
     """What is said of several cells at once, "temperature/other": all of the same other, of the same temperature, all.
 
     Returns:
         Temperature, other ("all" for one that is not the same) and cells of each; none but the last is of a single one.
     """
     pairs = [(cell, *cell.split("/")) for cell in cells]
-    found = [(ALL, other, [c for c, _, own in pairs if own == other]) for other in dict.fromkeys(o for *_, o in pairs)]
-    found += [(t, ALL, [c for c, own, _ in pairs if own == t]) for t in dict.fromkeys(t for _, t, _ in pairs)]
+    found: list[tuple[float | str, str, list[str]]] = []
+    for same in dict.fromkeys(other for *_, other in pairs):
+        found.append((ALL, same, [cell for cell, _, other in pairs if other == same]))
+    for same in dict.fromkeys(temperature for _, temperature, _ in pairs):
+        found.append((float(same), ALL, [cell for cell, temperature, _ in pairs if temperature == same]))
     return [one for one in found if 1 < len(one[2]) < len(cells)] + [(ALL, ALL, cells)]
+
+
+def mean_ratio(ratios: list[float], samples: list[np.ndarray]) -> tuple[float, str]:
+    """The geometric mean of several cells' ratios, and where it lies by their samples."""
+    return round(statistics.geometric_mean(ratios), 3), interval(np.exp(np.mean(np.log(samples), axis=0)))
 
 
 def interval(samples: np.ndarray) -> str:

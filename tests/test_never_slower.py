@@ -53,7 +53,7 @@ def test_pairs_are_held_against_vllms_own_of_the_same_time() -> None:
 def test_cells_of_a_batch_size_or_a_temperature_are_joined() -> None:
     """By the name of a cell; one that is alone has a row already, and so have all."""
     cells = ["0.8/1", "0.8/2", "0.0/1"]
-    of_batch, of_temperature = ("all", "1", ["0.8/1", "0.0/1"]), ("0.8", "all", ["0.8/1", "0.8/2"])
+    of_batch, of_temperature = ("all", "1", ["0.8/1", "0.0/1"]), (0.8, "all", ["0.8/1", "0.8/2"])
     assert joined(cells) == [of_batch, of_temperature, ("all", "all", cells)]
     assert joined(["0.8/1", "0.8/2"]) == [("all", "all", ["0.8/1", "0.8/2"])]
     speeds = {"0.8/1": 20, "0.8/2": 40, "0.0/1": 80, "0.0/2": 10}
