@@ -105,14 +105,15 @@ def _runs(folder: Path) -> dict[str, Any]:
 @pytest.mark.full
 @pytest.mark.engine
 def test_samples_of_vllms_own_methods_are_mended(command: list[str], tmp_path: Path) -> None:
-    """Temperature 0.01 is as good as greedy; with sampling parameters dropped, hardly any draft would be accepted."""
+    """Temperature 0.01 is as good as greedy; with sampling parameters dropped, one draft in a hundred is accepted."""
     command += ["--rounds", "1", "--batch-sizes", "3", "--new-tokens", "160", "--prompt-tokens", "24", "--temperature"]
     assert main([*command, "0.01", "--plain", "ngram"]) == 0
     run = _runs(tmp_path)
     (turn,) = (turn for turn in run["turns"] if turn["contender"] == "ngram")
     assert turn["compared_tokens"] == 0
     assert turn["draft_tokens"] > 50
-    assert turn["accepted_tokens"] > 0.5 * turn["draft_tokens"]
+    # Greedy, a third is on this model.
+    assert turn["accepted_tokens"] > 0.25 * turn["draft_tokens"]
 
 
 @pytest.mark.engine
