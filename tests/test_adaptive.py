@@ -25,7 +25,7 @@ class Simulation:
 
     With heads that take `extra` seconds of every step but those in which they rest, a request drafts no more once they
     did, and others come after `life` steps. The first step with drafts after one without takes `cold` seconds more, and
-    so do the first `lingers` without.
+    so do the first `lingers` without. Before drafts after a pause they catch up, which takes `catching_up` seconds.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class Simulation:
         cold: float = 0.0,
         lingers: int = 1,
         sleeps: bool = True,
+        catching_up: float = 0.0,
     ) -> None:
+        self.catching_up = catching_up
         self.cold, self.lingers, self.drafted, self.alike = cold, lingers, False, 0
         self.sleeps, self.slept = sleeps, 0
         self.kind = 0  # of all requests' drafts
@@ -88,6 +90,9 @@ class Simulation:
                 self.adaptive.observe(names, 1 + accepted, self.now, True, own)
                 allowed = np.full(self.requests, 0 if self.holes else MOST)
                 self.drafts = self.adaptive.choose(allowed, self.requests, kinds, self.fixed)
+                if self.catching_up and self.drafts.any() and not self.drafted:
+                    self.now, self.seconds = self.now + self.catching_up, self.seconds + self.catching_up
+                    self.adaptive.interrupted(self.catching_up)
             if self.sleeps and not self.nap and not self.drafts.any():
                 self.nap = self.adaptive.nap()
             self.names = names
@@ -173,6 +178,15 @@ def test_a_pause_is_looked_at_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted = np.flatnonzero(engine.run(4096, 0.0)) + engine.steps - 4095
     apart = [step for step in looked if (np.abs(drafted - step) > 1).all()]
     assert 0 < len(apart) <= 4096 / LONG_PAUSE + 4096 / PROBE_EVERY
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_trials_lose_no_more_than_their_share_whatever_they_are_lost_by(requests: int) -> None:
+    """Heads that have to catch up before each trial, and drafts that pay at times but not on the whole."""
+    engine = Simulation(lambda requests, drafts: 1 + 0.5 * (drafts > 0), requests, catching_up=2.0)
+    engine.run(500, 0.25)
+    assert engine.speed(20_000, 0.25) > 0.99
+    assert np.count_nonzero(np.diff(np.flatnonzero(engine.run(20_000, 0.25))) > 1) > 20
 
 
 def test_probes_that_pay_now_and_then_keep_coming() -> None:

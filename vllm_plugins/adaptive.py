@@ -9,10 +9,11 @@ What is not done cannot be measured, so it is done now and then: steps without d
 while not, one with a draft more than usual. Each takes a PROBE_EVERY-th of the time at most: the cheaper drafts are,
 the more often a pause is broken, and the less they win, the more often steps without them are timed. A pause that was
 broken in vain many times on end is broken more seldom: where drafts pay for some of the requests, some of the probes
-are not in vain. Where what is known leaves it open whether drafts pay, or whether another number would pay more, it is
-measured as SOON as may be. Steps that draft after a pause are repeated at once only while what was accepted pays for
-it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of such
-steps alone would keep a pause going for ever, or drafting that does not pay.
+are not in vain. No pause is broken before the steps that went by have paid for what the probes before have lost
+(trial_budget.py). Where what is known leaves it open whether drafts pay, or whether another number would pay more, it
+is measured as SOON as may be. Steps that draft after a pause are repeated at once only while what was accepted pays
+for it. The first steps after others of another sort are not timed: what they run is in no cache then, and seconds of
+such steps alone would keep a pause going for ever, or drafting that does not pay.
 
 In a pause a method may leave out what only drafts need, and always where prompts are taken in, as nobody knows yet
 whether their requests' drafts pay. It is made up for before the next trial, or where drafts promise to pay, and never
@@ -28,6 +29,7 @@ import numpy as np
 
 from vllm_ppd.vllm_plugins.draft_acceptance import BELIEF, DraftAcceptance, reordered
 from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
+from vllm_ppd.vllm_plugins.trial_budget import TrialBudget
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
@@ -59,6 +61,7 @@ class AdaptiveDrafts:
         self.most = most
         self.acceptance = DraftAcceptance(most, kinds, belief)
         self.costs = StepCosts(most, agree)
+        self.trials = TrialBudget()
         self.probing = False  # whether the last choice was made to measure
         self.withheld = 0  # drafts that the last choice left out
         self.gain = 1.0  # speed-up that the last choice promises; infinite where it is made to measure
@@ -158,6 +161,7 @@ class AdaptiveDrafts:
             if self._pausing and self.probing and verified.any():
                 self._paid = bool(emitted[verified > 0].mean() > max(self._price, 1.0))
                 self._failed *= not self._paid
+                self.trials.lost(self._price - emitted[emitted > 0].mean(), self._steps)
         self._now = now
 
     def choose(
@@ -221,7 +225,7 @@ class AdaptiveDrafts:
         elif changed or self._steps >= self._wake or size != before:
             # What is known of other requests hardly changes in a pause, and a look takes a tenth of a small step.
             again = max(self._ends_at(relative, TURNS), self._steps + LONG_PAUSE)
-            self._wake = min(self._ends_at(relative), again)
+            self._wake = max(min(self._ends_at(relative), again), self.trials.next_trial(self._steps))
         return drafts
 
     def _begin_step(self, steps: int = 1) -> None:
@@ -268,9 +272,16 @@ class AdaptiveDrafts:
         """Whether the step that runs now has drafts."""
         return bool(self._drafts.any())
 
-    def interrupted(self) -> None:
-        """The step that runs now did not begin where the last one ended: what it takes is not to be learned from."""
+    def interrupted(self, seconds: float = 0.0) -> None:
+        """The step that runs now does not begin where the last one ended: what it takes is not to be learned from.
+
+        Args:
+            seconds: that its drafts' requests took before it; the same on every rank.
+        """
         self._timed = None
+        plain = self.costs.plain(self._drafts.size)
+        if seconds and plain and self._pausing and self.probing:
+            self.trials.lost(seconds / plain, self._steps)
 
     def pass_over(self) -> None:
         """The next step's drafts are another's: in place of choose, or after it to take its drafts back."""
@@ -298,8 +309,9 @@ class AdaptiveDrafts:
             return allowed
         due = going_on = False
         if self._pausing:
-            due = self._steps >= self._ends_at(relative)
-            if not due and self._steps >= max(self._wake, self._ends_at(relative, TURNS)):
+            may_try = self._steps >= self.trials.next_trial(self._steps)
+            due = may_try and self._steps >= self._ends_at(relative)
+            if may_try and not due and self._steps >= max(self._wake, self._ends_at(relative, TURNS)):
                 # Where drafts pay for others, what these requests say now has taken a bad turn, which may not last.
                 due = self._best(allowed, relative, emitting, own=0.0)[1] >= WORTH
             going_on = self._goes_on()

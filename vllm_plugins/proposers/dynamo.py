@@ -151,13 +151,13 @@ class DynaMoProposer(Proposer):
         for number, of_head in enumerate(states):
             self.states[number, newest] = of_head[last]
         self.runner._sync_device()
-        adaptive, seconds = self.planner.adaptive, np.array([time.perf_counter() - started])
+        adaptive, took = self.planner.adaptive, np.array([time.perf_counter() - started])
         if adaptive is not None:
-            adaptive.interrupted()
             # All ranks must find it as dear as the first does.
             agree = adaptive.costs.agree
-            missing = np.diff(ends, prepend=-1)
-            self.budget.spent(missing, float((seconds if agree is None else agree(seconds))[0]))
+            seconds = float((took if agree is None else agree(took))[0])
+            adaptive.interrupted(seconds)
+            self.budget.spent(np.diff(ends, prepend=-1), seconds)
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""
