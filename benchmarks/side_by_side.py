@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -288,9 +288,11 @@ def with_huge_pages() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **HUGE_PAGES})
 
 
-def flags(description: str | None) -> argparse.ArgumentParser:
+def flags(description: str | None, parents: Sequence[argparse.ArgumentParser] = ()) -> argparse.ArgumentParser:
     """Flags of the engines and of their turns."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, parents=parents
+    )
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--heads", nargs="+", required=True, help="heads folders, a contender each")
     parser.add_argument("--data", nargs="+", required=True, help="prompts, as ppd bench decode takes them")
