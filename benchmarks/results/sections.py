@@ -131,6 +131,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "decode_batches": ("Offline decoding in larger batches", _decode),
     "never_slower": ("Never slower: turns of a few steps", row_files.anything),
     "arrivals": ("Never slower: requests that arrive", row_files.anything),
+    "price_error": ("How far off an engine's idea of what its drafts cost is", row_files.anything),
     "decode_bpe": ("Offline decoding, the demo model of BPE tokens", _decode),
     "group": ("The worker group", _group),
     "group_cut_off": ("The worker group above its cut-off", _decode),
