@@ -132,6 +132,8 @@ def test_seam_runner() -> None:
     assert parameters(GPUModelRunner._prepare_inputs) == ["self", "scheduler_output", "num_scheduled_tokens"]
     prepares = inspect.getsource(GPUModelRunner._prepare_inputs)
     assert prepares.count("self.speculative_config") == 1, "it does more than compute the metadata of drafts"
+    padding = parameters(GPUModelRunner._determine_batch_execution_and_padding)
+    assert padding[:3] == ["self", "num_tokens", "num_reqs"]
     assert parameters(GPUModelRunner._update_states) == ["self", "scheduler_output"]
     assert parameters(GPUModelRunner._input_fits_in_drafter) == ["self", "common_attn_metadata"]
     source = inspect.getsource(GPUModelRunner)

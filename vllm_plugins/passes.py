@@ -12,6 +12,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
+from vllm_ppd.vllm_plugins.row_padding import NONE, RowPadding
 from vllm_ppd.vllm_plugins.span_attention import LayerGroup, Span, SpanAttention
 from vllm_ppd.vllm_plugins.states import flat_ranges
 
@@ -19,9 +20,10 @@ from vllm_ppd.vllm_plugins.states import flat_ranges
 class StackPasses:
     """Runs stacks of a ModelCut over spans of tokens, writing their KV into the target's own paged cache."""
 
-    def __init__(self, runner: Any, cut: ModelCut) -> None:
+    def __init__(self, runner: Any, cut: ModelCut, padding: RowPadding = NONE) -> None:
         self.runner = runner
         self.cut = cut
+        self.padding = padding
         self.attention = SpanAttention(runner)
         self._groups: list[list[LayerGroup]] | None = None
 
@@ -61,7 +63,7 @@ class StackPasses:
         positions = torch.from_numpy(flat_ranges(span.starts, span.lengths)).to(runner.device, non_blocking=True)
         num_tokens = positions.shape[0]
         mode, descriptor = self._graph(num_tokens)
-        padded = num_tokens if descriptor is None else descriptor.num_tokens
+        padded = self.padding.rows(num_tokens) if descriptor is None else descriptor.num_tokens
         metadata, slots = self.attention.build(self._groups_of(part), span, positions, padded)
         if mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
@@ -70,6 +72,9 @@ class StackPasses:
             if token_ids is not None:
                 runner.input_ids.gpu[:num_tokens].copy_(token_ids)
                 token_ids = runner.input_ids.gpu[:padded]
+        elif padded > num_tokens:
+            positions = _zeros_behind(positions, padded)
+            token_ids = None if token_ids is None else _zeros_behind(token_ids, padded)
         with set_forward_context(
             metadata,
             runner.vllm_config,
@@ -91,7 +96,8 @@ class StackPasses:
     def _padded(self, state: CutState, padded: int) -> CutState:
         junction, num_tokens = self.cut.junction, state[0].shape[0]
         if junction is None:
-            return state
+            hidden, residual = state
+            return _zeros_behind(hidden, padded), None if residual is None else _zeros_behind(residual, padded)
         self.cut.at_junction(state)
         if padded > num_tokens:
             junction[0][num_tokens:padded].zero_()
@@ -117,6 +123,12 @@ class StackPasses:
                 ]
                 self._groups.append([entry for entry in found if entry[2]])
         return self._groups[part]
+
+
+def _zeros_behind(rows: torch.Tensor, padded: int) -> torch.Tensor:
+    """[padded, ...]: the given rows, which are not more, and zeros."""
+    more = padded - len(rows)
+    return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]) if more else rows
 
 
 def consecutive(

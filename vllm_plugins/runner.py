@@ -9,6 +9,7 @@ Overrides, each of which calls vLLM's unless we draft:
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
     take_draft_token_ids       nothing where nobody drafts
+    _determine_batch_execution_and_padding   rows of padding where drafts are verified, see row_padding.py
     _prepare_inputs            see undrafted_steps.py
 """
 
@@ -39,6 +40,13 @@ class DraftingRunnerMixin(UndraftedSteps):
         # In a nap a step is what it is without speculation, and nobody is asked for drafts.
         self.speculative_config = None if self.drafter.nap.asleep else self.vllm_config.speculative_config
         return super()._update_states(scheduler_output)  # type: ignore[misc]
+
+    def _determine_batch_execution_and_padding(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
+        if num_tokens > num_reqs:
+            num_tokens = self.drafter.padding.rows(num_tokens)
+        return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
+            num_tokens, num_reqs, *args, **kwargs
+        )
 
     def _model_forward(
         self,

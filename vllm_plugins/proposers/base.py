@@ -25,6 +25,7 @@ from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
 from vllm_ppd.vllm_plugins.nap import Nap
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
+from vllm_ppd.vllm_plugins.row_padding import NONE, RowPadding, measured
 
 
 class Step(NamedTuple):
@@ -67,6 +68,7 @@ class Proposer(ABC):
     """The base of all drafting methods."""
 
     runner: Any
+    padding: RowPadding = NONE  # of steps that verify drafts, and of passes between steps
     decoding = False  # whether the step that runs now takes no prompt in, and its time is that of others of its size
     own_share = 1.0  # of the step that runs now, what it would take without anything that only drafts need
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
@@ -107,6 +109,10 @@ class Proposer(ABC):
                 self.vllm_config.model_config.get_vocab_size(),
                 device=self.runner.device,
             )
+
+    def pad_rows(self, model: Any) -> None:
+        """Find how many rows passes of few tokens have best."""
+        self.padding = measured(model, self.vllm_config, _agreement())
 
     def begin_step(self, scheduler_output: Any) -> bool:
         """Forget what was looked up if a request is new or came back from preemption; returns whether one was."""

@@ -37,6 +37,7 @@ class CPProposer(Proposer):
         config, tensors = load_tensors(str(self.config.model), CPConfig.kind)
         assert isinstance(config, CPConfig)
         device, vllm_config = self.runner.device, self.vllm_config
+        self.pad_rows(model)
         self.lm_head = TargetLMHead(model)
         self.vocabulary: DraftVocabulary | None = None
         if self.config.draft_vocab_size is not None:

@@ -52,6 +52,7 @@ class DynaMoProposer(Proposer):
         device, dtype = self.runner.device, vllm_config.model_config.dtype
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         hidden_size, count = heads.target.hidden_size, config.num_speculative_tokens
+        self.pad_rows(model)
         self.cut = BranchedModel(model, vllm_config)
         weights = [
             {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors} for token in range(2, count + 2)
@@ -74,7 +75,7 @@ class DynaMoProposer(Proposer):
             if config.adaptive or config.disable_by_batch_size is not None:
                 self.history = HeadsHistory(self.runner, config.num_layers, hidden_size, config.disable_by_batch_size)
                 self.budget = CatchUpBudget(1 + config.num_speculative_tokens)
-                self.passes = StackPasses(self.runner, self.cut)
+                self.passes = StackPasses(self.runner, self.cut, self.padding)
         else:
             self.emission = NGramEmission(self)
 

@@ -54,7 +54,8 @@ class EarlyProposer(Proposer):
             scheduler.max_num_seqs, width, hidden_size, dtype, device, self.cut.adapter.has_residual
         )
         self.allocate_probs()
-        self.passes = StackPasses(self.runner, self.cut)
+        self.pad_rows(model)
+        self.passes = StackPasses(self.runner, self.cut, self.padding)
         self.reader = EarlyReader(self.cut.adapter, TargetLMHead(model), heads)
         self.loop = ShallowLoop(
             config, self.cut, self.passes, self.reader, self.saved, scheduler.max_num_batched_tokens, device
