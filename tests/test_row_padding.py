@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,27 +19,49 @@ from vllm_ppd.vllm_plugins.row_padding import NONE, RowPadding
 EPYC = (19.7, 23.0, 16.8, 16.0, 15.9, 15.9, 19.7, 21.2)  # milliseconds of one row and more
 
 
+def seconds_of(*rows: float) -> np.ndarray:
+    """[tokens, rows] where padding changes no bit."""
+    return np.where(np.triu(np.ones((len(rows), len(rows)), dtype=bool)), rows, np.inf)
+
+
 def test_passes_have_the_fewest_rows_that_are_fast() -> None:
-    padding = RowPadding(np.array(EPYC))
+    padding = RowPadding(seconds_of(*EPYC))
     assert [padding.rows(tokens) for tokens in range(10)] == [0, 4, 4, 4, 4, 5, 6, 7, 8, 9]
     assert [NONE.rows(tokens) for tokens in (1, 2, 8, 100)] == [1, 2, 8, 100]
 
 
+def test_padding_that_would_change_a_bit_is_not_done() -> None:
+    seconds = seconds_of(*EPYC)
+    seconds[0, 1:] = seconds[1, 3:6] = np.inf
+    padding = RowPadding(seconds)
+    assert [padding.rows(tokens) for tokens in range(1, 5)] == [1, 3, 4, 4]
+
+
 def test_nothing_is_padded_for_what_noise_may_be() -> None:
-    padding = RowPadding(np.array([1.0, 0.97, 0.99, 1.0]))
+    padding = RowPadding(seconds_of(1.0, 0.97, 0.99, 1.0))
     assert [padding.rows(tokens) for tokens in range(1, 6)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.engine
-def test_products_of_the_loaded_model_are_timed(engine: Callable[..., Any]) -> None:
+def test_products_of_the_loaded_model_are_timed_and_compared(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own layers, as many as are worth a time, and every number of rows that a pass may have."""
     runner = runner_of(engine({"method": "ppd"}))
-    layers = row_padding._layers(runner.model)
-    assert len(layers) == 4 * runner.model_config.hf_text_config.num_hidden_layers
-    seconds = row_padding._seconds(layers, torch.float32, 3)
+    products = row_padding._products(runner.model, torch.float32, 3)
+    assert len(products) == 4 * runner.model_config.hf_text_config.num_hidden_layers
+    seconds = row_padding._seconds(products)
     assert seconds.shape == (3,) and (seconds > 0).all()
-    agreed = row_padding.measured(runner.model, runner.vllm_config, lambda seconds: np.array(EPYC))
+    assert row_padding._alike(products).diagonal().all()
+
+    agreed = row_padding.measured(runner.model, runner.vllm_config, lambda seconds: seconds_of(*EPYC))
     assert agreed.rows(2) == 4  # what the first rank found
+    # Products of three rows round differently from those of one and two.
+    apply = products[0].layer.quant_method.apply
+    third = SimpleNamespace(apply=lambda layer, states: apply(layer, states) * (1 + (len(states) > 2) * 1e-6))
+    monkeypatch.setattr(products[0].layer, "quant_method", third)
+    alike = row_padding._alike(products)
+    assert not alike[0, 2] and not alike[1, 2] and alike[2, 2]
 
 
 @pytest.mark.engine
@@ -68,7 +91,7 @@ def test_padded_passes_say_the_same(
         return forward(input_ids, *args, **kwargs)
 
     monkeypatch.setattr(runner, "_model_forward", told)
-    monkeypatch.setattr(drafter, "padding", RowPadding(np.array([4.0, 4.0, 4.0, 2.0, 3.0, 3.0, 1.0])))
+    monkeypatch.setattr(drafter, "padding", RowPadding(seconds_of(4.0, 4.0, 4.0, 2.0, 3.0, 3.0, 1.0)))
     if hasattr(drafter, "passes"):
         monkeypatch.setattr(drafter.passes, "padding", drafter.padding)
     assert CASES[case](llm) == CASES[case](engine())
