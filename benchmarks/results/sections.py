@@ -127,7 +127,6 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "decode": ("Offline decoding", _decode),
     "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
     "step_prediction": ("What steps with drafts cost, and what is predicted", row_files.anything),
-    "step_prediction_dynamo": ("What DynaMo's steps cost, over more texts", row_files.anything),
     "decode_batches": ("Offline decoding in larger batches", _decode),
     "never_slower": ("Never slower: turns of a few steps", row_files.anything),
     "arrivals": ("Never slower: requests that arrive", row_files.anything),
