@@ -108,11 +108,16 @@ def test_heads_rest_while_drafts_do_not_pay(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma3", *[pytest.param(f, marks=pytest.mark.full) for f in ("mistral", "qwen2", "qwen3", "phi3")]],
+)
 def test_heads_that_caught_up_say_the_same(
-    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    family: str, engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With everything that they missed completed, in parts, they give the scores of heads that never rested."""
-    llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
+    options = {"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0, "adaptive": True}
+    llm = engine(options, family=family)
     drafter, runner = drafter_of(llm), runner_of(llm)
     adaptive, original = drafter.planner.adaptive, drafter.choose
     requests = prompts(3)

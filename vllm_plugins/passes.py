@@ -43,20 +43,33 @@ class StackPasses:
     def branches(self, rows: np.ndarray, positions: np.ndarray, state: CutState) -> list[torch.Tensor]:
         """The branches beside the target's last layer over tokens of some requests, each one's in order.
 
+        Those before a request's newest are given no more than their KV.
+
         Args:
             rows: [tokens] batch row, that of each request's tokens together.
             positions: [tokens] rising within a row, not necessarily by one.
             state: [tokens, hidden].
 
         Returns:
-            Normed hidden states [tokens, hidden] of each branch.
+            Normed hidden states of each branch for the last token of each request, [requests, hidden].
         """
+        newest, part = np.append(rows[1:] != rows[:-1], True), len(self.cut.stacks)
+        for _ in self._passes(part + 1, rows, positions, state, np.flatnonzero(~newest)):
+            pass
         found = []
-        for tokens, span in consecutive(rows, positions, self.runner.max_num_tokens, self.runner.max_num_reqs):
-            of_pass = self._run(len(self.cut.stacks), span, None, rows_of(state, tokens))
+        for of_pass in self._passes(part, rows, positions, state, np.flatnonzero(newest)):
             # The next pass may run in the same CUDA graph, into the same memory.
             found.append([one.clone() for one in of_pass] if self.cut.junction is not None else of_pass)
         return [torch.cat(of_branch) for of_branch in zip(*found, strict=True)]
+
+    def _passes(
+        self, part: int, rows: np.ndarray, positions: np.ndarray, state: CutState, chosen: np.ndarray
+    ) -> Iterator[Any]:
+        """What a part gives for some tokens [chosen] of those in branches, a pass after the other."""
+        of_chosen = rows_of(state, torch.from_numpy(chosen).to(state[0].device))
+        most = self.runner.max_num_tokens, self.runner.max_num_reqs
+        for tokens, span in consecutive(rows[chosen], positions[chosen], *most):
+            yield self._run(part, span, None, rows_of(of_chosen, tokens))
 
     def _run(self, part: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
         runner = self.runner

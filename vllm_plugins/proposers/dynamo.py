@@ -148,9 +148,9 @@ class DynaMoProposer(Proposer):
         started = time.perf_counter()
         states = self.passes.branches(missed.rows, missed.positions, (missed.state, None))
         ends = np.flatnonzero(np.append(missed.rows[1:] != missed.rows[:-1], True))
-        last, newest = self.index(ends), self.index(places[np.searchsorted(rows, missed.rows[ends])])
+        newest = self.index(places[np.searchsorted(rows, missed.rows[ends])])
         for number, of_head in enumerate(states):
-            self.states[number, newest] = of_head[last]
+            self.states[number, newest] = of_head
         self.runner._sync_device()
         adaptive, took = self.planner.adaptive, np.array([time.perf_counter() - started])
         if adaptive is not None:
