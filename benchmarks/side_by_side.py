@@ -32,6 +32,7 @@ import torch
 from engines import add_up, drafter_of
 
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.vllm_plugins.bench.huge_pages import huge_pages
 from vllm_ppd.vllm_plugins.bench.options import kv_cache
 
 BASE, CONTROL = "vLLM", "vLLM, again"
@@ -46,11 +47,6 @@ def plain_names(others: int) -> tuple[str, ...]:
 RESAMPLES = 2000  # of what was measured, for the interval in which a ratio lies
 RETAKEN = 3
 MOST_TOKENS = 600  # of a request, before the batch begins anew
-HUGE_PAGES = {
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
-    # What vLLM packs: memory of its own for each matrix, and none that was another's before.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000",
-}
 
 
 class Stolen:
@@ -284,8 +280,9 @@ def pack_once() -> None:
 
 def with_huge_pages() -> None:
     """Start this command again with weights in huge pages, if it was not."""
-    if any(os.environ.get(name) != value for name, value in HUGE_PAGES.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **HUGE_PAGES})
+    wanted = huge_pages()
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
 
 
 def flags(description: str | None, parents: Sequence[argparse.ArgumentParser] = ()) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import Contender
+from vllm_ppd.vllm_plugins.bench.huge_pages import huge_pages
 from vllm_ppd.vllm_plugins.bench.timers import Timers
 from vllm_ppd.vllm_plugins.metrics import totals
 
@@ -44,8 +45,9 @@ class Engine:
         self.pipe, theirs = context.Pipe()
         arguments = {**arguments, **contender.engine, "speculative_config": contender.speculative_config}
         self.ranks = arguments.get("pipeline_parallel_size", 1) * arguments.get("tensor_parallel_size", 1)
-        kept = {name: os.environ.get(name) for name in ENVIRONMENT}
-        os.environ.update(ENVIRONMENT)
+        environment = ENVIRONMENT | huge_pages()
+        kept = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
         try:
             self.process = context.Process(target=_serve, args=(theirs, arguments, str(log)), name=contender.name)
             self.process.start()

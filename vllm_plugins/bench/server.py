@@ -21,6 +21,7 @@ from typing import Any
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import Contender
 from vllm_ppd.vllm_plugins.bench.engine import free_bytes, peak_bytes
+from vllm_ppd.vllm_plugins.bench.huge_pages import huge_pages
 from vllm_ppd.vllm_plugins.bench.with_parent import command
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -150,7 +151,7 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of servers and load generators; without a GPU, what vLLM's CPU backend wants to know."""
-    found = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    found = {**os.environ, **huge_pages(), "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     found.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over a size that is given
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's CPU build installs it, and asks for it
     if openmp.exists():
