@@ -34,9 +34,9 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import write_text
-from vllm_ppd.vllm_plugins.adaptive import REFRESH_EVERY, SETTLING, AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.drafts import REFRESH_EVERY, SETTLING, AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.step_costs import ENOUGH, StepCosts
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
-from vllm_ppd.vllm_plugins.step_costs import ENOUGH, StepCosts
 
 PLAIN = SETTLING + ENOUGH  # steps without drafts, as many as AdaptiveDrafts takes to measure one
 FOUND = 2  # comparisons

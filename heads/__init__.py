@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that read a draft from a hidden state: modules, their checkpoints and (later) their training. No vLLM."""
+"""Heads that read a draft from a hidden state: modules, checkpoints, training, calibration, planning. No vLLM."""

@@ -12,8 +12,8 @@ from conftest import drafter_of
 from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins.adaptive import LONG_PAUSE, MOST_PATIENCE, PROBE_EVERY, AdaptiveDrafts
-from vllm_ppd.vllm_plugins.draft_acceptance import DraftAcceptance
+from vllm_ppd.vllm_plugins.adaptive.draft_acceptance import DraftAcceptance
+from vllm_ppd.vllm_plugins.adaptive.drafts import LONG_PAUSE, MOST_PATIENCE, PROBE_EVERY, AdaptiveDrafts
 from vllm_ppd.vllm_plugins.metrics import COUNTERS
 
 Cost = Callable[[int, int], float]

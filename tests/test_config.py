@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -158,6 +159,12 @@ def test_lookup_needs_drafts_of_several_sources(options: dict[str, Any], stages:
         resolve(parse_options({"prompt_lookup_drafts": 5}), 6)
     with pytest.raises(OptionError, match="adaptive is of no use with verify: false"):
         resolve(parse_options({"method": "dynamo", "verify": False, "adaptive": True}), 6)
+    with pytest.raises(OptionError, match="draft_sample_method is of no use with verify: false"):
+        resolve(parse_options({"method": "dynamo", "verify": False, "draft_sample_method": "greedy"}), 6)
+    with pytest.raises(OptionError, match="draft_sample_method is of no use with pipeline parallelism"):
+        resolve(parse_options({"draft_sample_method": "greedy"}), 6, stages=2)
+    with pytest.raises(OptionError, match=r"prompt_lookup_min.*32"):
+        parse_options({"prompt_lookup_min": 33})
 
 
 @pytest.mark.parametrize("layer", [6, 7, 100])
@@ -186,6 +193,7 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         (["--speculative-model", "ppd", "--enable-lora"], "LoRA .* is not supported"),
         (["--speculative-model", "ppd", "--enable-prompt-embeds"], "prompt embeddings"),
         (["--speculative-model", "ppd", "--async-scheduling"], "--async-scheduling is not supported"),
+        (["--speculative-model", "ppd", "--logits-processors", "a:B"], "custom logits processors are not supported"),
         (["--speculative-model", "ppd", "--worker-cls", "a.B"], "worker class 'a.B' cannot be combined"),
         (["--speculative-model", "ppd", "--kv-offloading-size", "1"], "KV offloading"),
         (
@@ -333,6 +341,7 @@ def test_flags_and_table_come_from_the_model() -> None:
         assert f"--ppd-{name.replace('_', '-')}" in help_text
     for name in type(parse_options({})).model_fields:
         assert f"| `{name}` |" in options_table()
+    assert options_table() in (ROOT / "README.md").read_text()
 
 
 def test_flags_are_added_once() -> None:

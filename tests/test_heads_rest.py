@@ -15,7 +15,7 @@ from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins import catch_up_budget
-from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.catch_up_budget import MOST_WON, CatchUpBudget
 from vllm_ppd.vllm_plugins.passes import consecutive
 from vllm_ppd.vllm_plugins.states import flat_ranges

@@ -14,8 +14,8 @@ from exactness import CASES, generate, greedy, prompts
 from test_adaptive import MOST, Cost, Simulation, predicted, shallow
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
-from vllm_ppd.vllm_plugins.lookup import LONGEST, DraftSources, Found, find
+from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.lookup import LONGEST_LOOKUP, DraftSources, Found, find
 
 
 def found(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:
@@ -34,11 +34,11 @@ def test_what_followed_the_same_tokens_is_found() -> None:
 
 
 def test_the_longest_agreement_counts() -> None:
-    same = list(range(50, 50 + LONGEST))
+    same = list(range(50, 50 + LONGEST_LOOKUP))
     text = [1, 2, 99, *same, 7, 8, 51, 81, 11, *same]
     assert found([text], 2) == [[7, 8, 51]]
-    assert found([[80, 81, 3, *text]], LONGEST) == [[7, 8, 51]]
-    assert found([text[1:]], LONGEST + 1) == [[]]
+    assert found([[80, 81, 3, *text]], LONGEST_LOOKUP) == [[7, 8, 51]]
+    assert found([text[1:]], LONGEST_LOOKUP + 1) == [[]]
 
 
 def naive(text: list[int], shortest: int, most: int) -> list[int]:
@@ -46,7 +46,7 @@ def naive(text: list[int], shortest: int, most: int) -> list[int]:
     longest, follows = 0, 0
     for place in range(1, len(text)):
         length = 0
-        while length < min(place, LONGEST) and text[place - 1 - length] == text[-1 - length]:
+        while length < min(place, LONGEST_LOOKUP) and text[place - 1 - length] == text[-1 - length]:
             length += 1
         if length > longest:
             longest, follows = length, place

@@ -14,9 +14,9 @@ from exactness import CASES, generate, greedy, prompts
 from test_heads_history import BLOCK, Server, one_group, tokens
 
 from vllm_ppd.vllm_plugins import entry_states, heads_history
-from vllm_ppd.vllm_plugins.adaptive import LONGEST_NAP
+from vllm_ppd.vllm_plugins.adaptive.drafts import LONGEST_NAP
+from vllm_ppd.vllm_plugins.adaptive.nap import Nap
 from vllm_ppd.vllm_plugins.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.nap import Nap
 
 
 def scheduled(tokens: dict[str, int], new: tuple[str, ...] = (), resumed: tuple[str, ...] = ()) -> Any:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import price_error
 from price_error import PLAIN, Script, Step, compared, row, rows, runs_of
 
-from vllm_ppd.vllm_plugins.adaptive import SETTLING, AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.drafts import SETTLING, AdaptiveDrafts
 
 
 def steps_at(price: float, times: int = 20, drafting: int = 60, noise: float = 0.03) -> list[Step]:

@@ -23,8 +23,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
-    made = page.contents(RESULTS, page.README.read_text())
-    assert made.pop("README") == page.README.read_text()
+    for document in page.DOCUMENTS:
+        assert page.with_tables(document, RESULTS) == document.read_text(), f"{document} is old, as below"
+    made = page.contents(RESULTS)
     assert {f"plots/{path.name}" for path in (RESULTS / "plots").iterdir()} | {"README.md"} == made.keys()
     for path, text in made.items():
         assert (RESULTS / path).read_text() == text, f"{path} is old; run python benchmarks/results/page.py"
@@ -37,19 +38,21 @@ def test_turns_become_a_section(tmp_path: Path) -> None:
         results.add(serve_turn(BASE, 0, 1.0, **load))
         results.add(serve_turn("ours", 0, 0.5, **load, drafts=10, draft_tokens=30, accepted_tokens=15))
     (tmp_path / "other.json").write_text(json.dumps({"rows": [{"a": 1}, {"b": 2}]}))
-    readme = "before\n<!-- results: serve -->\nold\n<!-- end -->\nafter\n"
-    made = page.contents(tmp_path, readme)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results: serve -->\nold\n<!-- end -->\nafter\n")
+    made, filled = page.contents(tmp_path), page.with_tables(readme, tmp_path)
     text = made["README.md"]
     assert text.index("## Servers under load") < text.index("![Servers under load](plots/serve.svg)")
     assert "The newest run was stopped before its end." in text
     assert re.search(r"\| +a \| +b \|", text)
-    rows = [line for line in made["README"].splitlines() if line.startswith("| ")]
+    rows = [line for line in filled.splitlines() if line.startswith("| ")]
     assert [row.split(" | ")[:2] for row in rows[2:]] == [
         ["| 2 a second", "vLLM"], ["| 2 a second", "ours"], ["| 4 at once", "vLLM"], ["| 4 at once", "ours"],
     ]  # fmt: skip
-    assert made["README"].startswith("before\n") and made["README"].endswith("<!-- end -->\nafter\n")
+    assert filled.startswith("before\n") and filled.endswith("<!-- end -->\nafter\n")
     drawn = made["plots/serve.svg"]
-    assert drawn == page.contents(tmp_path, readme)["plots/serve.svg"]
+    assert drawn == page.contents(tmp_path)["plots/serve.svg"]
     assert all(f">{word}<" in drawn for word in ("ours", "vLLM", "4 at once", "tokens a second"))
     with pytest.raises(SystemExit, match="asks for results 'nothing'; there are serve, other"):
-        page.contents(tmp_path, readme.replace("serve", "nothing"))
+        readme.write_text(readme.read_text().replace("serve", "nothing"))
+        page.with_tables(readme, tmp_path)

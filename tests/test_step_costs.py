@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 
-from vllm_ppd.vllm_plugins.step_costs import ENOUGH, FIRST, SIZES, StepCosts
+from vllm_ppd.vllm_plugins.adaptive.step_costs import ENOUGH, FIRST, SIZES, StepCosts
 
 TRUE = [1.0, 1.3, 1.4, 1.5, 1.6]  # of 0, 1, ... drafts
 MOST = len(TRUE) - 1

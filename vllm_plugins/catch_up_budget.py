@@ -15,7 +15,7 @@ from collections import deque
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.adaptive import PROBE_EVERY
+from vllm_ppd.vllm_plugins.adaptive.drafts import PROBE_EVERY
 
 INVESTED = 1 / 2  # of the time that drafts win, while they pay
 MOST_INVESTED = 1 / 4  # of a step without drafts

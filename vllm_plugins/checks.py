@@ -136,9 +136,6 @@ def check_group(
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
             parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
         ),
-        "custom logits processors are not supported with a worker group: they may keep a state from token to token": (
-            bool(model_config.logits_processors)
-        ),
     })  # fmt: skip
 
 
@@ -191,6 +188,12 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
             model_config.enable_prompt_embeds
         ),
         f"multimodal models are not supported with {method.name}": model_config.is_multimodal_model,
+        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.name}": (
+            model_config.has_inner_state
+        ),
+        "custom logits processors are not supported while drafting: vLLM applies none to drafted positions": (
+            bool(model_config.logits_processors)
+        ),
         "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
         f"worker class {parallel_config.worker_cls!r} cannot be combined with {method.name}, which brings its own": (
             parallel_config.worker_cls not in ("auto", WORKER)

@@ -52,6 +52,10 @@ def evenly_spaced(layers: Sequence[int]) -> list[slice]:
     return runs
 
 
+# Their builders keep one set of buffers, which the metadata of a further cohort overwrites.
+UNFIT_BACKENDS = ("FLASHINFER", "FLEX_ATTENTION")
+
+
 class ParallelLayers:
     """Runs cohorts side by side: cohorts before evenly spaced layers go through one batched product a projection.
 
@@ -60,6 +64,13 @@ class ParallelLayers:
     """
 
     def __init__(self, runner: Any, stacked: StackedLayers) -> None:
+        """Raises: ValueError if the attention backend cannot hold several cohorts' metadata at once."""
+        backend = stacked.layers[0].self_attn.attn.attn_backend.get_name()
+        if backend in UNFIT_BACKENDS:
+            raise ValueError(
+                f"attention backend {backend} is not supported with schedule 'parallel'; use --attention-backend "
+                "FLASH_ATTN or TRITON_ATTN, or schedule 'deferred'"
+            )
         self.runner, self.stacked = runner, stacked
         self.attention = SpanAttention(runner)
         self.names = [layer.self_attn.attn.layer_name for layer in stacked.layers]

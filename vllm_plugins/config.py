@@ -15,6 +15,9 @@ from vllm_ppd.vllm_plugins.methods import GROUP, METHODS, PARALLEL, Method
 CONFIG_KEY = "vllm_ppd"
 
 
+LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
+
+
 class OptionError(ValueError):
     """A bad option; the message is one line: what, where, what to do instead."""
 
@@ -81,7 +84,7 @@ class DraftingOptions(BaseModel):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
-        description="how drafts of sampling requests are drawn: the exit's best token (greedy), or a sample whose "
+        description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample whose "
         "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
         json_schema_extra={"flag": True},
     )
@@ -110,6 +113,7 @@ class DraftingOptions(BaseModel):
     prompt_lookup_min: int | None = Field(
         None,
         ge=1,
+        le=LONGEST_LOOKUP,
         description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
         "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
         "drafts promise more (default: no lookup; try 2 or 3)",
@@ -133,7 +137,7 @@ class DraftingOptions(BaseModel):
         None,
         ge=1,
         description="hard batch cut-off: in batches of more requests than this none drafts, and dynamo's heads rest "
-        "(default: none; 8 with pipeline parallelism)",
+        "unless verify is false (default: none; 8 with pipeline parallelism)",
         json_schema_extra={"flag": True},
     )
 
@@ -282,13 +286,14 @@ def methods_of(field: str) -> list[str]:
 
 
 def options_table() -> str:
-    """The options as a Markdown table, for the documentation."""
+    """The options as a Markdown table, which the README has (tests/test_config.py)."""
     lines = ["| option | flag | methods | default | meaning |", "| --- | --- | --- | --- | --- |"]
     flags = set(flag_fields())
     own = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
     for name, field in DraftingOptions.model_fields.items():
         flag = flag_name(name) if name in flags else own[name]
-        default = "none" if field.default is None else field.default
+        chosen = field.default is None and "(default:" in (field.description or "")
+        default = "see there" if chosen else "none" if field.default is None else field.default
         methods = methods_of(name)
         who = "all" if len(methods) == len(METHODS) else ", ".join(methods)
         lines.append(f"| `{name}` | `{flag}` | {who} | {default} | {field.description} |")

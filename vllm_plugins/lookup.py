@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
-from vllm_ppd.vllm_plugins.step_costs import Agree
+from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.step_costs import Agree
+from vllm_ppd.vllm_plugins.config import LONGEST_LOOKUP
 
-LONGEST = 32  # tokens that are compared
 LENGTHS = np.array([3, 4, 6, 10, 18])  # of agreement from which on drafts are of another kind
 BELIEF = 256.0  # in the length of the agreement: it says more of a draft than whose it is
 
@@ -46,7 +46,7 @@ def find(
     # [places] row, and index of a token that equals its row's last one
     row, place = np.repeat(rows, [len(of_row) for of_row in found]), np.concatenate([*found, rows[:0]])
     lengths, places = np.zeros((2, len(ends)), dtype=np.int64)
-    for length in range(1, LONGEST + 1):
+    for length in range(1, LONGEST_LOOKUP + 1):
         # From the last place to the first, which thus stays.
         lengths[row[::-1]], places[row[::-1]] = length, place[::-1]
         back = place - length

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.config import DraftingConfig
 from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
@@ -143,6 +143,11 @@ class DraftPlanner:
     def forget(self) -> None:
         """Look every request up again: a name may have been given to another."""
         self._req_ids = []
+
+    def interrupted(self) -> None:
+        """The engine may have stood still before the step that runs now: what it takes is not to be learned from."""
+        for learning in self._learning:
+            learning.interrupted()
 
     def _look_up_changed(self) -> None:
         req_ids = self.runner.input_batch.req_ids

@@ -51,6 +51,11 @@ def resolve(
             f"speculative_config: prompt_lookup_drafts={options.prompt_lookup_drafts} needs prompt_lookup_min; give "
             "both, or neither"
         )
+    final = "pipeline parallelism" if stages > 1 else None if options.verify else "verify: false"
+    if final is not None and "draft_sample_method" in options.model_fields_set:
+        raise OptionError(
+            f"speculative_config: draft_sample_method is of no use with {final}, which verifies no draft; leave it out"
+        )
     without_lookup = {
         "pipeline parallelism": stages > 1,
         "verify: false": not options.verify,

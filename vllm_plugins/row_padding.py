@@ -66,6 +66,8 @@ def measured(model: Any, vllm_config: Any, agree: Callable[[np.ndarray], np.ndar
     if not current_platform.is_cpu() or parallel.pipeline_parallel_size > 1:
         return NONE
     products = _products(model, vllm_config.model_config.dtype, min(MOST_ROWS, scheduler.max_num_batched_tokens))
+    if not products:  # vLLM's Transformers backend may have other layers alone
+        return NONE
     seconds = np.where(_alike(products), _seconds(products), np.inf)
     padding = RowPadding(seconds if agree is None else agree(seconds))
     padded = [f"{tokens} as {rows}" for tokens, rows in enumerate(padding.table, 1) if rows > tokens]

@@ -80,7 +80,16 @@ else:
             if config is not None and config.how.cuts and mode.has_full_cudagraphs():
                 # One graph of the whole model cannot run its halves; graphs between attention calls can.
                 piecewise = mode.requires_piecewise_compilation()
-                logger.info("vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode)
+                if piecewise:
+                    logger.info(
+                        "vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode
+                    )
+                else:
+                    logger.warning(
+                        "vllm-ppd: no CUDA graphs, as those of the whole model (%s) cannot run its halves; "
+                        "use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
+                        mode,
+                    )
                 compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
             _split_stages(vllm_config)
             super().__init__(vllm_config, *args, **kwargs)

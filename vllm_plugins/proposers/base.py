@@ -20,10 +20,10 @@ from vllm.distributed import get_tp_group
 
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.activation import own_config
-from vllm_ppd.vllm_plugins.adaptive import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
+from vllm_ppd.vllm_plugins.adaptive.nap import Nap
 from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
-from vllm_ppd.vllm_plugins.nap import Nap
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.row_padding import NONE, RowPadding, measured
 
@@ -122,6 +122,7 @@ class Proposer(ABC):
         changed = bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         if changed:
             self.planner.forget()
+            self.planner.interrupted()
         self._slept(self.nap.begin_step(scheduler_output), None)
         self._scheduled = scheduled
         return changed

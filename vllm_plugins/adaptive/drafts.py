@@ -27,9 +27,9 @@ import math
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.draft_acceptance import BELIEF, DraftAcceptance, reordered
-from vllm_ppd.vllm_plugins.step_costs import ENOUGH, SIZES, Agree, StepCosts
-from vllm_ppd.vllm_plugins.trial_budget import TrialBudget
+from vllm_ppd.vllm_plugins.adaptive.draft_acceptance import BELIEF, DraftAcceptance, reordered
+from vllm_ppd.vllm_plugins.adaptive.step_costs import ENOUGH, SIZES, Agree, StepCosts
+from vllm_ppd.vllm_plugins.adaptive.trial_budget import TrialBudget
 
 PROBE_EVERY = 128  # steps: 0.8 % of them
 SHORTEST_PAUSE = 16  # steps, however cheap drafts are
