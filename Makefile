@@ -14,7 +14,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full quality format clean bytes
+.PHONY: setup serve test test-full quality format clean inflated bytes
 
 setup: $(STAMP)
 
@@ -48,11 +48,43 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The demo model of bytes, its heads and peers, all inflated: what speeds are measured on (benchmarks/demo/README.md).
-# A step whose last file is there is not done again, so that a stopped `make bytes` goes on.
-BYTES     := build/bytes
-CORPUS    := build/corpus
+# The demo model, its heads and peers at the cost of larger ones: what speeds are measured on (benchmarks/demo/README.md).
+# A step whose last file is there is not done again, so that what was stopped goes on.
+BUILD     := build
+CORPUS    := $(BUILD)/corpus
 KINDS     := early cp dynamo
+DEMO      := benchmarks/demo
+SMALLER   := $(BUILD)/inflated100
+LARGER    := $(BUILD)/inflated
+OTHERS    := eagle medusa draft_model
+INFLATE   := benchmarks/inflate.py --model $(DEMO)/model --heads $(KINDS:%=$(DEMO)/heads/%)
+ENDS_IN   := heads/$(lastword $(KINDS))/provenance.json
+STEPS_eagle       := --steps 480
+STEPS_medusa      := --heads 4 --steps 480
+STEPS_draft_model := --steps 240
+
+GROWN     := $(KINDS:%=$(LARGER)/heads/%/.calibrated)
+
+inflated: $(CORPUS)/validation.jsonl $(SMALLER)/$(ENDS_IN) $(OTHERS:%=$(LARGER)/peers/%/config.json) $(GROWN)
+
+$(SMALLER)/$(ENDS_IN): | setup
+	$(BIN)/python $(INFLATE) --parameters 100M --out $(SMALLER)
+
+$(LARGER)/$(ENDS_IN): | setup
+	$(BIN)/python $(INFLATE) --parameters 300M --out $(LARGER)
+
+$(GROWN): %/.calibrated: | $(LARGER)/$(ENDS_IN) $(CORPUS)/validation.jsonl
+	$(BIN)/ppd calibrate --data $(CORPUS)/validation.jsonl $(@D)
+	touch $@
+
+$(OTHERS:%=$(BUILD)/peers/%/provenance.json): $(BUILD)/peers/%/provenance.json: | setup
+	$(BIN)/python benchmarks/peers/$*.py $(STEPS_$*) --out $(@D)
+
+$(OTHERS:%=$(LARGER)/peers/%/config.json): $(LARGER)/peers/%/config.json: | $(BUILD)/peers/%/provenance.json $(LARGER)/$(ENDS_IN)
+	$(BIN)/python benchmarks/peers/inflate_peers.py --peers $(BUILD)/peers/$* --model $(LARGER)/model --out $(LARGER)/peers
+
+# A second demo model, of bytes, with all of its own: as sure of what comes next as a large model is.
+BYTES     := $(BUILD)/bytes
 PEERS     := eagle medusa
 INFLATED  := $(BYTES)/inflated
 MODEL_IS  := $(BYTES)/model/provenance.json
