@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the page of results, its plots, and the tables of the README, from the JSON files beside this one.
+"""Write the page of results, its plots, and the tables of the documentation, from the JSON files beside this one.
 
     python benchmarks/results/page.py
 
-A table of the README stands between `<!-- results: NAME -->` and `<!-- end -->`, NAME.json being where it comes from.
+A table of the README or of docs/speeds.md stands between `<!-- results: NAME -->` and `<!-- end -->`, NAME.json being
+where it comes from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import plots
 import sections
 
 RESULTS = Path(__file__).resolve().parent
-README = RESULTS.parent.parent / "README.md"
+ROOT = RESULTS.parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "speeds.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 INTRODUCTION = """\
 # Results
@@ -29,12 +31,8 @@ the settings. Ratios are of turns in the same round; machines differ, and so do 
 """
 
 
-def contents(results: Path, readme: str) -> dict[str, str]:
-    """What the page and the plots hold, by path under the folder of results, and under "README" the README rewritten.
-
-    Raises:
-        SystemExit: if the README asks for a table that is not there.
-    """
+def contents(results: Path) -> dict[str, str]:
+    """What the page and the plots hold, by path under the folder of results."""
     made = sections.all_sections(results)
     pages = [INTRODUCTION]
     found: dict[str, str] = {}
@@ -47,20 +45,29 @@ def contents(results: Path, readme: str) -> dict[str, str]:
         blocks.append(section.text)
         pages.append("\n\n".join(blocks) + "\n")
     found["README.md"] = "\n".join(pages)
-    tables = {section.name: section.table for section in made}
-
-    def fill(match: re.Match[str]) -> str:
-        if match[2] not in tables:
-            raise SystemExit(f"{README} asks for results {match[2]!r}; there are {', '.join(tables)}")
-        return f"{match[1]}{tables[match[2]]}\n{match[4]}"
-
-    found["README"] = MARKED.sub(fill, readme)
     return found
 
 
+def with_tables(document: Path, results: Path) -> str:
+    """A document's text, its tables made anew.
+
+    Raises:
+        SystemExit: if it asks for a table that is not there.
+    """
+    tables = {section.name: section.table for section in sections.all_sections(results)} | sections.headlines(results)
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in tables:
+            raise SystemExit(f"{document} asks for results {match[2]!r}; there are {', '.join(tables)}")
+        return f"{match[1]}{tables[match[2]]}\n{match[4]}"
+
+    return MARKED.sub(fill, document.read_text())
+
+
 def main() -> None:
-    made = contents(RESULTS, README.read_text())
-    README.write_text(made.pop("README"))
+    for document in DOCUMENTS:
+        document.write_text(with_tables(document, RESULTS))
+    made = contents(RESULTS)
     (RESULTS / "plots").mkdir(exist_ok=True)
     for old in (RESULTS / "plots").glob("*.svg"):
         if f"plots/{old.name}" not in made:

@@ -13,6 +13,7 @@ from plots import Line, Panel, Plot, bars, panels, stacks
 from vllm_ppd.heads.calibration.tables import table as markdown
 
 Parts = tuple[str, str, Sequence[Plot]]
+BASE, ALL = "vLLM", "all"
 
 
 def _source(data: dict[str, Any]) -> str:
@@ -128,6 +129,46 @@ def paper_tables(path: Path) -> Parts:
         if one.axes is not None and lines:
             drawn.append(panels([Panel(f"{one.paper}, {one.title}: {one.axes[1]}", one.axes[0], lines)]))
     return shown, shown, drawn
+
+
+def never_slower(path: Path) -> Parts:
+    return _by_load(path, "batch", "batch {}", {"overall": "tokens over those of vLLM alone in the same seconds"})
+
+
+def arrivals(path: Path) -> Parts:
+    ratios = {
+        "engine": "seconds that vLLM alone computes for the same requests, over those with heads",
+        "latency": "seconds from arrival to last token with vLLM alone, waiting included, over those with heads",
+    }
+    return _by_load(path, "rate", "{} a second", ratios)
+
+
+def _by_load(path: Path, axis: str, header: str, ratios: dict[str, str]) -> Parts:
+    """A table a ratio: a row a contender and temperature, a column a load; vLLM alone in one row, as what noise is."""
+    data, rows = _read(path)
+    loads = sorted({str(row[axis]) for row in rows} - {ALL}, key=float)
+    names = {load: "all at once" if load == "inf" else header.format(load) for load in loads}
+    tables = []
+    for ratio, text in ratios.items():
+        interval = f"{ratio}, interval" if f"{ratio}, interval" in rows[0] else "interval"
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        plain: dict[str, list[float]] = {}
+        for row in rows:
+            load = str(row[axis])
+            if row["contender"].startswith(BASE):
+                plain.setdefault(load, []).append(row[ratio])
+                continue
+            of_row = cells.setdefault((row["contender"], str(row["temperature"])), {})
+            of_row[load] = f"{row[ratio]:.3f} ({row[interval]})"
+        columns = [*loads, ALL]
+        shown = [[*key, *(of_row.get(load, "") for load in columns)] for key, of_row in sorted(cells.items())]
+        shown.append(
+            [f"each engine of {BASE} alone", "", *(f"{min(plain[x]):.3f}-{max(plain[x]):.3f}" for x in columns)]
+        )
+        title = f"{text[0].upper()}{text[1:]} (interval at 90 %); {ALL}: of several cells, geometric mean."
+        tables.append(f"{title}\n\n{markdown(['heads', 'temperature', *names.values(), ALL], shown)}")
+    table = "\n\n".join(tables)
+    return f"{_source(data)}\n\n{table}\n\nEvery cell: [{path.name}]({path.name}).", table, []
 
 
 def anything(path: Path) -> Parts:

@@ -72,6 +72,28 @@ def _by_contender(rows: list[Row], x: str, y: str) -> list[Line]:
     ]
 
 
+def headlines(folder: Path) -> dict[str, str]:
+    """Tables that are of no file as a whole, by the name that a document asks for them by."""
+    path = folder / "decode.json"
+    return {"decode_headline": _one_at_a_time(stored(path))} if path.exists() else {}
+
+
+def _one_at_a_time(found: list[Measured]) -> str:
+    """Speed-ups at batch 1: a row a contender, a column a temperature."""
+    cells: dict[str, dict[str, str]] = {}
+    for one in found:
+        temperature = f"temperature {one.run['options']['temperature']:g}"
+        for row in one.rows():
+            if row["batch"] == 1:
+                cells.setdefault(row["contender"], {})[temperature] = "{:.2f} ({:.2f}-{:.2f})".format(*row["speed_up"])
+    columns = list(dict.fromkeys(name for own in cells.values() for name in own))
+    return table.rows_of(
+        ["batch 1", *columns],
+        "---",
+        [[name, *(own.get(column, "-") for column in columns)] for name, own in cells.items()],
+    )
+
+
 def _group(path: Path) -> Parts:
     def draw(one: Measured) -> Plot:
         level = "tokens a second / vLLM's own two stages (quartiles)"
@@ -127,11 +149,9 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "decode": ("Offline decoding", _decode),
     "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
     "step_prediction": ("What steps with drafts cost, and what is predicted", row_files.anything),
-    "decode_batches": ("Offline decoding in larger batches", _decode),
-    "never_slower": ("Never slower: turns of a few steps", row_files.anything),
-    "arrivals": ("Never slower: requests that arrive", row_files.anything),
+    "never_slower": ("Never slower: batches", row_files.never_slower),
+    "arrivals": ("Never slower: requests that arrive", row_files.arrivals),
     "price_error": ("How far off an engine's idea of what its drafts cost is", row_files.anything),
-    "decode_bpe": ("Offline decoding, the demo model of BPE tokens", _decode),
     "group": ("The worker group", _group),
     "group_cut_off": ("The worker group above its cut-off", _decode),
     "tables": ("The papers' tables", row_files.paper_tables),
