@@ -12,7 +12,7 @@ Requests with structured output keep theirs: the grammar's mask has a row for ea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 PHANTOM = -1
@@ -32,12 +32,18 @@ def without_phantoms(scheduler_output: Any, requests: Mapping[str, Any]) -> Any:
     params = {one.req_id: one.sampling_params for one in scheduler_output.scheduled_new_reqs}
     found = (params[name] if name in params else requests[name].sampling_params for name in made_up)
     free = [name for name, own in zip(made_up, found, strict=True) if own is None or own.structured_outputs is None]
+    return without_drafts(scheduler_output, free)
+
+
+def without_drafts(scheduler_output: Any, names: Collection[str]) -> Any:
+    """A step of vLLM's scheduler without the drafts of some requests that have any, which is not changed itself."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
     scheduled = dict(scheduler_output.num_scheduled_tokens)
-    for name in free:
+    for name in names:
         scheduled[name] -= len(drafts[name])
     return dataclasses.replace(
         scheduler_output,
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
-        scheduled_spec_decode_tokens={name: tokens for name, tokens in drafts.items() if name not in free},
+        scheduled_spec_decode_tokens={name: tokens for name, tokens in drafts.items() if name not in names},
     )

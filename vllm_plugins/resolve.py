@@ -40,18 +40,17 @@ def resolve(
         values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
     values |= {"num_layers": num_layers, "stages": stages}
     # A group's tokens are final, and so are unverified ones: none of them is in vain.
-    values["adaptive"] = options.adaptive and options.verify and stages == 1
+    final = "pipeline parallelism" if stages > 1 else None if options.verify else "verify: false"
+    values["adaptive"] = options.adaptive and final is None
     if "adaptive" in options.model_fields_set and options.adaptive and not values["adaptive"]:
-        why = "verify: false" if stages == 1 else "pipeline parallelism"
         raise OptionError(
-            f"speculative_config: adaptive is of no use with {why}: no token is drafted in vain there; leave it out"
+            f"speculative_config: adaptive is of no use with {final}: no token is drafted in vain there; leave it out"
         )
     if options.prompt_lookup_drafts is not None and options.prompt_lookup_min is None:
         raise OptionError(
             f"speculative_config: prompt_lookup_drafts={options.prompt_lookup_drafts} needs prompt_lookup_min; give "
             "both, or neither"
         )
-    final = "pipeline parallelism" if stages > 1 else None if options.verify else "verify: false"
     if final is not None and "draft_sample_method" in options.model_fields_set:
         raise OptionError(
             f"speculative_config: draft_sample_method is of no use with {final}, which verifies no draft; leave it out"

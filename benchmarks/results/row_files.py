@@ -11,9 +11,10 @@ from typing import Any
 from plots import Line, Panel, Plot, bars, panels, stacks
 
 from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.vllm_plugins.bench.contenders import BASE
 
 Parts = tuple[str, str, Sequence[Plot]]
-BASE, ALL = "vLLM", "all"
+ALL = "all"
 
 
 def _source(data: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ which vLLM prepares, runs and samples as ever; the stages go on from there, tick
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -25,6 +24,7 @@ from vllm_ppd.vllm_plugins.cpu_mends import unlink_shared_memory
 from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.group.wire import Wire
 from vllm_ppd.vllm_plugins.metrics import Counters
+from vllm_ppd.vllm_plugins.phantom_drafts import without_drafts
 
 
 class Stage(ABC):
@@ -65,21 +65,14 @@ class Stage(ABC):
         self.allowance = None
         if not placeholders:
             return scheduler_output
-        scheduled = {
-            req_id: count - len(placeholders.get(req_id, ()))
-            for req_id, count in scheduler_output.num_scheduled_tokens.items()
-        }
+        plain = without_drafts(scheduler_output, placeholders)
+        scheduled = plain.num_scheduled_tokens
         # With a prompt in the batch, or drafts that are not our scheduler's, the step stays one of vLLM's own.
         ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
         small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
         if ours and small and all(count == 1 for count in scheduled.values()):
             self._allowed = {req_id: 1 + len(placeholders.get(req_id, ())) for req_id in scheduled}
-        return dataclasses.replace(
-            scheduler_output,
-            num_scheduled_tokens=scheduled,
-            total_num_scheduled_tokens=sum(scheduled.values()),
-            scheduled_spec_decode_tokens={},
-        )
+        return plain
 
     def is_group_step(self) -> bool:
         """Whether this step goes on for several ticks; the batch's rows must be in place."""
