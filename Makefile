@@ -74,7 +74,7 @@ $(LARGER)/$(ENDS_IN): | setup
 	$(BIN)/python $(INFLATE) --parameters 300M --out $(LARGER)
 
 $(GROWN): %/.calibrated: | $(LARGER)/$(ENDS_IN) $(CORPUS)/validation.jsonl
-	$(BIN)/ppd calibrate --data $(CORPUS)/validation.jsonl $(@D)
+	$(BIN)/ppd calibrate $(@D) --data $(CORPUS)/validation.jsonl
 	touch $@
 
 $(OTHERS:%=$(BUILD)/peers/%/provenance.json): $(BUILD)/peers/%/provenance.json: | setup
@@ -109,7 +109,7 @@ $(KINDS:%=$(BYTES)/heads/%/provenance.json): $(BYTES)/heads/%/provenance.json: |
 	$(BIN)/ppd train $* $(OF_$*) --model $(BYTES)/model --data $(CORPUS)/train.jsonl --out $(@D)
 
 $(SMALL) $(LARGE): %/.calibrated: | %/provenance.json
-	$(BIN)/ppd calibrate --data $(CORPUS)/validation.jsonl --prompt-tokens 192 $(@D)
+	$(BIN)/ppd calibrate $(@D) --data $(CORPUS)/validation.jsonl --prompt-tokens 192
 	touch $@
 
 $(PEERS:%=$(BYTES)/peers/%/provenance.json): $(BYTES)/peers/%/provenance.json: | $(MODEL_IS)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from vllm_ppd.vllm_plugins.cli.main import make_parser
+
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 
 KINDS, PEERS = ("early", "cp", "dynamo"), ("eagle", "medusa")
@@ -28,8 +30,15 @@ def steps(folder: Path, target: str) -> list[str]:
     """The script or command, and the folder that it writes or is about, of each step that make would do."""
     command = ["make", "-n", target, f"BUILD={folder}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", " ")
-    wanted = [line.split() for line in said.splitlines() if "benchmarks/" in line or "/ppd " in line]
-    return [f"{Path(words[1]).name} {Path(words[-1]).relative_to(folder)}" for words in wanted]
+    found = []
+    for line in said.splitlines():
+        words = line.split()
+        if "/ppd " in line:
+            args = vars(make_parser().parse_args(words[1:]))  # ends the test where the command is none
+            found.append((words[1], args["folder"] if "folder" in args else args["out"]))
+        elif "benchmarks/" in line:
+            found.append((Path(words[1]).name, words[-1]))
+    return [f"{name} {Path(place).relative_to(folder)}" for name, place in found]
 
 
 def make(folder: Path, *names: str) -> None:

@@ -15,6 +15,8 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate", help="measure heads and recommend a setting",
         description="Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
+        # argparse would put DIR last, where it would be one more FILE.
+        usage="ppd calibrate DIR --data FILE [FILE ...] [options]",
     )  # fmt: skip
     parser.add_argument("folder", metavar="DIR", help="heads folder")
     add_fields(parser, CalibrationOptions, leave_out=frozenset({"heads"}))
