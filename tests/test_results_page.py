@@ -23,9 +23,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
+    sections = page.sections.all_sections(RESULTS)
+    tables = page.all_tables(sections, RESULTS)
     for document in page.DOCUMENTS:
-        assert page.with_tables(document, RESULTS) == document.read_text(), f"{document} is old, as below"
-    made = page.contents(RESULTS)
+        assert page.with_tables(document, tables) == document.read_text(), f"{document} is old, as below"
+    made = page.contents(sections)
     assert {f"plots/{path.name}" for path in (RESULTS / "plots").iterdir()} | {"README.md"} == made.keys()
     for path, text in made.items():
         assert (RESULTS / path).read_text() == text, f"{path} is old; run python benchmarks/results/page.py"
@@ -40,7 +42,9 @@ def test_turns_become_a_section(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps({"rows": [{"a": 1}, {"b": 2}]}))
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- results: serve -->\nold\n<!-- end -->\nafter\n")
-    made, filled = page.contents(tmp_path), page.with_tables(readme, tmp_path)
+    sections = page.sections.all_sections(tmp_path)
+    tables = page.all_tables(sections, tmp_path)
+    made, filled = page.contents(sections), page.with_tables(readme, tables)
     text = made["README.md"]
     assert text.index("## Servers under load") < text.index("![Servers under load](plots/serve.svg)")
     assert "The newest run was stopped before its end." in text
@@ -51,8 +55,8 @@ def test_turns_become_a_section(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert filled.startswith("before\n") and filled.endswith("<!-- end -->\nafter\n")
     drawn = made["plots/serve.svg"]
-    assert drawn == page.contents(tmp_path)["plots/serve.svg"]
+    assert drawn == page.contents(page.sections.all_sections(tmp_path))["plots/serve.svg"]
     assert all(f">{word}<" in drawn for word in ("ours", "vLLM", "4 at once", "tokens a second"))
     with pytest.raises(SystemExit, match="asks for results 'nothing'; there are serve, other"):
         readme.write_text(readme.read_text().replace("serve", "nothing"))
-        page.with_tables(readme, tmp_path)
+        page.with_tables(readme, tables)

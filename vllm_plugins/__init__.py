@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
-
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: called in every vLLM process, possibly more than once.

@@ -31,9 +31,8 @@ the settings. Ratios are of turns in the same round; machines differ, and so do 
 """
 
 
-def contents(results: Path) -> dict[str, str]:
+def contents(made: list[sections.Section]) -> dict[str, str]:
     """What the page and the plots hold, by path under the folder of results."""
-    made = sections.all_sections(results)
     pages = [INTRODUCTION]
     found: dict[str, str] = {}
     for section in made:
@@ -48,13 +47,17 @@ def contents(results: Path) -> dict[str, str]:
     return found
 
 
-def with_tables(document: Path, results: Path) -> str:
+def all_tables(made: list[sections.Section], results: Path) -> dict[str, str]:
+    """The tables that a document may ask for."""
+    return {section.name: section.table for section in made} | sections.headlines(results)
+
+
+def with_tables(document: Path, tables: dict[str, str]) -> str:
     """A document's text, its tables made anew.
 
     Raises:
         SystemExit: if it asks for a table that is not there.
     """
-    tables = {section.name: section.table for section in sections.all_sections(results)} | sections.headlines(results)
 
     def fill(match: re.Match[str]) -> str:
         if match[2] not in tables:
@@ -65,14 +68,16 @@ def with_tables(document: Path, results: Path) -> str:
 
 
 def main() -> None:
+    made = sections.all_sections(RESULTS)
+    tables = all_tables(made, RESULTS)
     for document in DOCUMENTS:
-        document.write_text(with_tables(document, RESULTS))
-    made = contents(RESULTS)
+        document.write_text(with_tables(document, tables))
+    files = contents(made)
     (RESULTS / "plots").mkdir(exist_ok=True)
     for old in (RESULTS / "plots").glob("*.svg"):
-        if f"plots/{old.name}" not in made:
+        if f"plots/{old.name}" not in files:
             old.unlink()
-    for path, text in made.items():
+    for path, text in files.items():
         (RESULTS / path).write_text(text)
         print(f"wrote {RESULTS / path}")
 

@@ -85,7 +85,7 @@ def _one_at_a_time(found: list[Measured]) -> str:
         temperature = f"temperature {one.run['options']['temperature']:g}"
         for row in one.rows():
             if row["batch"] == 1:
-                cells.setdefault(row["contender"], {})[temperature] = "{:.2f} ({:.2f}-{:.2f})".format(*row["speed_up"])
+                cells.setdefault(row["contender"], {})[temperature] = table.with_quartiles(row["speed_up"], 2)
     columns = list(dict.fromkeys(name for own in cells.values() for name in own))
     return table.rows_of(
         ["batch 1", *columns],

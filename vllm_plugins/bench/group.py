@@ -12,7 +12,7 @@ from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.contenders import BASE, CONTROL, Contender
 from vllm_ppd.vllm_plugins.bench.options import DecodeOptions, split
 from vllm_ppd.vllm_plugins.bench.results import Measured, Row
-from vllm_ppd.vllm_plugins.bench.table import rows_of
+from vllm_ppd.vllm_plugins.bench.table import rows_of, with_quartiles
 
 STAGES = {"pipeline_parallel_size": 2}
 RANKS = {"tensor_parallel_size": 2}
@@ -135,8 +135,8 @@ def _cells(
     cells = [
         str(row["batch"]),
         {BASE: "PP 2", CONTROL: "PP 2, again"}.get(name) or str(name),
-        "{:.1f} ({:.1f}-{:.1f})".format(*row["tokens_per_second"]),
-        "{:.3f} ({:.3f}-{:.3f})".format(*row["speed_up"]),
+        with_quartiles(row["tokens_per_second"], 1),
+        with_quartiles(row["speed_up"], 3),
     ]
     same = "-" if row["consistency"] is None else f"{row['consistency']:.2%}"
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)

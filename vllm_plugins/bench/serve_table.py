@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from vllm_ppd.vllm_plugins.bench.results import Measured, Row
 from vllm_ppd.vllm_plugins.bench.serve import load_rows
-from vllm_ppd.vllm_plugins.bench.table import number, rows_of
+from vllm_ppd.vllm_plugins.bench.table import number, rows_of, with_quartiles
 
 COLUMNS = (
     "load", "contender", "TTFT ms", "TPOT ms", "ITL ms", "latency ms", "requests/s", "tokens/s",
@@ -58,7 +58,7 @@ def _cells(row: Row) -> list[str]:
         *("{:.1f} / {:.1f}".format(*row[time]) for time in ("ttft", "tpot", "itl", "e2el")),
         f"{row['requests_per_second']:.2f}",
         f"{row['tokens_per_second']:.1f}",
-        *("{:.3f} ({:.3f}-{:.3f})".format(*row[f"faster_{what}"]) for what in ("ttft", "tpot", "e2el", "tokens")),
+        *(with_quartiles(row[f"faster_{what}"], 3) for what in ("ttft", "tpot", "e2el", "tokens")),
         number(row["length"], "{:.2f}"),
         number(row["rate"], "{:.3f}"),
         number(row["prefix_hits"], "{:.1%}"),

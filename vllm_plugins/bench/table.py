@@ -51,9 +51,7 @@ def overview(results: Measured) -> str:
     cells = []
     for name in dict.fromkeys(row["contender"] for row in rows):
         own = {row["batch"]: row for row in rows if row["contender"] == name}
-        speeds = [
-            "{:.2f} ({:.2f}-{:.2f})".format(*own[size]["speed_up"]) if size in own else "-" for size in sizes
-        ]  # fmt: skip
+        speeds = [with_quartiles(own[size]["speed_up"], 2) if size in own else "-" for size in sizes]
         length = number(own[sizes[0]]["length"], "{:.2f}") if sizes[0] in own else "-"
         cells.append([name, *speeds, length])
     header = ["contender", *(f"batch {size}" for size in sizes), f"length, batch {sizes[0]}"]
@@ -72,8 +70,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         str(row["batch"]),
         row["contender"],
-        "{:.1f} ({:.1f}-{:.1f})".format(*row["tokens_per_second"]),
-        "{:.3f} ({:.3f}-{:.3f})".format(*row["speed_up"]),
+        with_quartiles(row["tokens_per_second"], 1),
+        with_quartiles(row["speed_up"], 3),
         f"{row['step_ms']:.2f}",
         number(row["length"], "{:.2f}"),
         number(row["rate"], "{:.3f}"),
@@ -82,6 +80,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
         " + ".join(f"{part:.2f}" for part in parts) if None not in parts else "-",
         f"{row['peak_bytes'] / 1e6:.0f}",
     ]
+
+
+def with_quartiles(found: tuple[float, float, float], digits: int) -> str:
+    """A median and its quartiles, as quartiles() gives them."""
+    middle, low, high = (f"{value:.{digits}f}" for value in found)
+    return f"{middle} ({low}-{high})"
 
 
 def number(value: float | None, form: str) -> str:
