@@ -13,10 +13,12 @@ import pytest
 import torch
 from test_config import from_dict, from_flags
 from vllm import SamplingParams, envs
+from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.vllm_plugins import checks
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config import OptionError, parse_options
@@ -101,6 +103,23 @@ def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pyte
         from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)
     config = active_config(from_dict(tiny_model(), {"method": "ppd", "exit_layer": 4}, pipeline_parallel_size=2))
     assert config is not None and config.partition == "4,2"
+
+
+def test_more_lanes_than_a_gpu_has_room_for(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = active_config(from_flags(tiny_model(), *STAGES, "--ppd-lanes", "3", "--max-num-seqs", "16"))
+    assert config is not None  # a CPU's backend has no buffers of a row a lane
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    checks.check_lanes(config, 24)
+    checks.check_lanes(config.model_copy(update={"lanes": 1}), 2)
+    with pytest.raises(OptionError, match="lanes=3 for 8 requests take --max-num-seqs 24, not 16; raise it"):
+        checks.check_lanes(config, 16)
+    with pytest.raises(OptionError, match="lanes=3 for 4 requests take --max-num-seqs 12, not 4"):
+        checks.check_lanes(config, 4)
+    monkeypatch.undo()
+    asked: list[int] = []
+    monkeypatch.setattr(checks, "check_lanes", lambda config, most: asked.append(most))
+    from_flags(tiny_model(), *STAGES, "--max-num-seqs", "16")
+    assert asked == [16]
 
 
 def progress_of(params: list[SamplingParams], prompts: list[int], allowance: list[int]) -> Progress:

@@ -112,13 +112,15 @@ def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
     """Have our scheduler schedule the group; the workers split the layers (worker.py).
 
     Raises:
-        OptionError: if the user's own split is another.
+        OptionError: if the user's own split is another, or too few requests are allowed.
     """
     given, ours = os.environ.get(checks.PARTITION), config.partition
     if given not in (None, ours):
         raise OptionError(
             f"{checks.PARTITION}={given} is not the split of the worker group, {ours}: unset it, or set exit_layer"
         )
+    if engine_args.max_num_seqs is not None:
+        checks.check_lanes(config, engine_args.max_num_seqs)
     engine_args.scheduler_cls = checks.GROUP_SCHEDULER
 
 

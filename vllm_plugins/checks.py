@@ -139,6 +139,22 @@ def check_group(
     })  # fmt: skip
 
 
+def check_lanes(config: DraftingConfig, max_num_seqs: int) -> None:
+    """Refuse more lanes at once than a GPU's attention backends have room for: a row of their buffers each.
+
+    Raises:
+        OptionError: with the number that it takes.
+    """
+    from vllm.platforms import current_platform
+
+    requests = min(config.disable_by_batch_size or 1, max_num_seqs)
+    needed = config.lanes * requests
+    _refuse({
+        f"lanes={config.lanes} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; raise it, or "
+        "lower lanes or disable_by_batch_size": needed > max_num_seqs and not current_platform.is_cpu(),
+    })  # fmt: skip
+
+
 def _check_heads(options: DraftingOptions, method: Method, model_config: ModelConfig) -> HeadsConfig:
     """Check a heads folder against the target.
 
