@@ -10,9 +10,10 @@ turns of a few steps (side_by_side.py). Another engine of vLLM alone decodes ROW
 ROWS the prediction needs no other time of this machine. Drafts are accepted as the heads' own calibration says, on
 greedy or sampled texts as these are.
 
-"step" is in units of vLLM's own step at batch 1, the median over pairs of turns, and "measured" is "length" over it.
-"at the measured length" is the speed-up held against the formula of the step alone, as if these few texts had been
-predicted to accept what they did.
+"length" is tokens a step where texts are equally long, as requests are and as the calibration counts; turns have
+equally many steps, of which a text that accepts much makes more tokens. "step" is in units of vLLM's own step at batch
+1, the median over pairs of turns, and "measured" is "length" over it. "at the measured length" is the speed-up held
+against the formula of the step alone, as if these few texts had been predicted to accept what they did.
 """
 
 from __future__ import annotations
@@ -59,12 +60,24 @@ def step_seconds(pairs: list[Pair], steps: int) -> tuple[np.ndarray, np.ndarray]
     return seconds / (2 * steps), plain_seconds / plain_tokens
 
 
-def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int) -> dict[str, Any]:
-    """What a contender's pairs of turns of so many steps came to."""
+def even_length(pairs: list[Pair], steps: int, of_text: int) -> float:
+    """Tokens a step where texts are equally long: a text of which much is accepted takes fewer steps, not more tokens.
+
+    Args:
+        pairs: of turns of so many steps, in the order of the texts.
+        of_text: pairs of each text.
+    """
+    tokens = np.array([pair.tokens for pair in map(Pair._make, pairs)])
+    of_texts = tokens[: len(tokens) // of_text * of_text].reshape(-1, of_text).sum(axis=1)
+    return float(1 / np.mean(2 * steps * of_text / of_texts))
+
+
+def row(name: str, way: Drafting, pairs: dict[str, list[Pair]], steps: int, of_text: int) -> dict[str, Any]:
+    """What a contender's pairs of turns of so many steps came to, so many pairs of each text."""
     own = np.array(pairs[name])
     seconds, plain = step_seconds(pairs[name], steps)
     step, low, high = quartiles((seconds / plain).tolist())
-    length = float(own[:, 0].sum() / (2 * steps * len(own)))
+    length = even_length(pairs[name], steps, of_text)
     formula = way.seconds(1) / way.plain(1)
     return {
         "contender": name, "pairs": len(own), "drafts": way.options["num_speculative_tokens"],
@@ -106,7 +119,7 @@ def main() -> None:
                     found = in_turns(engines, prompts, temperature, args.pairs, args.steps, 0, progress,
                                      args.most_stolen)  # fmt: skip
                     add_pairs(result, str(temperature), found)
-                    result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps)
+                    result["rows"] = rows(result["cells"], args.heads, str(args.model), args.steps, args.pairs)
                     write_text(args.out, json.dumps(result, indent=1) + "\n")
     except KeyboardInterrupt:
         print(f"stopped; what was measured is kept in {args.out}, the same command adds to it")
@@ -114,7 +127,9 @@ def main() -> None:
         print(table(tuple(shown[0]), [list(one.values()) for one in shown]))
 
 
-def rows(cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, steps: int) -> list[dict[str, Any]]:
+def rows(
+    cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, steps: int, of_text: int
+) -> list[dict[str, Any]]:
     """A row a temperature and heads folder."""
     found = []
     for temperature, pairs in cells.items():
@@ -123,7 +138,7 @@ def rows(cells: dict[str, dict[str, list[Pair]]], heads: list[str], model: str, 
         seconds = {"1": float(np.median(one)), str(ROWS): float(np.median(one) * np.median(several / one))}
         for folder in heads:
             way = predicted(folder, model, float(temperature), seconds)
-            found.append({"temperature": float(temperature), **row(Path(folder).name, way, pairs, steps)})
+            found.append({"temperature": float(temperature), **row(Path(folder).name, way, pairs, steps, of_text)})
     return found
 
 

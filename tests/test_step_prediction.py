@@ -18,7 +18,7 @@ from vllm_ppd.heads.planning.predict import Drafting
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import step_prediction
 from side_by_side import BASE, Pair
-from step_prediction import SEVERAL, row
+from step_prediction import SEVERAL, even_length, row
 
 
 def test_step_and_length_are_held_apart() -> None:
@@ -28,15 +28,21 @@ def test_step_and_length_are_held_apart() -> None:
     way = Drafting("cp", {"num_speculative_tokens": 2}, 1.5, 1.0, setting, machine, 4)
     beside = [(40, 2.0), (40, 4.0)]  # tokens and seconds of vLLM alone
     pairs = {"cp": [Pair(24, 1.2, 20, *beside[0]), Pair(36, 2.4, 20, *beside[1])]}
-    found = row("cp", way, pairs, steps=10)
+    found = row("cp", way, pairs, steps=10, of_text=2)
     assert (found["length"], found["predicted length"]) == (1.5, 1.5)
     assert (found["step"], found["predicted step"]) == (1.2, pytest.approx(1.1))
     assert found["measured"] == 1.25
     assert found["measured / predicted"] == found["at the measured length"] == round(1.1 / 1.2, 3)
     pairs = {"cp": [Pair(20, 1.2, 20, *beside[0]), Pair(20, 2.4, 20, *beside[1])]}
-    found = row("cp", way, pairs, steps=10)  # nothing was accepted
+    found = row("cp", way, pairs, steps=10, of_text=2)  # nothing was accepted
     assert found["measured / predicted"] == round(1.1 / 1.2 / 1.5, 3)
     assert found["at the measured length"] == round(1.1 / 1.2, 3)
+
+
+def test_length_is_of_texts_that_are_equally_long() -> None:
+    """One text takes a step a token, the other one for three; its pairs differ. 60 tokens of each: 60 and 20 steps."""
+    pairs = [Pair(tokens, 1.0, 0, 40, 1.0) for tokens in (20, 20, 40, 80)]
+    assert even_length(pairs, steps=10, of_text=2) == pytest.approx(120 / 80)
 
 
 def test_a_further_run_takes_further_texts_and_adds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
