@@ -67,7 +67,7 @@ def even_length(pairs: list[Pair], steps: int, of_text: int) -> float:
         pairs: of turns of so many steps, in the order of the texts.
         of_text: pairs of each text.
     """
-    tokens = np.array([pair.tokens for pair in map(Pair._make, pairs)])
+    tokens = np.array(pairs)[:, 0]
     of_texts = tokens[: len(tokens) // of_text * of_text].reshape(-1, of_text).sum(axis=1)
     return float(1 / np.mean(2 * steps * of_text / of_texts))
 
