@@ -16,6 +16,7 @@ from vllm import SamplingParams, envs
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins import checks
@@ -118,8 +119,15 @@ def test_more_lanes_than_a_gpu_has_room_for(tiny_model: Model, monkeypatch: pyte
     monkeypatch.undo()
     asked: list[int] = []
     monkeypatch.setattr(checks, "check_lanes", lambda config, most: asked.append(most))
-    from_flags(tiny_model(), *STAGES, "--max-num-seqs", "16")
+    vllm_config = from_flags(tiny_model(), *STAGES, "--max-num-seqs", "16")
     assert asked == [16]
+
+    def started(self: Any, vllm_config: Any) -> None:
+        self.vllm_config, self.num_spec_tokens, self.max_num_running_reqs = vllm_config, 1, 256
+
+    monkeypatch.setattr(Scheduler, "__init__", started)
+    GroupScheduler(vllm_config)  # type: ignore[call-arg]
+    assert asked == [16, 256]  # and what vLLM takes where nothing is given
 
 
 def progress_of(params: list[SamplingParams], prompts: list[int], allowance: list[int]) -> Progress:

@@ -14,6 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
+from vllm_ppd.vllm_plugins import checks
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.request_options import drafting_allowed, sees_each_token
 
@@ -27,6 +28,7 @@ class GroupScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
         assert config is not None and config.disable_by_batch_size is not None
+        checks.check_lanes(config, self.max_num_running_reqs)  # a default is known no sooner
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
         # vLLM gives prompts with one token to compute padding that looks like our placeholders, unless the number of
