@@ -27,6 +27,8 @@ from vllm_ppd.heads.planning.plan import all_ways, calibration_of
 from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.results import Measured, stored
+from vllm_ppd.vllm_plugins.checks import is_ours
+from vllm_ppd.vllm_plugins.config import OptionError
 
 COLUMNS = ("temperature", "batch", "contender", "length", "predicted length", "measured", "quartiles", "predicted",
            "measured / predicted")  # fmt: skip
@@ -40,13 +42,14 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
         if "prompt_lookup_min" in config:
             continue  # what a text repeats is no property of the heads
         try:
-            heads = load_config(config.get("model") or "")
+            if "model" not in config or not is_ours(config):
+                continue
+            heads = load_config(config["model"])
             if options["temperature"] not in (0, calibration_of(config["model"])["options"]["temperature"]):
                 continue
             ways = ways_of(config, heads, options, str(file))
-        except HeadsError as error:
-            if config.get("model"):
-                print(f"{row['contender']}: {error}")
+        except (HeadsError, OptionError) as error:
+            print(f"{row['contender']}: {error}")
             continue
         if not ways:
             continue
