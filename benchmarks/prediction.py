@@ -28,7 +28,6 @@ from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.results import Measured, stored
 from vllm_ppd.vllm_plugins.checks import is_ours
-from vllm_ppd.vllm_plugins.config import OptionError
 
 COLUMNS = ("temperature", "batch", "contender", "length", "predicted length", "measured", "quartiles", "predicted",
            "measured / predicted")  # fmt: skip
@@ -39,16 +38,16 @@ def rows_of(file: Path, measured: Measured) -> Iterator[dict[str, Any]]:
     options = measured.run["options"]
     for row in measured.rows():
         config = measured.contenders[row["contender"]]["speculative_config"] or {}
-        if "prompt_lookup_min" in config:
+        if "model" not in config or "prompt_lookup_min" in config:
             continue  # what a text repeats is no property of the heads
+        if "method" in config and not is_ours(config):
+            continue  # heads of vLLM's own methods
         try:
-            if "model" not in config or not is_ours(config):
-                continue
             heads = load_config(config["model"])
             if options["temperature"] not in (0, calibration_of(config["model"])["options"]["temperature"]):
                 continue
             ways = ways_of(config, heads, options, str(file))
-        except (HeadsError, OptionError) as error:
+        except HeadsError as error:
             print(f"{row['contender']}: {error}")
             continue
         if not ways:

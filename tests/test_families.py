@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import ROOT, drafter_of, start_engine
+from conftest import ROOT, drafter_of, start_engine, step_tokens
 from exactness import CASES, generate, greedy, prompts
 
 from vllm_ppd.heads.checkpoint import save_heads
@@ -78,7 +78,7 @@ def test_cut_is_exact(
     def compare(self: EarlyProposer, positions: torch.Tensor) -> torch.Tensor | None:
         input_ids = self.runner.input_ids.gpu[: positions.shape[0]]
         # Rows of padding, which this machine may be faster with, come to what nobody reads.
-        tokens = int(self.runner.query_start_loc.np[self.runner.input_batch.num_reqs])
+        tokens = step_tokens(self.runner)
         # The same tokens in one batch three ways; the KV they write is the same each time.
         whole = whole_model(self, input_ids, positions)[:tokens].clone()
         stacks = self.cut.forward(input_ids, positions)[:tokens].clone()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import drafter_of, runner_of
+from conftest import drafter_of, runner_of, step_tokens
 from exactness import CASES
 
 from vllm_ppd.vllm_plugins import row_padding
@@ -90,8 +90,7 @@ def test_padded_passes_say_the_same(
     forward, seen = runner._model_forward, []
 
     def told(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        tokens = int(runner.query_start_loc.np[runner.input_batch.num_reqs])
-        seen.append((tokens, runner.input_batch.num_reqs, len(input_ids)))
+        seen.append((step_tokens(runner), runner.input_batch.num_reqs, len(input_ids)))
         return forward(input_ids, *args, **kwargs)
 
     monkeypatch.setattr(runner, "_model_forward", told)
