@@ -42,7 +42,7 @@ def test_the_longest_agreement_counts() -> None:
 
 
 def naive(text: list[int], shortest: int, most: int) -> list[int]:
-    """What vLLM's n-gram method drafts (whose own code needs numba, which vLLM's CPU engines trip over)."""
+    """What vLLM's n-gram method drafts; its own code imports Numba, after which no CPU engine starts in the process."""
     longest, follows = 0, 0
     for place in range(1, len(text)):
         length = 0

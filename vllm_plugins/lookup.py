@@ -14,6 +14,7 @@ import numpy as np
 from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.adaptive.step_costs import Agree
 from vllm_ppd.vllm_plugins.config import LONGEST_LOOKUP
+from vllm_ppd.vllm_plugins.ngram_match import longest_matches
 
 LENGTHS = np.array([3, 4, 6, 10, 18])  # of agreement from which on drafts are of another kind
 BELIEF = 256.0  # in the length of the agreement: it says more of a draft than whose it is
@@ -33,31 +34,15 @@ def find(
     shortest: int,  # tokens that must agree
     most: int,  # drafts, N
 ) -> Found:
-    """Find where the text's last tokens stood before: the place of the longest agreement, of several the first.
+    """Draft what followed the earlier place that agrees with the text's last tokens longest, of several the first.
 
-    It is that of vLLM's own n-gram method. All rows are compared at once.
+    It is the draft of vLLM's own n-gram method.
     """
-    rows = np.arange(len(ends))
-    # A scan of each row's own length: what all rows' longest would take has no bound in the tokens that there are.
-    found = [
-        np.flatnonzero(text[: max(end - 1, 0)] == text[end - 1])
-        for text, end in zip(token_ids, ends.tolist(), strict=True)
-    ]
-    # [places] row, and index of a token that equals its row's last one
-    row, place = np.repeat(rows, [len(of_row) for of_row in found]), np.concatenate([*found, rows[:0]])
-    lengths, places = np.zeros((2, len(ends)), dtype=np.int64)
-    for length in range(1, LONGEST_LOOKUP + 1):
-        # From the last place to the first, which thus stays.
-        lengths[row[::-1]], places[row[::-1]] = length, place[::-1]
-        back = place - length
-        agree = (back >= 0) & (token_ids[row, back] == token_ids[row, ends[row] - 1 - length])
-        row, place = row[agree], place[agree]
-        if not len(row):
-            break
+    lengths, places = longest_matches(token_ids, ends, LONGEST_LOOKUP)
     counts = np.where(lengths >= shortest, np.minimum(most, ends - 1 - places), 0)
     offsets = np.arange(most)
     index = np.minimum(places[:, None] + 1 + offsets, token_ids.shape[1] - 1)
-    tokens = np.where(offsets < counts[:, None], token_ids[rows[:, None], index], 0)
+    tokens = np.where(offsets < counts[:, None], np.take_along_axis(token_ids, index, axis=1), 0)
     return Found(tokens.astype(np.int64), counts, lengths)
 
 

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The n-gram matcher of the prompt lookup: what it finds, and that no text makes it slow.
+
+`pytest -s tests/test_ngram_match.py -k slow` prints the times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from vllm_ppd.vllm_plugins import ngram_match
+from vllm_ppd.vllm_plugins.lookup import LONGEST_LOOKUP, find
+from vllm_ppd.vllm_plugins.ngram_match import longest_matches
+
+
+def brute_force(text: list[int], longest: int) -> tuple[int, int]:
+    """(length, index of the last token) of the first of the longest matches."""
+    for length in range(min(longest, len(text) - 1), 0, -1):
+        for start in range(len(text) - length):
+            if text[start : start + length] == text[-length:]:
+                return length, start + length - 1
+    return 0, 0
+
+
+def fibonacci(tokens: int) -> list[int]:
+    """The Fibonacci word: full of repeats, none of them a run."""
+    word, after = [1], [1, 2]
+    while len(word) < tokens:
+        word, after = after, after + word
+    return word[:tokens]
+
+
+def batch(texts: list[list[int]], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of 200 tokens, with leftovers of other requests behind each text, as in vLLM's batch."""
+    token_ids = np.random.default_rng(seed).integers(0, 3, size=(len(texts), 200), dtype=np.int32)
+    for row, text in enumerate(texts):
+        token_ids[row, : len(text)] = text
+    return token_ids, np.array([len(text) for text in texts], dtype=np.int64)
+
+
+@pytest.mark.parametrize("block", [1, 300, 1 << 18])
+@pytest.mark.parametrize("longest", [1, 2, 5, LONGEST_LOOKUP])
+def test_it_finds_what_brute_force_finds(monkeypatch: pytest.MonkeyPatch, block: int, longest: int) -> None:
+    monkeypatch.setattr(ngram_match, "BLOCK", block)
+    rng = np.random.default_rng(longest)
+    texts = [[], [0], [0, 0], [0, 1], [0, 0, 0], [1, 0, 0], [0] * longest, [0] * (longest + 1), [0] * 200, [0, 1] * 100]
+    texts += [fibonacci(tokens) for tokens in (5, 34, 150)]
+    for tokens in (1, 2, 3, 8):
+        texts += [rng.integers(0, tokens, size=rng.integers(0, 201)).tolist() for _ in range(25)]
+    for period in (2, 7, 31, 32, 33, 60):  # matches that overlap the end, longer than LONGEST_LOOKUP or not
+        texts.append((rng.integers(0, 4, size=period).tolist() * 100)[: rng.integers(period, 201)])
+    token_ids, ends = batch(texts, longest)
+    lengths, places = longest_matches(token_ids, ends, longest)
+    assert list(zip(lengths.tolist(), places.tolist(), strict=True)) == [brute_force(text, longest) for text in texts]
+
+
+def test_a_row_that_is_not_looked_up_finds_nothing() -> None:
+    token_ids = np.ones((3, 50), dtype=np.int32)
+    lengths, places = longest_matches(token_ids, np.array([0, 50, 1]), 4)
+    assert (lengths.tolist(), places.tolist()) == ([0, 4, 0], [0, 3, 0])
+    for part in longest_matches(token_ids[:0], np.zeros(0, dtype=np.int64), 4):
+        assert (part.dtype, part.shape) == (np.int64, (0,))
+    drafts = find(token_ids, np.array([0, 50, 1]), 1, 3)
+    assert (drafts.counts.tolist(), drafts.tokens.tolist()) == ([0, 3, 0], [[0] * 3, [1] * 3, [0] * 3])
+
+
+@pytest.mark.parametrize("longest_text", [3, 100, 5_000, 100_000])
+def test_work_is_bounded_by_the_tokens_that_there_are(monkeypatch: pytest.MonkeyPatch, longest_text: int) -> None:
+    """One long text beside many short ones is not compared at their number times its length, nor row by row."""
+    monkeypatch.setattr(ngram_match, "BLOCK", 1 << 11)
+    ends = np.random.default_rng(0).integers(0, 40, size=300)
+    ends[17] = longest_text
+    blocks = list(ngram_match._blocks(ends))
+    assert sorted(np.concatenate(blocks).tolist()) == np.flatnonzero(ends > 1).tolist()
+    sizes = [len(rows) * ends[rows].max() for rows in blocks]
+    assert sum(sizes) < 2 * ends.sum()
+    assert all(len(rows) == 1 or size <= ngram_match.BLOCK for rows, size in zip(blocks, sizes, strict=True))
+    assert len(blocks) <= np.log2(ends.max()) + 2 * sum(sizes) / ngram_match.BLOCK
+
+
+TEXTS: dict[str, Callable[[int], list[int]]] = {
+    "one token": lambda tokens: [1] * tokens,
+    "two, alternating": lambda tokens: [1, 2] * (tokens // 2),
+    "random": lambda tokens: np.random.default_rng(0).integers(0, 32_000, size=tokens).tolist(),
+    "Fibonacci word": fibonacci,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_text_is_slow(name: str) -> None:
+    """At most 10 ms a row at 100K tokens, of this thread's own time; it takes less than 1."""
+    for tokens in (1_000, 8_000, 100_000):
+        text = TEXTS[name](tokens)
+        for rows in (1, 8, 32):
+            token_ids = np.zeros((rows, tokens + 100), dtype=np.int32)
+            token_ids[:, :tokens] = text
+            ends = np.full(rows, tokens)
+            seconds = []
+            for _ in range(3):
+                before = time.thread_time()
+                find(token_ids, ends, 3, 8)
+                seconds.append(time.thread_time() - before)
+            print(f"{name:16} {tokens:7} tokens, {rows:2} rows: {1e3 * min(seconds):7.3f} ms")
+            assert min(seconds) < 5e-3 + 1e-7 * rows * tokens
