@@ -29,6 +29,7 @@ class JointChoice:
     token_ids: list[torch.Tensor]  # [rows, k_i] of each head, in descending order of probability
     peaks: dict[int, torch.Tensor]  # order -> [rows] place of the likeliest n-gram in the flattened joint
     threshold: Callable[[], dict[int, torch.Tensor]]  # what makes the joints
+    finite: torch.Tensor  # [rows] bool: every order's joint is
 
     @cached_property
     def joints(self) -> dict[int, torch.Tensor]:
@@ -167,7 +168,8 @@ class Candidates:
             # Upwards where Algorithm 1 goes downwards: the largest order that passes wins in both. Strictly over the
             # floor, so that eps_b = 1 always backs off and eps_b = 0 never does where an entry is left.
             order = torch.where(peaks[m][0] > floor, m, order)
-        return JointChoice(order, ids, {m: place for m, (_, place) in peaks.items()}, make)
+        finite = torch.stack([value for value, _ in peaks.values()]).isfinite().all(dim=0)
+        return JointChoice(order, ids, {m: place for m, (_, place) in peaks.items()}, make, finite)
 
 
 def _peak(joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -105,6 +105,13 @@ def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any],
     assert hits > 0 and misses > 0
 
 
+def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+    """Chunks of 96 tokens: vLLM would take a draw of each back, which the generators of a CPU cannot."""
+    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=5 + i, ignore_eos=True) for i in range(3)]
+    expected = generate(engine(max_num_batched_tokens=512), prompts(3, 150), params)
+    assert generate(group(VARIANTS["lanes"]), prompts(3, 150), params) == expected
+
+
 # Two blocks and a token: read again, one token of it is left to compute.
 REPEATED = {"prompt_token_ids": [(11 * i) % 250 + 2 for i in range(65)]}
 SINGLE = {"prompt_token_ids": [77]}

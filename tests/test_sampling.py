@@ -10,7 +10,7 @@ from typing import Any
 
 import overfitted
 import pytest
-from conftest import counter, our_counter
+from conftest import our_counter
 from exactness import generate
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
@@ -181,17 +181,3 @@ def test_seeded_requests_repeat(engine: Callable[..., Any], method: str) -> None
     generate(llm, [PROMPT] * 3, SamplingParams(temperature=1.0, max_tokens=9))  # other draws in between
     assert generate(llm, [PROMPT] * 6, params) == first
     assert len({tuple(tokens) for tokens in first}) > 3
-
-
-def test_seeded_requests_repeat_from_the_prefix_cache(engine: Callable[..., Any]) -> None:
-    """All but one token of the prompt is cached then; vLLM's scheduler makes drafts up beside such a token."""
-    options = {"enable_prefix_caching": True, "max_num_batched_tokens": 512}
-    llm = engine({"method": "ppd", "exit_layer": 5}, **options)
-    prompts = [{"prompt_token_ids": [(7 * i + 5 * j) % 300 + 2 for j in range(65)]} for i in range(4)]  # 2 blocks and 1
-    params = [SamplingParams(temperature=0.8, max_tokens=20, seed=i, ignore_eos=True) for i in range(4)]
-    drafts, cached = counter(llm, "vllm:spec_decode_num_drafts"), counter(llm, "vllm:prefix_cache_hits")
-    first = generate(llm, prompts, params)
-    made = counter(llm, "vllm:spec_decode_num_drafts") - drafts
-    assert generate(llm, prompts, params) == first
-    assert counter(llm, "vllm:prefix_cache_hits") - cached >= 4 * 64
-    assert made > 0

@@ -94,6 +94,13 @@ def test_seam_post_step() -> None:
     assert "take_draft_token_ids" in source and "is not None" in source, "None no longer says that nobody drafts"
 
 
+def test_seam_placeholder_drafts() -> None:
+    assert parameters(original(Scheduler, "__init__"))[:2] == ["self", "vllm_config"]
+    source = inspect.getsource(Scheduler)
+    assert source.count("pad_spec_decode = True") == 1 and "self.dynamic_sd_lookup is None)" in source
+    assert source.count("self.dynamic_sd_lookup[") == 1, "more than the number of drafts now follows the batch size"
+
+
 def test_seam_scheduler() -> None:
     """What a worker group's scheduler and stages build on."""
     assert {"has_requests", "schedule", "get_request_counts"} <= set(dir(Scheduler))

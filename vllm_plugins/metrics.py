@@ -24,6 +24,7 @@ COUNTERS = {
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
     "withheld_drafts": "Drafts left out because they would not have paid (adaptive), or to see whether they do.",
     "probing_steps": "Engine steps whose drafts were more or fewer than usual, to measure them (adaptive).",
+    "invalid_drafts": "Times a request's drafts were dropped: logits were not finite, or q(x) no distribution.",
     "lookup_steps": "Engine steps after which the requests' own text was drafted (prompt_lookup_min).",
     "resting_steps": "Steps without the heads' layers: prompts, and those that no drafts follow (method dynamo).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",

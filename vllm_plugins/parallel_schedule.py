@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_ppd.kernels.sampling import draw
+from vllm_ppd.kernels.sampling import INVALID, draw
 from vllm_ppd.model_patches.base import Adapter
 from vllm_ppd.vllm_plugins.cohorts import Cohort, ParallelLayers
 from vllm_ppd.vllm_plugins.config import DraftingConfig
@@ -58,7 +58,7 @@ class ParallelSchedule:
             probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
-            (tokens [requests, n+1]: base token and drafts; drafts made [requests]).
+            (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
         """
         requests = len(plan.rows)
         self.plan, self.temperature, self.probs = plan, temperature, probs
@@ -135,15 +135,18 @@ class ParallelSchedule:
         """Set the tokens behind some to the final layer's; returns those that are not in flight yet: [tokens] bool."""
         early = self.newest[requests] > offsets
         rows, columns = self._index(requests), self._index(offsets)
-        predicted, chosen, has_early = self.tokens[rows, columns + 1], final.token_ids, self._index(early)
+        predicted, chosen = self.tokens[rows, columns + 1], final.token_ids
+        has_early = self._index(early) & (predicted != INVALID)
         same = has_early & (predicted == chosen)
         if self.probs is not None and final.probs is not None:
             # The final layer's distribution, coupled to the prediction so that it is kept as often as can be.
             batch_rows, p = self._index(self.plan.rows[requests]), final.probs
-            q = self.probs[batch_rows, columns] * has_early[:, None]
-            ratio = (p.gather(1, predicted[:, None]) / q.gather(1, predicted[:, None]))[:, 0]
+            q = torch.where(has_early[:, None], self.probs[batch_rows, columns], 0.0)
+            known = predicted.clamp(min=0)[:, None]
+            ratio = (p.gather(1, known) / q.gather(1, known))[:, 0]
             same = has_early & (torch.rand_like(ratio) < ratio)
-            chosen = torch.where(same, predicted, draw((p - q).clamp(min=0)))
+            drawn = torch.where(chosen == INVALID, INVALID, draw((p - q).clamp(min=0)))
+            chosen = torch.where(same, predicted, drawn)
             self.probs[batch_rows, columns] = p
         self.tokens[rows, columns + 1] = chosen
         kept = same.cpu().numpy()
@@ -167,7 +170,7 @@ class ParallelSchedule:
 
     def _started(self, requests: np.ndarray, offsets: np.ndarray) -> Cohort:
         token_ids = self.tokens[self._index(requests), self._index(offsets)]
-        hidden = self.adapter.embed(token_ids.to(torch.int32))
+        hidden = self.adapter.embed(token_ids.clamp(min=0).to(torch.int32))  # INVALID is no id
         positions = self.plan.base_positions[requests] + offsets
         return Cohort(requests, offsets, self.plan.rows[requests], positions, hidden, torch.zeros_like(hidden))
 

@@ -49,6 +49,7 @@ class DraftPlanner:
         worth = None if sources is None else sources.worth
         self._learning = [one for one in (adaptive, worth) if one is not None]
         self._req_ids: list[str] = []
+        self._all_emitted = False  # in the step that was planned last: no prompt was unfinished
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
         self._greedy = np.zeros(0, dtype=bool)
@@ -59,13 +60,16 @@ class DraftPlanner:
 
     def pauses_on(self, now: float, decoding: bool, own: float = 1.0) -> bool:
         """Whether nobody drafts as before, which is found out at once: in place of plan, with its arguments."""
-        if self.adaptive is None or self.sources is not None or not decoding:
+        # An unfinished prompt of the last plan may have ended in a chunk of one token, as a step of decoding has.
+        if self.adaptive is None or self.sources is not None or not decoding or not self._all_emitted:
             return False
         return self._req_ids == self.runner.input_batch.req_ids and self.adaptive.sleeps_on(now, own)
 
     def nap(self) -> int:
         """Steps after which nobody drafts, as long as the same requests decode: AdaptiveDrafts.slept may follow."""
-        return 0 if self.adaptive is None or self.sources is not None else self.adaptive.nap()
+        if self.adaptive is None or self.sources is not None or not self._all_emitted:
+            return 0
+        return self.adaptive.nap()
 
     def plan(
         self,
@@ -87,6 +91,7 @@ class DraftPlanner:
         batch, config = self.runner.input_batch, self.config
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
         emitted = counts > 0
+        self._all_emitted = bool(emitted.all())
         for learning in self._learning:
             learning.observe(batch.req_ids, counts, now, decoding, own)
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.

@@ -17,7 +17,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm_ppd.heads.early import EarlyHeads
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
-from vllm_ppd.kernels.sampling import divisor, draw, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import INVALID, are_distributions, divisor, draw, drawn_from, is_greedy
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 from vllm_ppd.model_patches.base import Adapter, CutState
 from vllm_ppd.vllm_plugins.lm_head import LMHead, Unembedding
@@ -29,7 +29,7 @@ ExitState = tuple[int | None, CutState]
 class Reading(NamedTuple):
     """Drafts read at an exit, one a row."""
 
-    token_ids: torch.Tensor  # [rows] int64
+    token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite, or q(x) no distribution
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
     probs: torch.Tensor | None  # [rows, vocabulary] float32: q(x), for sampled drafts
 
@@ -77,8 +77,9 @@ class EarlyReader:
 
     def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
         """The best token of each row of several states, one behind the other, in one read of the LM head."""
-        ids, probability = self._whole(self._shard_topk(states, 1, with_confidence), 1)
-        return Reading(ids[:, 0], probability[:, 0] if with_confidence else None, None)
+        ids, probability, best = self._whole(self._shard_topk(states, 1, with_confidence), 1)
+        token_ids = torch.where(best.isfinite(), ids[:, 0], INVALID)
+        return Reading(token_ids, probability[:, 0] if with_confidence else None, None)
 
     def sample_together(self, states: list[ExitState], temperature: torch.Tensor) -> Reading:
         """A sample of each row of several states, in one read of the LM head."""
@@ -120,17 +121,18 @@ class EarlyReader:
                 found.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
         return found[0] if len(found) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
-    def _whole(self, best: ShardTopK, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and their probabilities [rows, k] in the whole vocabulary.
+    def _whole(self, best: ShardTopK, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids and their probabilities [rows, k] in the whole vocabulary, and the best logits [rows].
 
         Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
         """
         if self.lm_head.tp_size == 1:
-            return best.token_ids, (best.values - best.logsumexp[:, None]).exp()
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp(), best.values[:, 0]
         # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
         packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
         shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 2 * k + 1)
-        return merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
+        merged = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
+        return *merged, shards[:, :, 0].amax(dim=1)
 
 
 def sampled_reading(logits: torch.Tensor, temperature: torch.Tensor) -> Reading:
@@ -141,4 +143,5 @@ def sampled_reading(logits: torch.Tensor, temperature: torch.Tensor) -> Reading:
     greedy = is_greedy(temperature)
     probs = torch.softmax(logits / divisor(temperature), dim=-1)
     token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
-    return Reading(token_ids, confidence, drawn_from(probs, token_ids, greedy))
+    q = drawn_from(probs, token_ids, greedy)
+    return Reading(torch.where(are_distributions(probs), token_ids, INVALID), confidence, q)

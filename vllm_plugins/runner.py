@@ -3,7 +3,6 @@
 
 Overrides, each of which calls vLLM's unless we draft:
 
-    execute_model              see phantom_drafts.py
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
     _sample                    tokens that a method adds to the sampled ones
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.vllm_plugins.phantom_drafts import without_phantoms
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
 
@@ -37,10 +35,6 @@ class DraftingRunnerMixin(UndraftedSteps):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.drafter.bind(self)
-
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler_output = without_phantoms(scheduler_output, self.requests)
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self.drafter.begin_step(scheduler_output)

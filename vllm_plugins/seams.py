@@ -7,6 +7,7 @@
     EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
+    Scheduler.__init__                     no placeholder drafts beside a prompt's last token
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     register_speculator                    `vllm serve HEADS` finds the target by itself
 
@@ -156,6 +157,22 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     return _validate_params
 
 
+def _scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm_ppd.vllm_plugins.activation import active_config
+
+        original(self, vllm_config, *args, **kwargs)
+        # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
+        # placeholder drafts, unless the number of drafts follows the batch size. The rejection sampler would draw for
+        # them from the request's own generator, so that a seeded request could not repeat, and having no q(x) for them
+        # it would take that of no request of the batch. Here the number is the same for every batch size.
+        if active_config(vllm_config) is not None and self.dynamic_sd_lookup is None:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+    return __init__
+
+
 def _post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
@@ -209,5 +226,6 @@ SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
+    ("vllm.v1.core.sched.scheduler:Scheduler", "__init__", _scheduler),
     ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
 ]

@@ -49,7 +49,7 @@ class ShallowLoop:
             probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
-            (tokens [requests, n+1]: base token and drafts; drafts made [requests]).
+            (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
         """
         width = self.saved.width
         tokens = torch.zeros(len(plan.rows), width, dtype=torch.int64, device=self.device)
@@ -60,7 +60,7 @@ class ShallowLoop:
         for offset in range(width):
             rows, positions = plan.rows[active], plan.base_positions[active] + offset
             span = Span(rows, positions, np.ones(len(active), dtype=np.int64))
-            state = self.passes.first(span, tokens[self._index(active), offset])
+            state = self.passes.first(span, tokens[self._index(active), offset].clamp(min=0))  # INVALID is no id
             self.saved.store(rows * width + offset, 1, *state)
             drafting = plan.max_drafts[active] > offset
             if not drafting.any():
@@ -122,7 +122,7 @@ class ShallowLoop:
 
     def _confident(self, reading: Reading) -> np.ndarray:
         assert reading.confidence is not None
-        return (reading.confidence > self.gamma).cpu().numpy()
+        return (~(reading.confidence <= self.gamma)).cpu().numpy()  # NaN goes on to be dropped as INVALID
 
     def _complete(self, plan: Plan, made: np.ndarray) -> None:
         """Bring tokens that left at an earlier exit to the last one, so that the deep pass starts at one layer."""

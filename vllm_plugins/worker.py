@@ -16,6 +16,7 @@ from vllm_ppd.vllm_plugins.checks import PARTITION
 from vllm_ppd.vllm_plugins.cpu_mends import mend_expand_kernel
 from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.plain_weights import plain_weights
+from vllm_ppd.vllm_plugins.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
 
 logger = init_logger("vllm.vllm_ppd")
@@ -32,7 +33,7 @@ if current_platform.is_cpu():
     from vllm.v1.worker import cpu_worker
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    class CPUDraftingModelRunner(DraftingRunnerMixin, CPUModelRunner):
+    class CPUDraftingModelRunner(PrefillGenerators, DraftingRunnerMixin, CPUModelRunner):
         """vLLM's CPU model runner that drafts."""
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +41,7 @@ if current_platform.is_cpu():
             with plain_weights() if stacked else nullcontext():
                 super().load_model(*args, **kwargs)
 
-    class CPUGroupModelRunner(GroupRunnerMixin, CPUModelRunner):
+    class CPUGroupModelRunner(PrefillGenerators, GroupRunnerMixin, CPUModelRunner):
         """vLLM's CPU model runner as a stage of a worker group."""
 
     class DraftingWorker(cpu_worker.CPUWorker):

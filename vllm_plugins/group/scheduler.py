@@ -31,9 +31,6 @@ class GroupScheduler(Scheduler):
         checks.check_lanes(config, self.max_num_running_reqs)  # a default is known no sooner
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
-        # vLLM gives prompts with one token to compute padding that looks like our placeholders, unless the number of
-        # drafts follows the batch size. Here it is the same for every size.
-        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     def has_requests(self) -> bool:
         # A second batch in flight would wait for the group, and its requests could never join the first one's.

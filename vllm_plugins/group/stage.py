@@ -12,6 +12,7 @@ which vLLM prepares, runs and samples as ever; the stages go on from there, tick
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -24,7 +25,6 @@ from vllm_ppd.vllm_plugins.cpu_mends import unlink_shared_memory
 from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.group.wire import Wire
 from vllm_ppd.vllm_plugins.metrics import Counters
-from vllm_ppd.vllm_plugins.phantom_drafts import without_drafts
 
 
 class Stage(ABC):
@@ -65,7 +65,7 @@ class Stage(ABC):
         self.allowance = None
         if not placeholders:
             return scheduler_output
-        plain = without_drafts(scheduler_output, placeholders)
+        plain = _without_drafts(scheduler_output)
         scheduled = plain.num_scheduled_tokens
         # With a prompt in the batch, or drafts that are not our scheduler's, the step stays one of vLLM's own.
         ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
@@ -89,3 +89,17 @@ class Stage(ABC):
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array of indices on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
+
+
+def _without_drafts(scheduler_output: Any) -> Any:
+    """A step of vLLM's scheduler without its drafts; the step itself is not changed."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    scheduled = {
+        name: count - len(drafts.get(name, ())) for name, count in scheduler_output.num_scheduled_tokens.items()
+    }
+    return dataclasses.replace(
+        scheduler_output,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={},
+    )

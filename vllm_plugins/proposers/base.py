@@ -9,6 +9,7 @@ draft           tokens were emitted: draft those that may follow
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_tp_group
 
+from vllm_ppd.kernels.sampling import INVALID
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.activation import own_config
 from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
@@ -26,6 +28,8 @@ from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.row_padding import NONE, RowPadding, measured
+
+logger = logging.getLogger("vllm.vllm_ppd")
 
 
 class Step(NamedTuple):
@@ -80,6 +84,7 @@ class Proposer(ABC):
         self.counters = Counters(vllm_config.parallel_config)
         self.watch = AcceptanceWatch()
         self.nap = Nap()
+        self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
 
     def bind(self, runner: Any) -> None:
@@ -149,7 +154,11 @@ class Proposer(ABC):
             plan = planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
         self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
-            tokens, made = self.draft_plan(plan, step) if plan.looked_up is None else (plan.looked_up, plan.max_drafts)
+            if plan.looked_up is None:
+                tokens, made = self.draft_plan(plan, step)
+                made = self._valid(tokens, made)
+            else:
+                tokens, made = plan.looked_up, plan.max_drafts
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
                 drafts[row] = ids[:count]
         if planner.adaptive is not None:
@@ -175,8 +184,24 @@ class Proposer(ABC):
         """Draft for the requests of a plan.
 
         Returns:
-            (tokens [requests, at least as many as made], drafts made [requests]).
+            (tokens [requests, at least as many as made], INVALID where what a draft was taken from is not a
+            distribution; drafts made [requests]).
         """
+
+    def _valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
+        """Drafts made [requests], none where any of them is INVALID: the rejection sampler must not see its q(x)."""
+        invalid = ((tokens == INVALID) & (np.arange(tokens.shape[1]) < made[:, None])).any(axis=1)
+        if not invalid.any():
+            return made
+        self.counters.add("invalid_drafts", int(invalid.sum()))
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "vllm-ppd: dropped drafts, as what they were taken from is not a distribution (NaN or infinite "
+                "logits): the heads are damaged, or of another model; train or copy them anew, see ppd inspect. "
+                "Said once, ppd:invalid_drafts counts on"
+            )
+        return np.where(invalid, 0, made)
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array of indices on the device."""

@@ -20,7 +20,7 @@ from vllm_ppd.heads.config import CPConfig
 from vllm_ppd.heads.cp import log_gate
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import INVALID, are_distributions, drawn_from, is_greedy
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.packed_linear import PackedLinear
@@ -66,18 +66,22 @@ class CPProposer(Proposer):
         return tokens, plan.max_drafts
 
     def _draft(self, rows: np.ndarray, first_tokens: np.ndarray, step: Step) -> torch.Tensor:
-        """Drafts of some batch rows after the token that each emitted last: [rows, n]."""
+        """Drafts of some batch rows after the token that each emitted last, or INVALID: [rows, n]."""
         hidden = step.sample_hidden_states[self.index(step.last_rows(rows))]
         temperature = self.temperature(rows, step.sampling)
         first, vocabulary = self.index(first_tokens), self.vocabulary
         if vocabulary is not None:
             first = vocabulary.place_of[first]
         tokens, q = self.chain(log_gate(hidden, self.gate), self._logits(hidden), first, temperature)
+        if temperature is None:
+            valid = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()  # NaN in a softmax makes all of it NaN
+        else:
+            valid = are_distributions(q)
         if self.probs is not None and temperature is not None:
             q = drawn_from(q, tokens, is_greedy(temperature))
             index = self.index(rows)
             self.probs[index] = q if vocabulary is None else vocabulary.spread(q, self.probs[index])
-        return tokens if vocabulary is None else vocabulary.token_ids[tokens]
+        return torch.where(valid, tokens if vocabulary is None else vocabulary.token_ids[tokens], INVALID)
 
     @staticmethod
     def chain(

@@ -23,7 +23,7 @@ from vllm_ppd.heads.checkpoint import load_tensors
 from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo_joint import JointChoice, select
-from vllm_ppd.kernels.sampling import divisor, is_greedy
+from vllm_ppd.kernels.sampling import INVALID, are_distributions, divisor, is_greedy
 from vllm_ppd.model_patches.branched import BranchedModel
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
@@ -133,8 +133,11 @@ class DynaMoProposer(Proposer):
             temperature = self.temperature(rows, step.sampling)
             choice = self.choose(rows, self.scores(places, temperature), self.index(plan.base_tokens[chosen]))
             found = choice.best() if temperature is None else self._draw(choice, rows, temperature)
+            # A joint that is not finite drafts nothing; said of one draft, it is dropped as INVALID.
+            order = torch.where(choice.finite, choice.order, 2)
+            found[:, 1].masked_fill_(~choice.finite, INVALID)
             tokens[chosen] = found[:, 1:].cpu().numpy()
-            made[chosen] = np.minimum(choice.order.cpu().numpy() - 1, plan.max_drafts[chosen])
+            made[chosen] = np.minimum(order.cpu().numpy() - 1, plan.max_drafts[chosen])
         return tokens, made
 
     def _catch_up(self, rows: np.ndarray, step: Step) -> None:
@@ -193,11 +196,12 @@ class DynaMoProposer(Proposer):
         return self.index(np.where(places < 0, -1, tokens))
 
     def _draw(self, choice: JointChoice, rows: np.ndarray, temperature: torch.Tensor) -> torch.Tensor:
-        """A sampled n-gram of each request, its distributions kept for the rejection sampler: [requests, n]."""
+        """A sampled n-gram of each request, or INVALID, its q(x) kept for the rejection sampler: [requests, n]."""
         assert self.probs is not None
         tokens, distributions = choice.draw(is_greedy(temperature))
         index = self.index(rows)
         for offset, (ids, q) in enumerate(zip(choice.token_ids[1:], distributions, strict=True)):
             whole = torch.zeros(len(rows), self.probs.shape[-1], device=q.device)
             self.probs[index, offset] = whole.scatter_(1, ids, q)
+            tokens[:, offset + 1].masked_fill_(~are_distributions(q), INVALID)  # also past the order, where -1 stands
         return tokens

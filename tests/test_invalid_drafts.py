@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What damaged heads compute is not sampled from: their drafts are dropped, and the output is the target's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import our_counter, start_engine
+from exactness import generate, greedy, prompts
+from test_sampling import LEVEL, sample, worst
+
+from vllm_ppd.kernels.sampling import INVALID, are_distributions
+from vllm_ppd.vllm_plugins.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.proposers.base import Proposer
+from vllm_ppd.vllm_plugins.reader import sampled_reading
+
+NAN, INF = float("nan"), float("inf")
+SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+    return sample(engine(**SETTINGS))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
+    """Have one number of the heads be another once they have been read, whatever the reader refuses."""
+    module = import_module(f"vllm_ppd.vllm_plugins.proposers.{kind}")
+    name = "load_early_heads" if kind == "early" else "load_tensors"
+    stock = getattr(module, name)
+
+    def load(*args: Any) -> Any:
+        config, found = stock(*args)
+        if kind == "early":
+            for weight in found.weights.values():
+                weight.data[1, 2] = value
+        else:
+            tensor = found["cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"]
+            tensor[(1, 0, 2, 3) if kind == "cp" else (3,)] = value  # of a position that is drafted
+        return config, found
+
+    monkeypatch.setattr(module, name, load)
+    if kind == "early":
+        monkeypatch.setattr("vllm_ppd.vllm_plugins.proposers.parallel.load_early_heads", load)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("kind", "options", "value"),
+    [
+        ("cp", {"method": "cp"}, NAN),
+        pytest.param("cp", {"method": "cp", "draft_vocab_size": 150}, INF, marks=pytest.mark.full),
+        ("cp", {"method": "cp", "draft_sample_method": "greedy"}, NAN),
+        ("early", {"method": "ppd"}, NAN),
+        ("early", {"method": "ppd", "gamma": 0.05}, INF),
+        ("early", {"method": "ppd", "draft_sample_method": "greedy"}, NAN),
+        ("early", {"method": "paradecode", "schedule": "parallel"}, NAN),
+        ("dynamo", {"method": "dynamo", "eps_b": 0.0}, NAN),
+        pytest.param("dynamo", {"method": "dynamo", "draft_sample_method": "greedy"}, INF, marks=pytest.mark.full),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_damaged_heads_change_nothing(
+    engine: Callable[..., Any],
+    expected: list[tuple[int, ...]],
+    tiny_model: Callable[..., Path],
+    fitted_heads: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    options: dict[str, Any],
+    value: float,
+) -> None:
+    poison(monkeypatch, kind, value)
+    with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
+        llm = start_engine(tiny_model(), {"model": fitted_heads(kind), **options}, **SETTINGS)
+        names = ("invalid_drafts", "early_predictions", "early_rejections")
+        invalid, predictions, rejections = map(our_counter, names)
+        assert worst(sample(llm), expected) > LEVEL
+        assert generate(llm, prompts(3), greedy(12)) == generate(engine(), prompts(3), greedy(12))
+    warnings = [message for message in caplog.messages if "not a distribution" in message]
+    if options.get("schedule") == "parallel":  # what the exits predict is never a draft: the final layer's tokens are
+        assert our_counter("early_predictions") - predictions == our_counter("early_rejections") - rejections > 1000
+        assert llm.counts["drafted"] > 1000
+        return
+    assert our_counter("invalid_drafts") - invalid > 1000
+    assert len(warnings) == 1 and len(warnings[0]) <= 300
+    assert llm.counts["drafted"] == 0
+
+
+def test_what_a_distribution_is() -> None:
+    good, rows = torch.full((4,), 0.25), torch.full((7, 4), 0.25)
+    rows[1, 2], rows[2, 0], rows[4], rows[5] = NAN, INF, 0, good * 1.1
+    rows[3] = torch.tensor([1.5, -0.5, 0, 0])
+    rows[6, :2] = torch.tensor([INF, -INF])
+    assert are_distributions(rows.expand(2, 7, 4)).tolist() == [[True] + [False] * 6] * 2
+    # Of a large vocabulary, in float32.
+    assert are_distributions(torch.softmax(torch.randn(8, 1 << 18) * 4, dim=-1)).all()
+
+
+def test_a_reading_of_logits_that_are_not_finite_or_overflow() -> None:
+    logits = torch.randn(5, 9)
+    logits[1, 4], logits[2, 4], logits[3, 4], logits[4, 4] = NAN, INF, -INF, 1e37
+    heat = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01])
+    for temperature in (heat, torch.zeros(5)):
+        valid = (sampled_reading(logits, temperature).token_ids != INVALID).tolist()
+        assert valid == [True, False, False, True, bool(temperature[0] == 0)]
+
+
+def test_drafts_of_the_request_alone_are_dropped() -> None:
+    class Fixed(Proposer):
+        load_model = draft_plan = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.counters, self._warned = type("Counted", (dict,), {"add": dict.__setitem__})(), False
+
+    proposer = Fixed()
+    tokens = np.array([[5, 6, 7], [5, INVALID, 7], [5, 6, INVALID], [INVALID, 6, 7]])
+    assert proposer._valid(tokens, np.array([3, 3, 2, 0])).tolist() == [3, 0, 2, 0]
+    assert proposer.counters == {"invalid_drafts": 1} and "invalid_drafts" in COUNTERS
