@@ -40,14 +40,14 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
         if path.is_dir():
             found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
             if not found:
-                raise TrainingError(f"data folder {place(path)} holds no files; give .jsonl, .json or text files")
+                raise TrainingError(f"data folder {place(path)!r} holds no files; give .jsonl, .json or text files")
             files += found
         elif path.is_file():
             files.append(path)
         else:
             problem = "is not a regular file" if path.exists() else "does not exist"
             raise TrainingError(
-                f"data file {place(path)} {problem}; give .jsonl, .json or text files, or folders of them"
+                f"data file {place(path)!r} {problem}; give .jsonl, .json or text files, or folders of them"
             )
     for file in files:
         _check_format(file)
