@@ -93,10 +93,8 @@ def check_target(
             raise HeadsError(
                 f"{other}: {field} is {trained_for} there and {value} in this model; use the heads of this model"
             )
-    for field in ("tokenizer", "lm_head"):
-        trained_for, value = getattr(config.fingerprint, field), getattr(fingerprint, field)
-        if trained_for and value and trained_for != value:
-            raise HeadsError(f"{other}: the hash of its {field} differs; use the heads of this model")
+    if difference := config.fingerprint.difference(fingerprint):
+        raise HeadsError(f"{other}: {difference}; use the heads of this model")
 
 
 def check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> None:

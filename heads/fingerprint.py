@@ -6,9 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from safetensors import safe_open
+
+if TYPE_CHECKING:
+    import torch
 
 # Heads read through the LM head; when it is tied, the checkpoint stores the embedding only.
 LM_HEAD_NAMES = (
@@ -20,28 +24,49 @@ LM_HEAD_NAMES = (
 SAMPLED_ROWS = 64
 
 
+# Names of dtypes in safetensors, whose values float32 holds exactly.
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
 class TargetFingerprint(BaseModel):
     """Hashes in hexadecimal; None where the target is not at hand."""
 
     tokenizer: str | None = None
     lm_head: str | None = None
+    lm_head_bfloat16: str | None = None  # of the values rounded to bfloat16 (None: not recorded, as in older heads)
+    # Of a target at hand, not recorded with heads: what lm_head would be for a copy of the same values in another
+    # dtype, and for one that rounds them.
+    same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
+    rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
+
+    def difference(self, target: TargetFingerprint) -> str | None:
+        """What tells the target of heads with this fingerprint from another; None if nothing does.
+
+        Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
+        """
+        if self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
+            return "the hash of its tokenizer differs"
+        if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
+            return None
+        both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
+        if both or self.lm_head in target.rounded:
+            return "the dtype of its lm_head differs (the values are equal once they are rounded to the narrower one)"
+        return "the hash of its lm_head differs"
 
 
 def fingerprint(model_folder: str | Path) -> TargetFingerprint:
     """Hash the tokenizer file and rows of the LM head of a model folder on this disk.
 
-    The LM head's hash covers its shape, dtype, first and last 64 rows: enough to tell two models apart, and read
+    The LM head's hashes cover its shape, dtype, first and last 64 rows: enough to tell two models apart, and read
     in milliseconds from files of any size. A folder without the files gives None for that hash.
     """
     folder = Path(model_folder)
     tokenizer = folder / "tokenizer.json"
-    return TargetFingerprint(
-        tokenizer=hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None,
-        lm_head=_lm_head_hash(folder),
-    )
+    words = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
+    return TargetFingerprint(tokenizer=words, **_lm_head_hashes(folder))
 
 
-def _lm_head_hash(folder: Path) -> str | None:
+def _lm_head_hashes(folder: Path) -> dict[str, Any]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = json.loads(index.read_text())["weight_map"]
@@ -49,15 +74,25 @@ def _lm_head_hash(folder: Path) -> str | None:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             files = dict.fromkeys(file.keys(), "model.safetensors")
     else:
-        return None
+        return {}
     name = next((name for name in LM_HEAD_NAMES if name in files), None)
     if name is None or not (folder / files[name]).is_file():
-        return None
+        return {}
+    import torch
+
     with safe_open(folder / files[name], framework="pt") as file:
         rows = file.get_slice(name)
-        shape = rows.get_shape()
-        digest = hashlib.sha256(f"{shape} {rows.get_dtype()}".encode())
-        for part in (rows[:SAMPLED_ROWS], rows[max(0, shape[0] - SAMPLED_ROWS) :]):
-            # bfloat16 has no numpy type: hash its exact float32 value.
-            digest.update(part.float().numpy().tobytes())
-    return digest.hexdigest()
+        shape, own = rows.get_shape(), rows.get_dtype()
+        # bfloat16 has no numpy type: its exact float32 value is hashed.
+        sampled = torch.cat([rows[:SAMPLED_ROWS], rows[max(0, shape[0] - SAMPLED_ROWS) :]]).float()
+
+    def digest(dtype: str, values: torch.Tensor) -> str:
+        return hashlib.sha256(f"{shape} {dtype}".encode() + values.numpy().tobytes()).hexdigest()
+
+    copies = {name: sampled.to(getattr(torch, dtype)).float() for name, dtype in DTYPES.items()}
+    return {
+        "lm_head": digest(own, sampled),
+        "lm_head_bfloat16": digest("BF16", copies["BF16"]),
+        "same_values": frozenset(digest(name, sampled) for name in DTYPES),
+        "rounded": frozenset(digest(name, copies[name]) for name in DTYPES if name != "F32"),
+    }

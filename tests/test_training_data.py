@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,65 +18,16 @@ from torch.nn import functional
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.corpus import documents, expand
 from vllm_ppd.heads.training.packed_attention import NAME, document_lengths, xformers_attention
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels import unembedding_loss
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return tiny.make_tokenizer()
-
-
-def read(path: Path, tokenizer: Any) -> list[str]:
-    return list(documents(expand([path]), tokenizer))
-
-
-def test_text_chat_and_plain_files(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"messages": CHAT}) + "\n")
-    (tmp_path / "b.py").write_text("x = 1\n" * 100_000)
-    chatty = tiny.make_tokenizer()
-    chatty.chat_template = TEMPLATE
-    found = read(tmp_path, chatty)
-    assert found[:2] == ["one", "<user>hi<assistant>ho"]
-    assert len(found) > 3, "a long plain file comes in pieces"
-    assert "".join(found[2:]) == "x = 1\n" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "a.jsonl:2 is not JSON"),
-        ('{"prompt": "x", "completion": "y"}', "a.jsonl:2 has 'completion', 'prompt'; each line needs 'text'"),
-        ("[1]", "a.jsonl:2 has no columns"),
-        ('{"text": 3}', "a.jsonl:2: 'text' is of type int"),
-        ('{"messages": "hi"}', "a.jsonl:2: 'messages' must be a list"),
-        ('{"messages": [{"role": "user"}]}', "a.jsonl:2: 'messages' must be a list"),
-        (json.dumps({"messages": CHAT}), "a.jsonl:2 is a chat, and this model's tokenizer has no chat template"),
-    ],
-)
-def test_bad_line_is_named(tmp_path: Path, tokenizer: Any, line: str, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(TrainingError, match=message) as caught:
-        read(path, tokenizer)
-    assert "\n" not in str(caught.value)
-
-
-def test_bad_files(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(TrainingError, match="does not exist"):
-        expand([tmp_path / "none.jsonl"])
-    with pytest.raises(TrainingError, match="holds no files"):
-        expand([tmp_path])
-    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(TrainingError, match="is not UTF-8"):
-        read(tmp_path / "a.txt", tokenizer)
 
 
 def store(folder: Path, texts: list[str], tokenizer: Any, **changes: Any) -> TokenStore:
@@ -143,7 +93,7 @@ def test_one_document_is_held_out_by_its_tail(tmp_path: Path, tokenizer: Any) ->
     ("texts", "changes", "message"),
     [
         ([], {}, "the data is empty"),
-        ([""], {}, "tokens, and a window takes 16"),
+        ([""], {}, "the data is empty .1 files, no text; skipped 1: 1 the text is empty"),
         (["short"], {}, "tokens, and a window takes 16"),
         (["some text"] * 9, {"vocab_size": 50}, "this is not the model's tokenizer"),
     ],

@@ -18,6 +18,7 @@ from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.parallel import Processes
@@ -92,7 +93,7 @@ class Calibration:
         if self._shared is not None:
             return self._shared.windows
         length, count = self._held()
-        prompts = take_prompts(self.options.data, self.target, count, length)
+        prompts = take_prompts(self.options.data, self.target, count, length, report=False)
         positions = torch.arange(length, device=prompts.device)
         size = self.options.batch
         return [
@@ -105,12 +106,10 @@ class Calibration:
 
         Where no document has WINDOW tokens, a window has as many as the longest document.
         """
-        from vllm_ppd.heads.training.corpus import documents, expand
-
         found = longest = as_long = 0
-        for text in documents(expand(self.options.data), self.target.tokenizer):
-            ids = self.target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            found += len(ids) // WINDOW
+        documents = Documents(self.options.data, lambda: self.target.tokenizer, report=False)
+        for ids in documents.token_ids():
+            found += len(documents.special.pieces(ids, WINDOW))
             if found >= self.options.prompts:
                 return WINDOW, self.options.prompts
             if len(ids) > longest:
@@ -176,8 +175,9 @@ def _continued(path: Path, essence: dict[str, Any], stamp: int) -> dict[str, Any
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return fresh
-    same = found.get("options") == essence and found.get("heads_stamp") == stamp and not found.get("finished")
-    return found if same else fresh
+    if not isinstance(found, dict) or not isinstance(found.get("parts"), dict) or found.get("finished"):
+        return fresh
+    return found if found.get("options") == essence and found.get("heads_stamp") == stamp else fresh
 
 
 def _write_config(folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]) -> None:

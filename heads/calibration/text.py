@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 from tqdm import tqdm
+from transformers import GenerationConfig
 
+from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.corpus import documents, expand
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
@@ -86,18 +88,20 @@ def log_prob_of(target: Target, states: torch.Tensor, tokens: torch.Tensor, temp
     return torch.cat(found)
 
 
-def take_prompts(data: Sequence[str], target: Target, count: int, length: int) -> torch.Tensor:
+def take_prompts(data: Sequence[str], target: Target, count: int, length: int, report: bool = True) -> torch.Tensor:
     """Prompts from the middle of documents, one a document first, then more of each: [count, length].
+
+    Each begins with the special tokens that vLLM's server would put there. report says what records were skipped.
 
     Raises:
         TrainingError: if the data holds too little text.
     """
     rows = []
-    for text in documents(expand(data), target.tokenizer):
-        ids = target.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    documents = Documents(data, lambda: target.tokenizer, report)
+    for ids in documents.token_ids():
         if len(ids) and max(ids) >= target.vocab_size:
             raise TrainingError(f"the tokenizer makes token id {max(ids)}, and the model knows {target.vocab_size}")
-        pieces = [ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+        pieces = documents.special.pieces(ids, length)
         middle = len(pieces) // 2
         if pieces:  # a document that is too short must not count as one that was taken
             rows.append(pieces[middle:] + pieces[:middle])
@@ -127,21 +131,43 @@ def generate(
         batch: texts at a time.
         sampling: top_k, top_p.
     """
-    end = target.tokenizer.eos_token_id
+    ends = end_tokens(target)
+    padding = ends[0] if ends else 0
     how: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, **sampling}
+    config = GenerationConfig(
+        max_new_tokens=tokens, eos_token_id=ends or None, pad_token_id=padding, renormalize_logits=True, **how
+    )
     parts = []
     for start in tqdm(range(0, len(prompts), batch), desc="writing texts", mininterval=2, delay=2):
         chunk = prompts[start : start + batch]
-        model: Any = target.model
-        out = model.generate(
-            chunk, attention_mask=torch.ones_like(chunk), max_new_tokens=tokens, pad_token_id=end or 0,
-            renormalize_logits=True, **how,
-        )  # fmt: skip
-        parts.append(functional.pad(out, (0, prompts.shape[1] + tokens - out.shape[1]), value=end or 0))
+        with _own_defaults(target.model):
+            out = target.model.generate(chunk, attention_mask=torch.ones_like(chunk), generation_config=config)
+        parts.append(functional.pad(out, (0, prompts.shape[1] + tokens - out.shape[1]), value=padding))
     ids = torch.cat(parts)
     generated = ids[:, prompts.shape[1] :]
-    ended = generated == end if end is not None else torch.zeros_like(generated, dtype=torch.bool)
+    ended = torch.isin(generated, torch.tensor(ends, device=ids.device, dtype=ids.dtype))
     first = torch.where(ended.any(1), ended.float().argmax(1) + 1, generated.shape[1])
     return Texts(ids, prompts.shape[1], first, temperature)
+
+
+def end_tokens(target: Target) -> list[int]:
+    """Tokens that end a text, as in vLLM: the tokenizer's, and those that generation_config.json adds to it."""
+    more = getattr(target.model.generation_config, "eos_token_id", None)
+    found = [target.tokenizer.eos_token_id, *(more if isinstance(more, list | tuple) else [more])]
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+@contextmanager
+def _own_defaults(model: Any) -> Iterator[None]:
+    """Without what the model's generation_config.json sets (penalties, banned n-grams, beams, ...).
+
+    transformers fills in from it what a GenerationConfig leaves open, also one that is passed to generate().
+    """
+    kept = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of heads on transformers and torch alone.
 
-corpus.py -> tokens.py -> target.py (frozen) -> recipes/{early,cp,dynamo}.py -> loop.py -> a heads folder
+../data -> tokens.py -> target.py (frozen) -> recipes/{early,cp,dynamo}.py -> loop.py -> a heads folder
 """
 
 

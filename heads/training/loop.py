@@ -17,13 +17,15 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import CONFIG_NAME, save_heads, write_text
+from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.training.recipes import Recipe, make_recipe
-from vllm_ppd.heads.training.state import load_state, peek_facts, save_state
+from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
 from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.token_files import check_same_tokens
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 
 WORK = ".training"  # inside the heads folder while a run is unfinished
@@ -49,6 +51,7 @@ def train(options: TrainingOptions) -> dict[str, Any]:
     out = Path(options.out)
     work = out / WORK
     _check_folder(options, out, work)
+    expand(options.data)  # a missing file is told before the target loads
     processes = Processes(options.device)
     dtype = getattr(torch, options.precision)
     full = getattr(options, "recipe", None) == "full"
@@ -91,7 +94,7 @@ def _check_folder(options: TrainingOptions, out: Path, work: Path) -> None:
         if (out / CONFIG_NAME).exists():
             raise TrainingError(f"--out {str(out)!r} already holds heads or a model; delete it or give another folder")
         return
-    ours, theirs = options.essence(), facts["options"]
+    ours, theirs = options.essence(), facts.options
     for name in sorted(set(ours) | set(theirs)):
         if ours.get(name) != theirs.get(name) and name not in FREE_TO_CHANGE:
             raise TrainingError(
@@ -123,8 +126,9 @@ class _Run:
         self._order: tuple[int, torch.Tensor] | None = None
         facts = load_state(work, recipe, self.optimizer)
         if facts is not None:
-            self.step, self.seconds, self.before = facts["step"], facts["seconds"], facts["before"]
-            self.smoothed, self.best = facts["smoothed"], facts["best"]
+            check_same_tokens(work / NAME, facts.tokens, store.manifest.digest)
+            self.step, self.seconds, self.before = facts.step, facts.seconds, facts.before
+            self.smoothed, self.best = facts.smoothed, facts.best
 
     def train(self) -> dict[str, Any]:
         """All remaining steps, and the evaluation before the first and after the last."""
@@ -163,6 +167,8 @@ class _Run:
             "steps": self.steps,
             "tokens": self.steps * tokens,
             "tokens_in_data": len(self.store.tokens["train"]),
+            "documents_in_data": self.store.manifest.documents,
+            "skipped_records": self.store.manifest.skipped,
             "seconds": round(self.seconds, 1),
             "held_out_before": self.before,
             "held_out_after": after,
@@ -250,10 +256,10 @@ class _Run:
         self.saved = self.step
         if not self.processes.is_main:
             return
-        facts = {
-            "options": self.options.essence(), "step": self.step, "seconds": seconds, "before": self.before,
-            "smoothed": self.smoothed, "best": self.best,
-        }  # fmt: skip
+        facts = RunFacts(
+            options=self.options.essence(), step=self.step, seconds=seconds, before=self.before,
+            smoothed=self.smoothed, best=self.best, tokens=self.store.manifest.digest,
+        )  # fmt: skip
         save_state(self.work, self.recipe, self.optimizer, facts)
 
 

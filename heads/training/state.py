@@ -4,61 +4,117 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from vllm_ppd.heads.checkpoint import write_tensors
+from vllm_ppd.heads.data.messages import place
 from vllm_ppd.heads.training import TrainingError
 
 NAME = "state.safetensors"
+MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, a parameter
 
 
-def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-    """Write the trained parameters, the optimiser's moments and facts (JSON) in one file."""
+class RunFacts(BaseModel):
+    """Where a run stands."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    options: dict[str, Any]
+    step: int = Field(ge=0)
+    seconds: float
+    before: dict[str, Any]  # the evaluation before the first step
+    smoothed: float  # the loss
+    best: float
+    tokens: str | None = None  # digest of the token files (None: of an earlier version)
+
+
+def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, facts: RunFacts) -> None:
+    """Write the trained parameters, the optimiser's moments and facts in one file, with a checksum of all."""
     tensors = {f"module.{name}": p.detach().cpu().contiguous() for name, p in module.named_parameters()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": torch.as_tensor(value).cpu() for key, value in state.items()}
-    write_tensors(folder / NAME, tensors, {"facts": json.dumps(facts)})
+    written = json.dumps(facts.model_dump())
+    write_tensors(folder / NAME, tensors, {"facts": written, "checksum": _checksum(tensors, written)})
 
 
-def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> RunFacts | None:
     """Restore what save_state wrote, in place; returns its facts, or None if there is nothing.
 
     Raises:
         TrainingError: if the file is damaged or of another module.
     """
     path = folder / NAME
-    if not path.is_file():
+    facts = peek_facts(folder)
+    if facts is None:
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            facts = json.loads(file.metadata()["facts"])
+            metadata = file.metadata()
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise TrainingError(f"{path} is damaged ({error}); delete it to start again") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from None
+    if metadata.get("checksum") not in (None, _checksum(tensors, metadata["facts"])):
+        raise _damaged(path, "its checksum differs")
     parameters = dict(module.named_parameters())
-    if {f"module.{name}" for name in parameters} - set(tensors):
-        raise TrainingError(f"{path} is of other heads; delete it to start again")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"module.{name}"])
+    shapes = {f"module.{name}": p.shape for name, p in parameters.items()}
+    if {name: t.shape for name, t in tensors.items() if name.startswith("module.")} != shapes:
+        raise TrainingError(f"{place(path)} is of other heads; delete the folder {folder.name} there to start again")
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
             _, index, key = name.split(".", 2)
             state.setdefault(int(index), {})[key] = tensor
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, moments in state.items():  # a parameter without gradients has none
+        known = index < len(trained) and set(moments) == MOMENTS
+        if not known or any(moments[name].shape != trained[index].shape for name in MOMENTS - {"step"}):
+            raise _damaged(path, "its optimiser state does not fit")
+    if facts.step and not state:
+        raise _damaged(path, "it lacks the optimiser's state")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[f"module.{name}"])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return facts
 
 
-def peek_facts(folder: Path) -> dict[str, Any] | None:
-    """The facts of a checkpoint, without its tensors."""
-    try:
-        with safe_open(folder / NAME, framework="pt") as file:
-            return json.loads(file.metadata()["facts"])
-    except (FileNotFoundError, SafetensorError, KeyError, ValueError, TypeError):
+def peek_facts(folder: Path) -> RunFacts | None:
+    """The facts of a checkpoint, without its tensors; None if there is none.
+
+    Raises:
+        TrainingError: if the file is damaged.
+    """
+    path = folder / NAME
+    if not path.exists():
         return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return RunFacts.model_validate(json.loads(file.metadata()["facts"]))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise _damaged(path, f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, reason: str) -> TrainingError:
+    found = " ".join(reason.split())[:80]
+    return TrainingError(
+        f"{place(path)} is damaged ({found}); delete the folder {path.parent.name} there to start again"
+    )
+
+
+def _checksum(tensors: dict[str, torch.Tensor], facts: str) -> str:
+    """CRC-32 of facts, names and values."""
+    found = zlib.crc32(facts.encode())
+    for name, tensor in sorted(tensors.items()):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, found)
+    return f"{found:08x}"

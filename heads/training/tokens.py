@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from vllm_ppd.heads.checkpoint import write_text
+from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.corpus import documents, expand
+from vllm_ppd.heads.training.token_files import NAME, Manifest, intact_manifest, write_manifest
 
 SPLITS = ("train", "held_out")
+FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("ids", "starts"))
+FORMAT = 2  # of the tokens: raised when the same data would be tokenised otherwise
 
 
 @dataclass
@@ -59,7 +60,7 @@ class TokenStore:
     """Token ids of all documents in two memory-mapped files, training and held out, made once for a folder.
 
     Args:
-        folder: where the files are; made there if they are missing or belong to other data.
+        folder: where the files are; made there if they are missing, damaged or belong to other data.
         data: files and folders of documents.
         tokenizer: the target's.
         vocab_size: ids must be below it.
@@ -74,15 +75,15 @@ class TokenStore:
         self, folder: Path, data: Sequence[str | Path], tokenizer: Any, vocab_size: int, held_out: float, length: int
     ) -> None:
         self.folder, self.length = folder, length
-        files = expand(data)
-        stamp = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-        key = hashlib.sha256(json.dumps([stamp, held_out, vocab_size, len(tokenizer)]).encode()).hexdigest()
-        mark = folder / "tokens.json"
-        if not mark.is_file() or json.loads(mark.read_text()).get("key") != key:
+        documents = Documents(data, lambda: tokenizer)
+        key = _key(documents, tokenizer, vocab_size, held_out)
+        manifest = intact_manifest(folder, key, FILES)
+        if manifest is None:
             folder.mkdir(parents=True, exist_ok=True)
-            mark.unlink(missing_ok=True)
-            self._write(files, tokenizer, vocab_size, held_out)
-            write_text(mark, json.dumps({"key": key}))
+            (folder / NAME).unlink(missing_ok=True)
+            self._write(documents, tokenizer, vocab_size, held_out)
+            manifest = write_manifest(folder, key, FILES, documents.count, dict(documents.skipped))
+        self.manifest: Manifest = manifest
         self.tokens = {split: np.memmap(folder / f"{split}.ids", np.uint32, "r") for split in self._present()}
         self.starts = {split: np.memmap(folder / f"{split}.starts", np.int64, "r") for split in self._present()}
         for split in SPLITS:
@@ -126,30 +127,29 @@ class TokenStore:
     def _present(self) -> list[str]:
         return [split for split in SPLITS if (self.folder / f"{split}.ids").stat().st_size]
 
-    def _write(self, files: Sequence[Path], tokenizer: Any, vocab_size: int, held_out: float) -> None:
+    def _write(self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float) -> None:
         end = tokenizer.eos_token_id
         written = dict.fromkeys(SPLITS, 0)
         with ExitStack() as stack:
             ids_of = {split: stack.enter_context((self.folder / f"{split}.ids").open("wb")) for split in SPLITS}
             starts_of = {split: stack.enter_context((self.folder / f"{split}.starts").open("wb")) for split in SPLITS}
-            progress = tqdm(documents(files, tokenizer), desc="tokenising", unit=" documents", mininterval=2, delay=2)
-            stream = iter(progress)  # one iterator: each iter() of a progress bar starts another
-            number = 0
-            while texts := list(itertools.islice(stream, 64)):
-                for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                    row = np.array([*ids, end] if end is not None else ids, dtype=np.int64)
-                    if len(row) and int(row.max()) >= vocab_size:
-                        raise TrainingError(
-                            f"the tokenizer makes token id {int(row.max())}, and the model knows {vocab_size} tokens: "
-                            "this is not the model's tokenizer"
-                        )
-                    split = "held_out" if _is_held_out(number, held_out) else "train"
-                    starts_of[split].write(np.int64(written[split]).tobytes())
-                    ids_of[split].write(row.astype(np.uint32).tobytes())
-                    written[split] += len(row)
-                    number += 1
+            progress = tqdm(documents.token_ids(), desc="tokenising", unit=" documents", mininterval=2, delay=2)
+            for number, ids in enumerate(progress):
+                row = np.array(ids if end is None or ids[-1:] == [end] else [*ids, end], dtype=np.int64)
+                if len(row) and int(row.max()) >= vocab_size:
+                    raise TrainingError(
+                        f"the tokenizer makes token id {int(row.max())}, and the model knows {vocab_size} tokens: "
+                        "this is not the model's tokenizer"
+                    )
+                split = "held_out" if _is_held_out(number, held_out) else "train"
+                starts_of[split].write(np.int64(written[split]).tobytes())
+                ids_of[split].write(row.astype(np.uint32).tobytes())
+                written[split] += len(row)
         if not sum(written.values()):
-            raise TrainingError(f"the data is empty ({len(files)} files, no text); give .jsonl or text files with text")
+            skips = f"; {documents.skips()}" if documents.skipped else ""
+            raise TrainingError(
+                f"the data is empty ({len(documents.files)} files, no text{skips}); give .jsonl or text files with text"
+            )
         if written["held_out"] <= self.length:
             self._hold_out_tail(written)
 
@@ -170,3 +170,12 @@ def _is_held_out(number: int, share: float) -> bool:
     """Whole documents, chosen by a hash of their number."""
     digest = hashlib.sha256(str(number).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < share
+
+
+def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float) -> str:
+    """A hash of what the tokens are made of: the files as they are named, their sizes and times, and the tokenizer."""
+    stamp = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in documents.files]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = backend.to_str() if backend is not None else len(tokenizer)
+    template = getattr(tokenizer, "chat_template", None)
+    return hashlib.sha256(json.dumps([FORMAT, stamp, held_out, vocab_size, words, template]).encode()).hexdigest()

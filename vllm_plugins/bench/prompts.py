@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from vllm_ppd.heads.training.corpus import JSON_SUFFIXES, documents, expand
+from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.vllm_plugins.bench import BenchError
 
 STRIDE = 4  # prompts' lengths from one prompt to the next in a long document: what they lead to should differ
@@ -21,8 +18,10 @@ def read_prompts(
 ) -> list[list[int]]:
     """At most count prompts: one a document, then a second of each that is long enough, and so on.
 
+    Each begins with the special tokens that vLLM's server would put there.
+
     Args:
-        data: .jsonl files with prompt_token_ids, text or messages a line, plain text, or folders of them.
+        data: .jsonl or .json files of prompt_token_ids, text or chats, plain text, or folders of them.
         model: whose tokenizer reads text.
         longest: tokens of a prompt at most; longer documents are cut.
         count: prompts wanted.
@@ -32,10 +31,11 @@ def read_prompts(
         BenchError, TrainingError: if a file is missing or malformed, or holds no prompt.
     """
     pieces = []
-    for ids in itertools.islice(token_ids(data, model, trust_remote_code), count):
-        starts = list(range(0, max(1, len(ids) - longest + 1), STRIDE * longest))
-        middle = len(starts) // 2  # the beginnings of documents resemble each other
-        pieces.append([ids[start : start + longest] for start in starts[middle:] + starts[:middle]])
+    documents = read_documents(data, model, trust_remote_code)
+    for ids in itertools.islice(documents.token_ids(), count):
+        prompts = documents.special.pieces(ids, longest, STRIDE, shorter=True)
+        middle = len(prompts) // 2  # the beginnings of documents resemble each other
+        pieces.append(prompts[middle:] + prompts[:middle])
     rows = itertools.zip_longest(*pieces)
     found = [ids for row in rows for ids in row if ids is not None and len(ids) >= min(SHORTEST, longest)][:count]
     if not found:
@@ -43,35 +43,12 @@ def read_prompts(
     return found
 
 
-def token_ids(data: tuple[str, ...], model: str, trust_remote_code: bool) -> Iterator[list[int]]:
-    """The token ids of every document, in order."""
-    tokenizer: Any = None
-    for file in expand(data):
-        if file.suffix in JSON_SUFFIXES and '"prompt_token_ids":' in _first_line(file):
-            yield from _given_ids(file)
-            continue
-        if tokenizer is None:
-            from transformers import AutoTokenizer
+def read_documents(data: tuple[str, ...], model: str, trust_remote_code: bool) -> Documents:
+    """The documents of the data; the model's tokenizer is loaded when one of them is not token ids already."""
 
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-        for text in documents([file], tokenizer):
-            yield tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    def load() -> Any:
+        from transformers import AutoTokenizer
 
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
-def _first_line(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as handle:
-        return handle.readline()
-
-
-def _given_ids(file: Path) -> Iterator[list[int]]:
-    with file.open(encoding="utf-8") as handle:
-        for number, line in enumerate(handle, start=1):
-            if not line.strip():
-                continue
-            try:
-                ids = json.loads(line)["prompt_token_ids"]
-            except (ValueError, KeyError, TypeError):
-                ids = None
-            if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-                raise BenchError(f"{file}:{number}: no list of token ids under 'prompt_token_ids'")
-            yield ids
+    return Documents(data, load)

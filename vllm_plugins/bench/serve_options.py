@@ -95,6 +95,7 @@ class ServeOptions(BenchOptions):
         return {
             "dtype": self.dtype, "seed": self.seed, "max_model_len": self.context,
             "tokenizer": self.tokenizer or self.model,
+            "generation_config": "vllm",  # else requests get the penalties of the model's generation_config.json
             **kv_cache(self.kv_cache_gib),
             **{name: True for name, value in wished.items() if value}, **json.loads(self.engine),
         }  # fmt: skip

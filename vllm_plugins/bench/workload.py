@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ppd.vllm_plugins.bench import BenchError
-from vllm_ppd.vllm_plugins.bench.prompts import token_ids
+from vllm_ppd.vllm_plugins.bench.prompts import read_documents
 from vllm_ppd.vllm_plugins.bench.serve_options import SHORTEST, ServeOptions
 
 READ = 4  # vLLM's ShareGPT loader leaves out what is shorter
@@ -67,8 +67,9 @@ class Texts:
         name = options.tokenizer or options.model
         self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
         self.stream: list[int] = []
-        for ids in token_ids(options.data, name, options.trust_remote_code):
-            self.stream += ids
+        documents = read_documents(options.data, name, options.trust_remote_code)
+        for ids in documents.token_ids():
+            self.stream += documents.special.bare(ids)  # the server adds its own to each prompt
             if len(self.stream) >= MOST_TOKENS:
                 break
         needed = options.context + options.shared_tokens

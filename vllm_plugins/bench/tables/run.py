@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import write_text
-from vllm_ppd.heads.training.corpus import expand
+from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench import BenchError
 from vllm_ppd.vllm_plugins.bench.tables import Measure, PaperTable, cp, dynamo, paradecode, ppd

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All documents of the files a user names, as text or as the token ids that vLLM's server makes of them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, pieces, values
+from vllm_ppd.heads.data.messages import place, quoted
+from vllm_ppd.heads.data.records import Document, Skipped, read_record
+from vllm_ppd.heads.data.special_tokens import NONE, SpecialTokens
+
+BATCH = 64  # documents tokenised at once
+MOST_REASONS = 16  # told one by one
+LONGEST_SUMMARY = 200  # characters
+OTHER = "other reasons"
+
+
+class Documents:
+    """A stream over files that can be read again; a record that cannot be used is left out, counted and reported.
+
+    Args:
+        data: files, and folders of them.
+        tokenizer: gives the target's tokenizer; called when a text or a chat needs it.
+        report: say on stderr what is skipped: each reason once, and the numbers at the end.
+
+    Raises:
+        TrainingError: if a path holds no text files.
+    """
+
+    def __init__(self, data: Sequence[str | Path], tokenizer: Callable[[], Any], report: bool = True) -> None:
+        self.files, self._load, self._report = expand(data), tokenizer, report
+        self.count = 0
+        self.skipped: Counter[str] = Counter()  # records by reason
+        self._tokenizer: Any = None
+
+    def __iter__(self) -> Iterator[Document]:
+        """Read the files from the beginning.
+
+        Raises:
+            TrainingError: on a file or a record that is malformed; names file and line.
+        """
+        self.count = 0
+        self.skipped.clear()
+        try:
+            for file in self.files:
+                before = self.count + self.skipped.total()
+                for document in self._of(file):
+                    self.count += 1
+                    yield document
+                if self.count + self.skipped.total() == before:
+                    self._skip("an empty file", place(file))
+        finally:
+            if self.skipped and self._report:
+                self._say(f"{self.skips()}, of {self.count + self.skipped.total()} records")
+
+    def token_ids(self) -> Iterator[list[int]]:
+        """The token ids of each document: of text as vLLM's server reads prompts, special tokens included; of chats as
+        their template has them."""
+        stream = iter(self)
+        while batch := list(itertools.islice(stream, BATCH)):
+            found: list[list[int] | None] = [document.ids for document in batch]
+            for is_chat in (False, True):
+                chosen = [i for i, d in enumerate(batch) if d.ids is None and d.is_chat == is_chat]
+                if chosen:
+                    texts = [batch[i].text for i in chosen]
+                    encoded = self.tokenizer()(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
+                    for i, ids in zip(chosen, encoded, strict=True):
+                        found[i] = list(ids)
+            yield from (ids for ids in found if ids is not None)
+
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded once."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        return self._tokenizer
+
+    @property
+    def special(self) -> SpecialTokens:
+        """What surrounds prompts; nothing where no text has been read."""
+        return NONE if self._tokenizer is None else self._special
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens.of(self.tokenizer())
+
+    def skips(self) -> str:
+        """How many records were skipped and why, in one line; empty if none was."""
+        if not self.skipped:
+            return ""
+        reasons = ", ".join(f"{number} {reason}" for reason, number in self.skipped.most_common(3))
+        more = len(self.skipped) - 3
+        found = f"skipped {self.skipped.total()}: {reasons}" + (f", and {more} reasons more" if more > 0 else "")
+        return quoted(found, LONGEST_SUMMARY)
+
+    def _of(self, file: Path) -> Iterator[Document]:
+        if file.suffix in LINES_SUFFIXES:
+            for number, line in lines(file):
+                if line.strip("\ufeff \t\r\n"):
+                    where = place(file, number)
+                    yield from self._record(parse(line, where), where)
+        elif file.suffix == JSON_SUFFIX:
+            for number, value in values(file):
+                yield from self._record(value, place(file, number))
+        else:
+            yield from map(Document, pieces(file))
+
+    def _record(self, record: Any, where: str) -> Iterator[Document]:
+        try:
+            yield read_record(record, where, self.tokenizer)
+        except Skipped as skipped:
+            self._skip(str(skipped), where)
+
+    def _skip(self, reason: str, where: str) -> None:
+        if reason not in self.skipped and len(self.skipped) >= MOST_REASONS:
+            reason = OTHER
+        self.skipped[reason] += 1
+        if self.skipped[reason] == 1 and self._report:
+            self._say(f"skipped {where}: {reason}")
+
+    @staticmethod
+    def _say(text: str) -> None:
+        tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)  # beside a progress bar

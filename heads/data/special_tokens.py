@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The special tokens around served prompts, and prompts cut from documents with the same ones.
+
+vLLM tokenises a completion's prompt with special tokens (for many models a BOS token), and a chat without any: its
+template has written them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+PROBE = "a"
+
+
+class SpecialTokens(NamedTuple):
+    """Token ids that a tokenizer adds before and after a text."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> SpecialTokens:
+        """What a tokenizer adds."""
+        plain = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        whole = list(tokenizer(PROBE)["input_ids"])
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return cls(tuple(whole[:start]), tuple(whole[start + len(plain) :]))
+        return cls()
+
+    def bare(self, ids: list[int]) -> list[int]:
+        """A document without those that it has."""
+        before, after = self._around(ids)
+        return ids[len(before) : len(ids) - len(after)]
+
+    def pieces(self, ids: list[int], length: int, stride: int = 1, shorter: bool = False) -> list[list[int]]:
+        """Prompts from a document, each with the special tokens around it that the document has.
+
+        Args:
+            ids: the document.
+            length: tokens of a prompt, special ones included.
+            stride: lengths from one prompt to the next.
+            shorter: take a document that is shorter as one prompt.
+        """
+        before, after = self._around(ids)
+        body = ids[len(before) : len(ids) - len(after)]
+        size = length - len(before) - len(after)
+        if size < 1:
+            return []
+        last = len(body) - size
+        starts = range(0, max(last, 0) + 1 if shorter else last + 1, stride * size)
+        return [[*before, *body[start : start + size], *after] for start in starts]
+
+    def _around(self, ids: list[int]) -> SpecialTokens:
+        before = self.before if tuple(ids[: len(self.before)]) == self.before else ()
+        rest = ids[len(before) :]
+        after = self.after if self.after and tuple(rest[-len(self.after) :]) == self.after else ()
+        return SpecialTokens(before, after)
+
+
+NONE = SpecialTokens()
