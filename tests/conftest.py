@@ -76,7 +76,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     from vllm import LLM
 
     from vllm_ppd.vllm_plugins.bench.options import kv_cache
-    from vllm_ppd.vllm_plugins.checks import is_ours
+    from vllm_ppd.vllm_plugins.naming import is_ours
 
     if speculative_config is not None and is_ours(speculative_config):
         speculative_config = {"adaptive": False, **speculative_config}

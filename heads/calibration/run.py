@@ -14,18 +14,20 @@ import torch
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.recommend import recommend
+from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.target_check import check_on_disk
+from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
-NAME = "calibration.json"
 WINDOW = 512  # tokens of the windows on which perplexities are measured, where documents have so many
 SHORTEST_WINDOW = 32  # in shorter ones hardly a token has as many after it as heads predict
 
@@ -41,7 +43,11 @@ class Calibration:
     def __init__(self, options: CalibrationOptions, shared: Calibration | None = None) -> None:
         self.options = options
         self.config, self.tensors = load_tensors(options.heads)
-        name = options.model or self.config.verifier
+        name = options.model or find_target(self.config.verifier, options.heads)
+        if shared is None:  # refused before the target loads
+            if options.model is None:
+                check_found(name, options.heads, "give its folder with --target")
+            check_on_disk(self.config, options.heads, name, options.trust_remote_code)
         dtype = getattr(torch, options.precision)
         self._shared = shared
         self._written: dict[Any, Texts] = {} if shared is None else shared._written
@@ -150,11 +156,12 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     path = Path(options.heads) / NAME
     essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
     stamp = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
-    result = _continued(path, essence, stamp)
+    result = continued(path, {"options": essence, "heads_stamp": stamp, "parts": {}, "digests": {}})
     for name, part in PARTS[calibration.config.kind].items():
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)
             result["parts"][name] = part(calibration)
+            result["digests"][name] = digest(result["parts"][name])
             write_text(path, json.dumps(result) + "\n")
     chosen = recommend(calibration.config, result["parts"])
     result = provenance(
@@ -167,17 +174,6 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
         result["heads_stamp"] = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
         write_text(path, json.dumps(result, indent=1) + "\n")
     return result
-
-
-def _continued(path: Path, essence: dict[str, Any], stamp: int) -> dict[str, Any]:
-    """The unfinished result of the same options and heads, or an empty one."""
-    fresh = {"options": essence, "heads_stamp": stamp, "parts": {}}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return fresh
-    same = found.get("options") == essence and found.get("heads_stamp") == stamp and not found.get("finished")
-    return found if same else fresh
 
 
 def _write_config(folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]) -> None:
