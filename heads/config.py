@@ -137,9 +137,11 @@ class EarlyConfig(HeadsConfig):
     kind: ClassVar[str] = "early"
     architecture: ClassVar[str] = "EarlyHeads"
 
-    exit_layers: list[int] = Field(min_length=1, description="exit layers that have a head")
+    exit_layers: list[int] = Field(min_length=1, max_length=4096, description="exit layers that have a head")
     default_exit_layers: list[int] = Field(
-        default_factory=list, description="those that draft by default (empty: the one nearest the middle)"
+        default_factory=list,
+        max_length=4096,
+        description="those that draft by default (empty: the one nearest the middle)",
     )
     head: Literal["transform", "classifier"] = "transform"
 

@@ -206,6 +206,18 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
+def whole_heads(tiny_model: Callable[..., Path], made_once: Callable[..., Path]) -> Callable[[str], Path]:
+    """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to be copied, not changed."""
+    import heads_folders
+
+    def make(folder: Path, kind: str) -> None:
+        heads_folders.make_heads(folder, kind, tiny_model())
+        heads_folders.write_calibration(folder, kind)
+
+    return lambda kind: made_once(kind, lambda folder: make(folder, kind))
+
+
+@pytest.fixture(scope="session")
 def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
     """said(family): prompts of the exactness suite with what the tiny model answers, greedy and sampled."""
     from exactness import greedy, prompts

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
 ARCHITECTURES = {kind.architecture for kind in KINDS.values()}
-TENSORS = ("exit.", "cp.", "head.", "cooccurrence.")  # how the names of our tensors begin
+TENSORS = re.compile(
+    r"exit\.\d+\.(transform|classifier)$|cp\.(gate|transforms|classifiers)$|head\.\d+\.|cooccurrence\."
+)
 VLLMS = ("ngram", "[ngram]")  # vLLM's own names of a speculative model that is no model
 
 
@@ -50,7 +53,7 @@ def _names_ours(model: str) -> bool:
         return True
     path = os.path.expanduser(model)
     if os.path.isdir(path):
-        if not any(os.path.exists(os.path.join(path, name)) for name in (CONFIG_NAME, "params.json")):
+        if not any(os.path.lexists(os.path.join(path, name)) for name in (CONFIG_NAME, "params.json")):
             raise OptionError(f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; give a heads folder")
         return is_heads_folder(path)
     if os.path.exists(path) and not model.endswith(".gguf"):
@@ -82,15 +85,19 @@ def is_heads_folder(folder: str) -> bool:
     try:
         data = read_json_object(Path(folder) / CONFIG_NAME, LONGEST_CONFIG, "write it again")
     except MissingFile:
-        if any(name.startswith(TENSORS) for name in tensor_names(folder)):
+        if _has_our_tensors(folder):
             raise
         return False
     architectures, kind = data.get("architectures"), data.get("speculators_model_type")
     if isinstance(architectures, list) and any(a in ARCHITECTURES for a in architectures if isinstance(a, str)):
         return True
     if kind is None and data.get("speculators_config") is None:
-        return False
+        return _has_our_tensors(folder)
     return not (isinstance(kind, str) and kind in _speculators_of_vllm())
+
+
+def _has_our_tensors(folder: str) -> bool:
+    return any(TENSORS.match(name) for name in tensor_names(folder))
 
 
 def served_heads(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:

@@ -42,12 +42,7 @@ class Calibration:
 
     def __init__(self, options: CalibrationOptions, shared: Calibration | None = None) -> None:
         self.options = options
-        self.config, self.tensors = load_tensors(options.heads)
-        name = options.model or find_target(self.config.verifier, options.heads)
-        if shared is None:  # refused before the target loads
-            if options.model is None:
-                check_found(name, options.heads, "give its folder with --target")
-            check_on_disk(self.config, options.heads, name, options.trust_remote_code)
+        self.config, self.tensors, name = checked(options)
         dtype = getattr(torch, options.precision)
         self._shared = shared
         self._written: dict[Any, Texts] = {} if shared is None else shared._written
@@ -139,6 +134,20 @@ class Calibration:
     def head_share(self) -> float:
         """h: a read of the LM head in units of a full pass, batch 1."""
         return head_share(self.times, self.target.num_layers, min(self.options.batch_sizes))
+
+
+def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
+    """The heads of a calibration, checked before their target loads, and the target's name.
+
+    Raises:
+        HeadsError: if they are damaged, if their target is nowhere, or if it is another.
+    """
+    config, tensors = load_tensors(options.heads)
+    name = options.model or find_target(config.verifier, options.heads)
+    if options.model is None:
+        check_found(name, options.heads, "give its folder with --target")
+    check_on_disk(config, options.heads, name, options.trust_remote_code)
+    return config, tensors, name
 
 
 Part = Callable[[Calibration], dict[str, Any]]

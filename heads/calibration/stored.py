@@ -30,7 +30,7 @@ class _Stored(BaseModel):
 class _Counts(_Stored):
     cycles: Amount
     drafted: Amount
-    length: Amount
+    length: float = Field(ge=1, le=17)
 
 
 class _Row(_Stored):
