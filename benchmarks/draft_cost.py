@@ -53,6 +53,8 @@ def write_heads(folder: Path, kind: str, args: argparse.Namespace) -> Path:
     tensors = {name: 0.02 * torch.randn(shape) for name, shape in config.shapes().items()}
     for name in [name for name in tensors if name.startswith(("cooccurrence", "token_counts"))]:
         tensors[name] = torch.arange(1, 1 + tensors[name].numel())  # a table that few candidates are in
+    if kind == "dynamo":
+        tensors["cooccurrence.totals"].fill_(int(tensors["cooccurrence.unigram"].sum()))
     save_heads(folder / kind, config, tensors)
     return folder / kind
 

@@ -19,15 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import HeadsError, load_config
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import all_ways, calibration_of
+from vllm_ppd.heads.planning.plan import all_ways
 from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.vllm_plugins.bench.results import Measured, stored
-from vllm_ppd.vllm_plugins.checks import is_ours
+from vllm_ppd.vllm_plugins.naming import is_ours
 
 COLUMNS = ("temperature", "batch", "contender", "length", "predicted length", "measured", "quartiles", "predicted",
            "measured / predicted")  # fmt: skip

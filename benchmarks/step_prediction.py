@@ -29,10 +29,10 @@ from prediction import ways_of
 from side_by_side import BASE, Contender, Pair, add_pairs, begun, flags, in_turns, plain_names, with_huge_pages
 from tqdm import tqdm
 
+from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.checkpoint import HeadsError, load_config, write_text
 from vllm_ppd.heads.planning.machine import Served
-from vllm_ppd.heads.planning.plan import calibration_of
 from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.results import quartiles

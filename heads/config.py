@@ -6,36 +6,45 @@ Each kind of heads is one class here; its own fields stand beside speculators' k
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_ppd.heads.errors import quoted
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.joint_settings import JointSettings
+from vllm_ppd.heads.layout import Drafts, Layout, TargetLayers, TargetName
 
 Shapes = dict[str, list[int]]
+MOST_NUMBERS = 1 << 35  # of all tensors together: whole classifiers of a large vocabulary are some 2^33
+LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"  # as modules and parameters are named
+
+LayerTensors = Annotated[
+    dict[
+        Annotated[str, Field(pattern=LAYER_TENSOR, max_length=200)],
+        Annotated[list[Annotated[int, Field(ge=1, le=1 << 30)]], Field(min_length=1, max_length=4)],
+    ],
+    Field(min_length=1, max_length=4096),
+]
 
 
-class TargetLayers(BaseModel):
-    """What the heads need to know of the target; speculators calls it `transformer_layer_config`."""
-
-    model_config = ConfigDict(extra="allow")
-    model_type: str
-    hidden_size: int = Field(ge=1)
-    vocab_size: int = Field(ge=1)
-    num_hidden_layers: int = Field(ge=2)
+def is_count(tensor: str) -> bool:
+    """Whether a tensor of that name holds counts or n-grams, which are integers."""
+    return tensor.startswith(("cooccurrence.", "token_counts"))
 
 
 class HeadsConfig(BaseModel, ABC):
     """What all kinds share. A kind adds its fields and says which tensors it expects."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    # Strict: a truth value is no number of layers, and 2.0 is none either.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
     kind: ClassVar[str]
     architecture: ClassVar[str]
 
-    verifier: str = Field(description="name or path of the target")
-    num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step recommended for these heads")
+    verifier: TargetName
+    num_speculative_tokens: Drafts = Field(3, description="drafts a step recommended for these heads")
     draft_vocab_size: int | None = Field(
         None, ge=16, description="how many tokens, the most frequent ones, are drafted by default (None: all)"
     )
@@ -50,6 +59,13 @@ class HeadsConfig(BaseModel, ABC):
                 raise ValueError("draft_vocab_size needs token counts, which these heads lack")
             if self.draft_vocab_size > self.target.vocab_size:
                 raise ValueError(f"draft_vocab_size is more than the vocabulary of {self.target.vocab_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> HeadsConfig:
+        numbers = sum(map(math.prod, self.shapes().values()))
+        if numbers > MOST_NUMBERS:
+            raise ValueError(f"these heads would have {numbers:.1e} numbers, more than the {MOST_NUMBERS:,} allowed")
         return self
 
     @abstractmethod
@@ -93,19 +109,23 @@ class HeadsConfig(BaseModel, ABC):
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> HeadsConfig:
-        """The configuration of the kind that the dictionary names (KeyError if there is none such)."""
+        """The configuration of the kind that the dictionary names.
+
+        Raises:
+            KeyError: if there is no such kind.
+            ValidationError: if a field is missing, of another type or out of bounds.
+        """
         cls = KINDS[data["speculators_model_type"]]
-        speculators = data.get("speculators_config") or {}
-        methods = speculators.get("proposal_methods") or [{}]
+        layout = Layout.model_validate(data)
         own = {name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data}
         return cls.model_validate(
             {
-                "verifier": (speculators.get("verifier") or {}).get("name_or_path"),
-                "num_speculative_tokens": methods[0].get("speculative_tokens", 3),
-                "draft_vocab_size": data.get("draft_vocab_size"),
-                "dtype": data.get("dtype", "float32"),
-                "target": data.get("transformer_layer_config"),
-                "fingerprint": data.get("fingerprint") or {},
+                "verifier": layout.speculators_config.verifier.name_or_path,
+                "num_speculative_tokens": layout.speculators_config.proposal_methods[0].speculative_tokens,
+                "draft_vocab_size": layout.draft_vocab_size,
+                "dtype": layout.dtype,
+                "target": layout.transformer_layer_config,
+                "fingerprint": layout.fingerprint or TargetFingerprint(),
                 **own,
             }
         )
@@ -117,14 +137,23 @@ class EarlyConfig(HeadsConfig):
     kind: ClassVar[str] = "early"
     architecture: ClassVar[str] = "EarlyHeads"
 
-    exit_layers: list[int] = Field(min_length=1, description="exit layers that have a head")
+    exit_layers: list[int] = Field(min_length=1, max_length=4096, description="exit layers that have a head")
     default_exit_layers: list[int] = Field(
-        default_factory=list, description="those that draft by default (empty: the one nearest the middle)"
+        default_factory=list,
+        max_length=4096,
+        description="those that draft by default (empty: the one nearest the middle)",
     )
     head: Literal["transform", "classifier"] = "transform"
 
     @model_validator(mode="after")
     def _known_exits(self) -> EarlyConfig:
+        last = self.target.num_hidden_layers - 1
+        for name, layers in (("exit_layers", self.exit_layers), ("default_exit_layers", self.default_exit_layers)):
+            outside = [layer for layer in layers if not 1 <= layer <= last]
+            if outside:
+                raise ValueError(f"{name} names layer {quoted(outside[0])}, outside 1..{last}")
+            if len(set(layers)) < len(layers):
+                raise ValueError(f"{name} names a layer twice")
         headless = set(self.default_exit_layers) - set(self.exit_layers)
         if headless:
             raise ValueError(f"default_exit_layers names layer {min(headless)}, which has no head")
@@ -191,8 +220,13 @@ class DynaMoConfig(HeadsConfig):
     architecture: ClassVar[str] = "DynaMoHeads"
 
     tokens: int = Field(ge=2, le=4, description="n: tokens of the joint; head 1 is the target itself")
-    layer_tensors: Shapes = Field(description="tensors of one token head, as the target's own decoder layer names them")
-    cooccurrence_entries: dict[int, int] = Field(default_factory=dict, description="n-grams counted, by order")
+    layer_tensors: LayerTensors = Field(
+        description="tensors of one token head, as the target's own decoder layer names them"
+    )
+    # JSON's keys are strings.
+    cooccurrence_entries: dict[Annotated[int, Field(strict=False)], Annotated[int, Field(ge=0)]] = Field(
+        default_factory=dict, description="n-grams counted, by order"
+    )
     sampling: JointSettings = Field(
         default_factory=lambda: JointSettings.model_validate({}), description="settings of the joint"
     )
@@ -201,6 +235,17 @@ class DynaMoConfig(HeadsConfig):
     def _enough_heads(self) -> DynaMoConfig:
         if self.num_speculative_tokens > self.tokens - 1:
             raise ValueError(f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens} token heads")
+        return self
+
+    @model_validator(mode="after")
+    def _sound_tensors(self) -> DynaMoConfig:
+        size, orders = self.target.hidden_size, set(range(2, self.tokens + 1))
+        if not any(size in shape for shape in self.layer_tensors.values()):
+            raise ValueError(f"layer_tensors has no tensor of the hidden size {size}, as every decoder layer has")
+        if self.cooccurrence_entries and set(self.cooccurrence_entries) != orders:
+            raise ValueError(f"cooccurrence_entries must count n-grams of orders 2 to {self.tokens}, or none")
+        if self.cooccurrence_entries and self.target.vocab_size**self.tokens >= 2**63:
+            raise ValueError(f"n-grams of {self.tokens} of {self.target.vocab_size} tokens do not fit 63 bits")
         return self
 
     def describe(self) -> str:

@@ -69,6 +69,27 @@ class CoOccurrence:
             {n: torch.from_numpy(counts) for n, (_, counts) in merged.items()},
         )
 
+    def check(self) -> None:
+        """Refuse counts that no corpus has: a mask made of them could be anything.
+
+        Raises:
+            ValueError: if counts are negative or more than there are n-grams, if keys are out of range, not ascending
+                or not unique, or if an entry of eq. 3 is not finite.
+        """
+        orders = {1: self.unigram, **self.counts}
+        if len(self.totals) != len(orders):
+            raise ValueError(f"cooccurrence.totals has {len(self.totals)} numbers for n-grams of {len(orders)} orders")
+        for order, counts in orders.items():
+            # Counts are clamped to 31 bits where they are stored: float64 adds up any number of them.
+            if len(counts) and (int(counts.min()) < 0 or float(counts.double().sum()) > float(self.totals[order - 1])):
+                raise ValueError(f"the counts of {order}-grams are negative, or more than cooccurrence.totals says")
+        for order, keys in self.keys.items():
+            ascending = bool((keys[1:] > keys[:-1]).all())
+            if not ascending or (len(keys) and not 0 <= int(keys[0]) <= int(keys[-1]) < self.vocab_size**order):
+                raise ValueError(f"cooccurrence.{order}.keys are not ascending keys of {order}-grams")
+        if not all(bool(ratio.isfinite().all()) for _, ratio in self._lookup.values()):
+            raise ValueError("the co-occurrence counts give a mask that is not finite")
+
     def mask(self, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
         """p^(x_1..x_n) / prod p^(x_i) (eq. 3) of every combination of the heads' tokens.
 
@@ -118,11 +139,15 @@ class CoOccurrence:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, as small as they fit."""
-        found = {"cooccurrence.unigram": self.unigram.to(torch.int32), "cooccurrence.totals": self.totals}
+        most = torch.iinfo(torch.int32).max
+        found = {
+            "cooccurrence.unigram": self.unigram.clamp(max=most).to(torch.int32),
+            "cooccurrence.totals": self.totals,
+        }
         for n, keys in self.keys.items():
             small = self.vocab_size**n < 2**31
             found[f"cooccurrence.{n}.keys"] = keys.to(torch.int32) if small else keys
-            found[f"cooccurrence.{n}.counts"] = self.counts[n].clamp(max=2**31 - 1).to(torch.int32)
+            found[f"cooccurrence.{n}.counts"] = self.counts[n].clamp(max=most).to(torch.int32)
         return found
 
     @classmethod

@@ -76,7 +76,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     from vllm import LLM
 
     from vllm_ppd.vllm_plugins.bench.options import kv_cache
-    from vllm_ppd.vllm_plugins.checks import is_ours
+    from vllm_ppd.vllm_plugins.naming import is_ours
 
     if speculative_config is not None and is_ours(speculative_config):
         speculative_config = {"adaptive": False, **speculative_config}
@@ -203,6 +203,18 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
         return folder
 
     return get
+
+
+@pytest.fixture(scope="session")
+def whole_heads(tiny_model: Callable[..., Path], made_once: Callable[..., Path]) -> Callable[[str], Path]:
+    """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to be copied, not changed."""
+    import heads_folders
+
+    def make(folder: Path, kind: str) -> None:
+        heads_folders.make_heads(folder, kind, tiny_model())
+        heads_folders.write_calibration(folder, kind)
+
+    return lambda kind: made_once(kind, lambda folder: make(folder, kind))
 
 
 @pytest.fixture(scope="session")

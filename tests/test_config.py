@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from heads_folders import blank_tensors, config_of
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.heads.checkpoint import HeadsError, save_heads
-from vllm_ppd.heads.config import CPConfig, DynaMoConfig, TargetLayers
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import WORKER
@@ -279,26 +279,15 @@ def test_cooccurrence_table_of_another_vocabulary(tiny_model: Model, tmp_path: P
 
 
 def blank_heads(
-    folder: Path, model: Path, kind: str, table: int = 320, draft_vocab_size: int | None = None, **changes: int
+    folder: Path, model: Path, kind: str, table: int | None = None, draft_vocab_size: int | None = None, **sizes: int
 ) -> str:
     """A heads folder whose weights are zeros."""
-    sizes = {"hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 6, **changes}
-    shared: dict[str, Any] = {"verifier": str(model), "target": TargetLayers(model_type="llama", **sizes)}
-    shared["draft_vocab_size"] = draft_vocab_size
-    config: Any
-    if kind == "cp":
-        config = CPConfig(**shared, positions=4, rank=2, token_counts=True)
-    else:
-        config = DynaMoConfig(
-            **shared,
-            tokens=3,
-            num_speculative_tokens=2,
-            layer_tensors={"norm": [64]},
-            cooccurrence_entries={2: 4, 3: 4},
-        )
-    tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
-    if kind == "dynamo":
-        tensors["cooccurrence.unigram"] = torch.zeros(table)
+    config = config_of(
+        kind, model, sizes, draft_vocab_size=draft_vocab_size, **{"positions": 4} if kind == "cp" else {}
+    )
+    tensors = blank_tensors(config)
+    if table is not None:
+        tensors["cooccurrence.unigram"] = torch.ones(table).int()
     save_heads(folder / kind, config, tensors)
     return str(folder / kind)
 

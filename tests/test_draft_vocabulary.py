@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads_folders import blank_tensors
 
 from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.config import CPConfig, TargetLayers
@@ -80,7 +81,7 @@ def test_recommendation_reaches_the_config(tmp_path: Path) -> None:
         verifier="m", positions=2, rank=2, num_speculative_tokens=1, token_counts=True,
         target=TargetLayers(model_type="llama", hidden_size=8, vocab_size=64, num_hidden_layers=4),
     )  # fmt: skip
-    tensors = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
+    tensors = blank_tensors(config)
     for size in (32, None):
         _write_config(str(tmp_path), config, tensors, {"draft_vocab_size": size, "predicted_speedup": 2.0})
         assert load_config(tmp_path).draft_vocab_size == size

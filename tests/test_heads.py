@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from vllm_ppd.heads.checkpoint import (
     HeadsError,
+    check_folder,
     check_target,
-    check_weights,
     kind_of,
     load_config,
     load_early_heads,
@@ -152,7 +152,7 @@ def damage_layout(folder: Path) -> None:
     [
         (damage_truncate, "truncated or not safetensors"),
         (damage_header, "truncated or not safetensors"),
-        (damage_pickle, "pytorch_model.bin, a pickle, which is never loaded"),
+        (damage_pickle, "'pytorch_model.bin', a pickle, which is never loaded"),
         (damage_missing, "has no model.safetensors"),
         (damage_shape, r"'exit.3.transform' has shape \[64, 32\], expected \[64, 64\]"),
         (damage_name, "no tensor 'exit.3.transform'"),
@@ -160,7 +160,7 @@ def damage_layout(folder: Path) -> None:
         (damage_no_config, "has no config.json"),
         (damage_kind, "heads of kind 'eagle3'; expected kind 'early', 'cp', 'dynamo'"),
         (damage_field, "exit_layers: List should have at least 1 item"),
-        (damage_layout, "the layout is not that of a heads folder"),
+        (damage_layout, "speculators_config.proposal_methods: Input should be a valid list"),
     ],
 )
 def test_damage_is_named(
@@ -169,7 +169,7 @@ def test_damage_is_named(
     folder = Path(shutil.copytree(heads_folder(), tmp_path / "heads"))
     damage(folder)
     with pytest.raises(HeadsError, match=message) as caught:
-        check_weights(load_config(folder), folder)
+        check_folder(folder)
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
 

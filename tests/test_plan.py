@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DEMO
+from heads_folders import blank_tensors
 from safetensors.torch import save_file
 
 from vllm_ppd.heads.calibration.recommend import recommend, settings
@@ -69,7 +70,7 @@ def folder(tmp_path: Path) -> Callable[..., str]:
     def get(config: HeadsConfig, parts: dict[str, Any], finished: bool = True) -> str:
         path = tmp_path / f"{config.kind}-{len(list(tmp_path.iterdir()))}"
         path.mkdir()
-        save_heads(path, config, {name: torch.zeros(shape) for name, shape in config.shapes().items()})
+        save_heads(path, config, blank_tensors(config))
         (path / "calibration.json").write_text(json.dumps({"finished": finished, "parts": parts}))
         return str(path)
 
@@ -257,7 +258,7 @@ def test_bad_options_are_one_line(
 def test_refuses_what_cannot_be_planned(folder: Callable[..., str], early: str) -> None:
     with pytest.raises(HeadsError, match="no finished calibration; run `ppd calibrate"):
         plan(folder(early_config(), early_parts(0.5), finished=False))
-    with pytest.raises(HeadsError, match="has heads for another, the others for the/target"):
+    with pytest.raises(HeadsError, match="has heads for 'another', the others for 'the/target'"):
         plan(early, folder(early_config("another"), early_parts(0.5)))
     cp = folder(
         CPConfig(verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, target=TARGET), cp_parts(1)

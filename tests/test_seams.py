@@ -47,15 +47,17 @@ def original(owner: type, name: str) -> Any:
     return getattr(wrapper, seams._MARK)
 
 
+def seams_now() -> list[Any]:
+    """What stands where each seam is."""
+    owners = [owner.partition(":") for owner, _, _ in seams.SEAMS]
+    found = [vars(sys.modules[module])[cls] if cls else sys.modules[module] for module, _, cls in owners]
+    return [vars(owner)[name] for owner, (_, name, _) in zip(found, seams.SEAMS, strict=True)]
+
+
 def test_registration_is_idempotent() -> None:
-    before = [
-        vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS
-    ]
+    before = seams_now()
     register()
-    after = [
-        vars(getattr(sys.modules[owner.split(":")[0]], owner.split(":")[1]))[name] for owner, name, _ in seams.SEAMS
-    ]
-    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert all(a is b for a, b in zip(before, seams_now(), strict=True))
 
 
 def test_entry_point() -> None:
@@ -80,6 +82,16 @@ def test_seam_method() -> None:
     from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
 
     assert parameters(create_custom_proposer) == ["vllm_config"]
+
+
+def test_seam_served_heads() -> None:
+    from vllm.engine import arg_utils
+
+    stock = getattr(arg_utils.maybe_override_with_speculators, seams._MARK)
+    assert {"model", "tokenizer", "vllm_speculative_config"} <= set(parameters(stock))
+    called = inspect.getsource(EngineArgs.create_engine_config)
+    assert "vllm_speculative_config=self.speculative_config" in called, "heads are found some other way"
+    assert "(self.model, self.tokenizer, self.speculative_config) =" in called, "it returns something else"
 
 
 def test_seam_lookahead() -> None:

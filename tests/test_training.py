@@ -21,7 +21,7 @@ from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads import checkpoint
-from vllm_ppd.heads.checkpoint import check_weights, kind_of, load_config
+from vllm_ppd.heads.checkpoint import check_folder, kind_of, load_config
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli import on_policy
@@ -79,7 +79,7 @@ def test_heads_learn(train: Train, kind: str, family: str) -> None:
     before, after = losses(folder, FIGURES[kind])
     assert after < before
     assert kind_of(folder) == kind
-    check_weights(load_config(folder, kind), folder)
+    check_folder(folder, kind)
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "provenance.json"]
 
 
@@ -194,7 +194,7 @@ def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_p
     reached = json.loads(_facts(state))["step"]
     assert 0 < reached < 400, "killed too early or too late to tell"
     assert main(command(tiny_model(), data, out, "--steps", "400", "--save-every", "1")) == 0
-    check_weights(load_config(out), out)
+    check_folder(out)
 
 
 def _facts(state: Path) -> str:

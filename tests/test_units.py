@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,6 +236,28 @@ def test_counters_reach_the_front_end() -> None:
     assert set(after) == {f"ppd:{name}" for name in COUNTERS}
     assert after["ppd:deferred_steps"] - before["ppd:deferred_steps"] == 1
     assert after["ppd:drafting_seconds"] - before["ppd:drafting_seconds"] == 0.25
+
+
+def test_counters_of_many_engines_share_their_descriptors() -> None:
+    """And each engine, and each rank of it, has rows of its own."""
+    publish(ONE_ENGINE)
+    before = len(os.listdir("/proc/self/fd"))
+    workers = []
+    for _ in range(20):
+        publish(ONE_ENGINE)
+        workers.append(Counters(ONE_ENGINE))
+        workers[-1].add("deferred_steps")
+    assert [worker.values.sum() for worker in workers] == [1] * 20
+    del workers
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+    two = SimpleNamespace(data_parallel_size=2, world_size=1, pipeline_parallel_size=1, rank=0, data_parallel_index=1)
+    publish(two)
+    second = Counters(two)
+    publish(ONE_ENGINE)
+    third = Counters(ONE_ENGINE)
+    second.add("deferred_steps", 2)
+    assert (second.values.sum(), third.values.sum()) == (2, 0)
 
 
 def test_counters_without_a_file_still_count(monkeypatch: pytest.MonkeyPatch) -> None:

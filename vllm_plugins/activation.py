@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -14,6 +16,7 @@ from vllm_ppd.heads.checkpoint import HeadsError
 from vllm_ppd.vllm_plugins import checks
 from vllm_ppd.vllm_plugins.config import CONFIG_KEY, DraftingConfig, OptionError, flag_fields, flag_name
 from vllm_ppd.vllm_plugins.methods import is_proposer
+from vllm_ppd.vllm_plugins.naming import is_ours
 
 
 def is_active(holder: Any) -> bool:
@@ -46,9 +49,16 @@ def own_config(vllm_config: Any, who: object) -> DraftingConfig:
 
 
 def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
-    """As _activate; a refusal that nobody catches ends the process with its one line, not with a traceback."""
-    try:
+    """As _activate, refusals in one line."""
+    with refusals_in_one_line():
         return _activate(engine_args, model_config, parallel_config)
+
+
+@contextlib.contextmanager
+def refusals_in_one_line() -> Iterator[None]:
+    """A refusal that nobody catches ends the process with its one line and exit code 2, not with a traceback."""
+    try:
+        yield
     except (OptionError, HeadsError):
         if sys.excepthook is not _one_line:
             _previous_hook.append(sys.excepthook)
@@ -62,8 +72,8 @@ _previous_hook: list[Any] = []
 def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, OptionError | HeadsError):
         print(f"vllm-ppd: error: {error}", file=sys.stderr)
-    else:
-        _previous_hook[-1](kind, error, trace)
+        raise SystemExit(2)
+    _previous_hook[-1](kind, error, trace)
 
 
 def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
@@ -81,7 +91,7 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     if is_proposer(asked.get("model")) and is_active(engine_args):  # the same arguments, used a second time
         parallel_config.worker_cls = checks.WORKER
         return active_config(engine_args)
-    if not checks.is_ours(asked):
+    if not is_ours(asked):
         ours = [flag_name(key) for key in asked if key in flag_fields() and not checks.is_vllms(key)]
         if ours:
             raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")

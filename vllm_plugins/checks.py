@@ -6,9 +6,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, kind_of, load_config
+from vllm_ppd.heads.checkpoint import check_target, kind_of, load_config
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.target_check import check_layers
+from vllm_ppd.heads.weights import read_weights
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
 from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, METHODS, Method
@@ -23,25 +25,6 @@ GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.group.scheduler.GroupScheduler"
 
 # What changes a layer of Llama's build where a model's configuration has it.
 _NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
-
-
-def is_ours(speculative_config: dict[str, Any]) -> bool:
-    """Whether a speculative_config asks for one of our methods.
-
-    Raises:
-        OptionError: if the model looks like a folder of this machine and is none.
-    """
-    method, model = speculative_config.get("method"), speculative_config.get("model")
-    if method is not None:
-        return method in METHODS or method in METHOD_OF_HEADS
-    if not isinstance(model, str):
-        return False
-    if model in METHODS or kind_of(model) is not None:
-        return True
-    # vLLM would look such a name up on the Hub and fail with a page of errors.
-    if model.startswith(("./", "../", "/", "~")) and not os.path.exists(os.path.expanduser(model)):
-        raise OptionError(f"speculative model folder {model!r} does not exist; give a heads folder or a method name")
-    return False
 
 
 def is_vllms(option: str) -> bool:
@@ -62,7 +45,9 @@ def resolve_options(
     given = dict(speculative_config)
     if given.get("method") is None and given.get("model") in METHODS:
         given["method"] = given.pop("model")  # `--speculative-model ppd` names the method, not a folder
-    kind = kind_of(os.path.expanduser(given["model"])) if isinstance(given.get("model"), str) else None
+    if isinstance(given.get("model"), str):
+        given["model"] = os.path.expanduser(given["model"])
+    kind = kind_of(given["model"]) if isinstance(given.get("model"), str) else None
     if given.get("method") is None and kind is not None:
         given["method"] = METHOD_OF_HEADS[kind]
     if given.get("method") in METHOD_OF_HEADS:
@@ -161,21 +146,18 @@ def _check_heads(options: DraftingOptions, method: Method, model_config: ModelCo
     Raises:
         HeadsError: if they do not fit.
     """
-    folder, text_config = os.path.expanduser(str(options.model)), model_config.hf_text_config
+    folder, text_config = str(options.model), model_config.hf_text_config
     heads = load_config(folder, method.heads)
-    num_layers = text_config.num_hidden_layers
     check_target(
         heads,
         folder,
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,
-        num_hidden_layers=num_layers,
+        num_hidden_layers=text_config.num_hidden_layers,
         fingerprint=_target_fingerprint(model_config),
     )
-    check_weights(heads, folder)
-    outside = [layer for layer in getattr(heads, "exit_layers", ()) if not 1 <= layer < num_layers]
-    if outside:
-        raise HeadsError(f"heads in {folder!r} name exit layer {outside[0]}, outside 1..{num_layers - 1}")
+    check_layers(heads, folder, text_config)
+    read_weights(heads, folder)
     return heads
 
 

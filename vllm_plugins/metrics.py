@@ -47,7 +47,8 @@ MOST_TICKS = 17  # of a step, as num_speculative_tokens allows
 _WIDTHS = [MOST_TICKS if name in BY_TICK else 1 for name in COUNTERS]
 _FIRST = dict(zip(COUNTERS, np.cumsum([0, *_WIDTHS[:-1]]).tolist(), strict=True))
 _COLUMNS = sum(_WIDTHS)
-PATH_VARIABLE = "PPD_COUNTERS_FILE"
+PATH_VARIABLE = "PPD_COUNTERS_FILE"  # PATH#ROW:ROWS, the rows of the engine in the file
+_ROWS = 4096  # of a table, whose unused rows take no memory
 _published: list[np.ndarray] = []
 
 
@@ -62,16 +63,39 @@ def publish(parallel_config: Any) -> None:
         logger.info("vllm-ppd: no shared memory of the needed kind on this system, ppd: counters are off")
         return
     engines = max(1, parallel_config.data_parallel_size)
-    size = 8 * engines * _COLUMNS
-    descriptor = os.memfd_create("vllm-ppd-counters")
-    os.ftruncate(descriptor, size)
-    table = np.frombuffer(mmap.mmap(descriptor, size), dtype=np.float64).reshape(engines, _COLUMNS)
     if not _published:
         from prometheus_client import REGISTRY
 
         REGISTRY.register(_Collector())
-    _published.append(table)
-    os.environ[PATH_VARIABLE] = f"/proc/{os.getpid()}/fd/{descriptor}"
+    global _table
+    if _table is None or not _table.has_room(engines):
+        _table = _Table(max(_ROWS, engines))
+    rows, place = _table.take(engines)
+    _published.append(rows)
+    os.environ[PATH_VARIABLE] = place
+
+
+class _Table:
+    """Rows of zeros in shared memory, taken by one engine after the other."""
+
+    def __init__(self, rows: int) -> None:
+        self.pid, self.used = os.getpid(), 0
+        self.descriptor = os.memfd_create("vllm-ppd-counters")
+        os.ftruncate(self.descriptor, 8 * rows * _COLUMNS)
+        memory = mmap.mmap(self.descriptor, 8 * rows * _COLUMNS)
+        self.rows = np.frombuffer(memory, dtype=np.float64).reshape(rows, _COLUMNS)
+
+    def has_room(self, engines: int) -> bool:
+        """Not in a forked process, which would take the rows that its parent takes."""
+        return self.pid == os.getpid() and self.used + engines <= len(self.rows)
+
+    def take(self, engines: int) -> tuple[np.ndarray, str]:
+        """Rows, and where other processes find them."""
+        first, self.used = self.used, self.used + engines
+        return self.rows[first : self.used], f"/proc/{self.pid}/fd/{self.descriptor}#{first}:{engines}"
+
+
+_table: _Table | None = None
 
 
 class Counters:
@@ -79,13 +103,15 @@ class Counters:
 
     def __init__(self, parallel_config: Any) -> None:
         self.values = np.zeros(_COLUMNS)
-        path = os.environ.get(PATH_VARIABLE)
+        place = os.environ.get(PATH_VARIABLE)
         # Ranks of a stage come one after the other.
         ranks_of_a_stage = parallel_config.world_size // parallel_config.pipeline_parallel_size
-        if path is None or parallel_config.rank % ranks_of_a_stage != 0:
+        if place is None or parallel_config.rank % ranks_of_a_stage != 0:
             return
         try:
-            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, _COLUMNS)
+            path, _, rows_of_engine = place.partition("#")
+            first, count = map(int, rows_of_engine.split(":"))
+            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, _COLUMNS)[first : first + count]
             # As an array: an entry of a memmap takes twice as long.
             self.values = np.asarray(rows[parallel_config.data_parallel_index])
         except (OSError, ValueError, IndexError) as error:

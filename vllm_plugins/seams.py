@@ -9,7 +9,7 @@
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
     Scheduler.__init__                     no placeholder drafts beside a prompt's last token
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
-    register_speculator                    `vllm serve HEADS` finds the target by itself
+    maybe_override_with_speculators        `vllm serve HEADS` finds the target by itself
 
 Each wrapper calls what it replaced and adds to it only where our own configuration is present. The worker and the
 runner are subclasses (worker.py, runner.py), named by vLLM's own `worker_cls`.
@@ -57,7 +57,6 @@ def install() -> None:
     if is_supported(version):
         for owner, name, make in SEAMS:
             _wrap(owner, name, make)
-        _register_speculator()
         return
     logger.warning("vllm-ppd supports vLLM %s and found %s: its methods are off", SUPPORTED_VLLM, version)
     try:
@@ -70,7 +69,8 @@ def install() -> None:
 def _wrap(owner_path: str, name: str, make: Callable[[Any], Any]) -> None:
     """Replace an attribute by make(original), once."""
     module, _, owner_name = owner_path.partition(":")
-    owner = getattr(importlib.import_module(module), owner_name)
+    owner = importlib.import_module(module)
+    owner = getattr(owner, owner_name) if owner_name else owner
     original = owner.__dict__[name]
     getter = original.fget if isinstance(original, property) else original
     if hasattr(getattr(getter, "__func__", getter), _MARK):
@@ -94,15 +94,35 @@ def _add_cli_args(original: staticmethod) -> staticmethod:
 def _from_cli_args(original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def from_cli_args(cls: type, args: Any) -> Any:
+        from vllm_ppd.vllm_plugins.activation import refusals_in_one_line
         from vllm_ppd.vllm_plugins.flags import DESTINATION, merge_flags
 
         engine_args = original.__func__(cls, args)
         flags = getattr(args, DESTINATION, None)
         if flags:
-            engine_args.speculative_config = merge_flags(engine_args.speculative_config, flags)
+            with refusals_in_one_line():
+                engine_args.speculative_config = merge_flags(engine_args.speculative_config, flags)
         return engine_args
 
     return classmethod(from_cli_args)
+
+
+def _maybe_override_with_speculators(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_override_with_speculators(
+        model: Any, tokenizer: Any, *args: Any, vllm_speculative_config: Any = None, **kwargs: Any
+    ) -> Any:
+        from vllm_ppd.vllm_plugins.activation import refusals_in_one_line
+        from vllm_ppd.vllm_plugins.naming import served_heads
+
+        with refusals_in_one_line():
+            served = served_heads(model, vllm_speculative_config)
+        if served is None:
+            return original(model, tokenizer, *args, vllm_speculative_config=vllm_speculative_config, **kwargs)
+        target, speculative_config = served
+        return target, tokenizer or target, speculative_config
+
+    return maybe_override_with_speculators
 
 
 def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,19 +230,10 @@ def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_speculative_config
 
 
-def _register_speculator() -> None:
-    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES, register_speculator
-
-    from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS
-
-    for algorithm in METHOD_OF_HEADS:
-        if algorithm not in SUPPORTED_SPECULATORS_TYPES:
-            register_speculator(algorithm)(lambda config_dict, pre_trained_config: None)
-
-
 SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "add_cli_args", _add_cli_args),
     ("vllm.engine.arg_utils:EngineArgs", "from_cli_args", _from_cli_args),
+    ("vllm.engine.arg_utils", "maybe_override_with_speculators", _maybe_override_with_speculators),
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),

@@ -14,19 +14,21 @@ import torch
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.recommend import recommend
+from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.target_check import check_on_disk
+from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
-NAME = "calibration.json"
 WINDOW = 512  # tokens of the windows on which perplexities are measured, where documents have so many
 SHORTEST_WINDOW = 32  # in shorter ones hardly a token has as many after it as heads predict
 
@@ -41,8 +43,7 @@ class Calibration:
 
     def __init__(self, options: CalibrationOptions, shared: Calibration | None = None) -> None:
         self.options = options
-        self.config, self.tensors = load_tensors(options.heads)
-        name = options.model or self.config.verifier
+        self.config, self.tensors, name = checked(options)
         dtype = getattr(torch, options.precision)
         self._shared = shared
         self._written: dict[Any, Texts] = {} if shared is None else shared._written
@@ -134,6 +135,20 @@ class Calibration:
         return head_share(self.times, self.target.num_layers, min(self.options.batch_sizes))
 
 
+def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
+    """The heads of a calibration, checked before their target loads, and the target's name.
+
+    Raises:
+        HeadsError: if they are damaged, if their target is nowhere, or if it is another.
+    """
+    config, tensors = load_tensors(options.heads)
+    name = options.model or find_target(config.verifier, options.heads)
+    if options.model is None:
+        check_found(name, options.heads, "give its folder with --target")
+    check_on_disk(config, options.heads, name, options.trust_remote_code)
+    return config, tensors, name
+
+
 Part = Callable[[Calibration], dict[str, Any]]
 
 
@@ -149,11 +164,12 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     path = Path(options.heads) / NAME
     essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
     stamp = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
-    result = _continued(path, essence, stamp)
+    result = continued(path, {"options": essence, "heads_stamp": stamp, "parts": {}, "digests": {}})
     for name, part in PARTS[calibration.config.kind].items():
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)
             result["parts"][name] = part(calibration)
+            result["digests"][name] = digest(result["parts"][name])
             write_text(path, json.dumps(result) + "\n")
     chosen = recommend(calibration.config, result["parts"])
     result = provenance(
@@ -166,18 +182,6 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
         result["heads_stamp"] = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
         write_text(path, json.dumps(result, indent=1) + "\n")
     return result
-
-
-def _continued(path: Path, essence: dict[str, Any], stamp: int) -> dict[str, Any]:
-    """The unfinished result of the same options and heads, or an empty one."""
-    fresh = {"options": essence, "heads_stamp": stamp, "parts": {}}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return fresh
-    if not isinstance(found, dict) or not isinstance(found.get("parts"), dict) or found.get("finished"):
-        return fresh
-    return found if found.get("options") == essence and found.get("heads_stamp") == stamp else fresh
 
 
 def _write_config(folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]) -> None:

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.calibration.recommend import Setting, settings
-from vllm_ppd.heads.calibration.run import NAME
-from vllm_ppd.heads.checkpoint import HeadsError, load_config
+from vllm_ppd.heads.calibration.stored import calibration_of
+from vllm_ppd.heads.checkpoint import HeadsError, check_folder
 from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.errors import quoted
 from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
+from vllm_ppd.heads.target_path import find_target
 
 SHOWN = (1, 2, 4, 8, 16, 32)  # batch sizes of the table
 METHOD = {"early": "ppd", "cp": "cp", "dynamo": "dynamo"}
@@ -52,10 +52,13 @@ def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
     ways: list[Way] = []
     targets, lacking = [], []
     for folder in options.heads:
-        config, result = load_config(folder), calibration_of(folder)
-        targets.append(options.model or config.verifier)
+        config, result = check_folder(folder), calibration_of(folder)
+        targets.append(options.model or find_target(config.verifier, folder))
         if targets[-1] != targets[0]:
-            raise HeadsError(f"{folder!r} has heads for {targets[-1]}, the others for {targets[0]}; plan one target")
+            raise HeadsError(
+                f"{quoted(folder)} has heads for {quoted(targets[-1])}, the others for {quoted(targets[0])}; plan one "
+                "target, or name it with --target"
+            )
         parts = result["parts"]
         if _has_transforms(config) and "transform_in_layers" not in parts["timing"]:  # not always counted
             try:
@@ -110,24 +113,6 @@ def make_fleets(options: PlanOptions) -> tuple[str, list[Fleet]]:
     return target, [fleet(ways[0], options.largest, load, options.latency, False), *found]
 
 
-def calibration_of(folder: str) -> dict[str, Any]:
-    """The finished calibration of a heads folder.
-
-    Raises:
-        HeadsError: if there is none.
-    """
-    path = Path(folder) / NAME
-    try:
-        result = json.loads(path.read_text())
-    except FileNotFoundError:
-        result = {}
-    except ValueError as error:
-        raise HeadsError(f"{path} is no JSON ({error}); run `ppd calibrate {folder}` again") from None
-    if not result.get("finished"):
-        raise HeadsError(f"heads in {folder!r} have no finished calibration; run `ppd calibrate {folder} --data FILE`")
-    return result
-
-
 def _has_transforms(config: HeadsConfig) -> bool:
     """Whether the heads have d x d matrices of their own, which drafting reads."""
     return config.factorised if isinstance(config, CPConfig) else getattr(config, "head", None) == "transform"
@@ -138,7 +123,7 @@ def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, 
     machine = machine_of(options, parts["timing"], target, depth)
     if options.stages == "2":
         if not isinstance(config, EarlyConfig):
-            raise HeadsError(f"{folder!r} has {config.kind} heads; a worker group drafts with early heads")
+            raise HeadsError(f"{quoted(folder)} has {config.kind} heads; a worker group drafts with early heads")
         yield from _groups(folder, parts["matches"], depth, machine, options)
         return
     for setting in settings(config, parts, greedy=options.texts == "greedy"):

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.checkpoint import CONFIG_NAME, save_heads, write_text
 from vllm_ppd.heads.data.files import expand
+from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
@@ -73,7 +74,9 @@ def train(options: TrainingOptions) -> dict[str, Any]:
     facts = run.train()
     if processes.is_main:
         recipe.prepare_output(run.store, out)
-        save_heads(out, recipe.config(), recipe.tensors())
+        config = recipe.config()
+        config = config.model_copy(update={"verifier": stored_name(config.verifier, out)})
+        save_heads(out, config, recipe.tensors())
         facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), **facts)
         write_text(out / "provenance.json", json.dumps(facts, indent=2) + "\n")
         shutil.rmtree(work)

@@ -12,6 +12,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_ppd.heads.checkpoint import first_problem
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.files import named, read_json_object
+
+NAME = "provenance.json"
+LONGEST = 16 << 20  # bytes
 PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic", "accelerate", "ray", "xformers")
 
 
@@ -50,6 +58,31 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "machine": machine(),
         **facts,
     }
+
+
+class Provenance(BaseModel):
+    """What is read again of `provenance.json`."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    command: str
+    time: str = Field(max_length=80)
+    tokens: int | None = Field(None, ge=0, le=1 << 62)
+    seconds: float | None = Field(None, ge=0, le=1e12)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
+    """How the heads of a folder were trained.
+
+    Raises:
+        MissingFile: if the folder does not say.
+        HeadsError: if its `provenance.json` is not one of heads.
+    """
+    path, instead = Path(folder) / NAME, "train the heads again, or delete it"
+    try:
+        return Provenance.model_validate(read_json_object(path, LONGEST, instead))
+    except ValidationError as error:
+        raise HeadsError(f"{named(path)}: {first_problem(error)}; {instead}") from None
 
 
 def _commit() -> str | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -17,9 +18,19 @@ class UsageError(ValueError):
 
 
 def add_fields(
-    parser: argparse.ArgumentParser, model: type[BaseModel], leave_out: frozenset[str] = frozenset()
+    parser: argparse.ArgumentParser,
+    model: type[BaseModel],
+    leave_out: frozenset[str] = frozenset(),
+    also: Mapping[str, str] | None = None,
 ) -> None:
-    """Add one flag a field; what the user leaves out stays out, so that the model's defaults are the only ones."""
+    """Add one flag a field; what the user leaves out stays out, so that the model's defaults are the only ones.
+
+    Args:
+        parser: where they are added.
+        model: whose fields they are.
+        leave_out: fields without a flag.
+        also: a second flag of some fields.
+    """
     for name, field in model.model_fields.items():
         if name in leave_out:
             continue
@@ -34,7 +45,8 @@ def add_fields(
         elif get_origin(field.annotation) is Literal:
             parser.add_argument(flag, choices=get_args(field.annotation), **shared)
         else:
-            parser.add_argument(flag, metavar=name.upper(), **shared)
+            names = [flag, *([also[name]] if also and name in also else [])]
+            parser.add_argument(*names, metavar=name.upper(), **shared)
 
 
 def options_from(model: type[Options], args: argparse.Namespace) -> Options:

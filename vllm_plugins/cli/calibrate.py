@@ -19,14 +19,15 @@ def add(subparsers: Any) -> None:
         usage="ppd calibrate DIR --data FILE [FILE ...] [options]",
     )  # fmt: skip
     parser.add_argument("folder", metavar="DIR", help="heads folder")
-    add_fields(parser, CalibrationOptions, leave_out=frozenset({"heads"}))
+    add_fields(parser, CalibrationOptions, leave_out=frozenset({"heads"}), also={"model": "--target"})
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.calibration.options import CalibrationOptions
     from vllm_ppd.heads.calibration.report import report
-    from vllm_ppd.heads.calibration.run import NAME, calibrate
+    from vllm_ppd.heads.calibration.run import calibrate
+    from vllm_ppd.heads.calibration.stored import NAME
 
     args.heads = args.folder
     options = options_from(CalibrationOptions, args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ from typing import Any
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("inspect", help="describe a heads folder and check it")
     parser.add_argument("folder", metavar="DIR", help="heads folder")
-    parser.add_argument("--model", help="target to check against (default: the one that the heads name)")
+    parser.add_argument(
+        "--target", "--model", dest="target", metavar="DIR",
+        help="target to check against (default: the one that the heads name)",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
-    from vllm_ppd.heads.checkpoint import WEIGHTS_NAME, HeadsError, check_weights, load_config
+    from vllm_ppd.heads.checkpoint import WEIGHTS_NAME, HeadsError, check_folder
+    from vllm_ppd.heads.target_path import find_target
 
-    config = load_config(args.folder)
+    config = check_folder(args.folder)
+    target = args.target or find_target(config.verifier, args.folder)
     lines: dict[str, Any] = {"kind": f"{config.kind} ({config.architecture})", "target": config.verifier}
+    if args.target is None and target != config.verifier:
+        lines["target found at"] = target
     lines |= {f"target {name}": value for name, value in config.target.model_dump().items()}
     own = config.to_json()
     lines |= {
@@ -30,15 +38,14 @@ def run(args: argparse.Namespace) -> int:
         if name in type(config).model_fields and name not in ("fingerprint", "target", "layer_tensors")
     }
     lines["num_speculative_tokens"] = config.num_speculative_tokens
-    check_weights(config, args.folder)
-    weights = Path(args.folder) / WEIGHTS_NAME
-    numbers = sum(_product(shape) for shape in config.shapes().values())
-    lines["weights"] = f"{numbers:,} numbers in {len(config.shapes())} tensors, {weights.stat().st_size / 1e6:.2f} MB"
-    lines |= _provenance(Path(args.folder))
+    weights, shapes = Path(args.folder) / WEIGHTS_NAME, config.shapes().values()
+    lines["weights"] = (
+        f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors, {weights.stat().st_size / 1e6:.2f} MB"
+    )
+    lines |= _provenance(args.folder) | _calibration(args.folder)
     width = max(map(len, lines))
     for name, value in lines.items():
         print(f"{name:<{width}}  {value}")
-    target = args.model or config.verifier
     try:
         print(f"will load: {_check(config, args.folder, target)}")
     except HeadsError as error:
@@ -47,36 +54,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _product(shape: list[int]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
-
-
 def _check(config: Any, folder: str, target: str) -> str:
     """The server's own checks against a target that is on this disk."""
-    from transformers import AutoConfig
+    from vllm_ppd.heads.target_check import check_on_disk
 
-    from vllm_ppd.heads.checkpoint import check_target
-    from vllm_ppd.heads.fingerprint import fingerprint
+    if check_on_disk(config, folder, target):
+        return f"yes, with {target}"
+    return f"the folder is sound; target {target!r} is not on this disk, so it was not compared (give --target DIR)"
+
+
+def _provenance(folder: str) -> dict[str, str]:
+    """How they were trained; of a damaged file what is wrong with it, which keeps no heads from loading."""
+    from vllm_ppd.heads.errors import HeadsError, MissingFile
+    from vllm_ppd.heads.training.provenance import provenance_of
 
     try:
-        text = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
-    except (OSError, ValueError):
-        return f"the folder is sound; target {target!r} is not on this disk, so it was not compared (give --model)"
-    check_target(
-        config, folder, hidden_size=text.hidden_size, vocab_size=text.vocab_size,
-        num_hidden_layers=text.num_hidden_layers, fingerprint=fingerprint(target),
-    )  # fmt: skip
-    return f"yes, with {target}"
-
-
-def _provenance(folder: Path) -> dict[str, str]:
-    try:
-        facts = json.loads((folder / "provenance.json").read_text())
-        return {
-            "trained": f"{facts['time']}, {facts['tokens']:,} tokens in {facts['seconds']:.0f} s ({facts['command']})"
-        }
-    except (OSError, ValueError, KeyError):
+        facts = provenance_of(folder)
+    except MissingFile:
         return {}
+    except HeadsError as error:
+        return {"trained": str(error)}
+    spent = (
+        "" if facts.tokens is None or facts.seconds is None else f", {facts.tokens:,} tokens in {facts.seconds:.0f} s"
+    )
+    return {"trained": f"{facts.time}{spent} ({facts.command})"}
+
+
+def _calibration(folder: str) -> dict[str, str]:
+    """Whether `ppd plan` can use their calibration."""
+    from vllm_ppd.heads.calibration.stored import NAME, calibration_of
+    from vllm_ppd.heads.errors import HeadsError
+
+    if not (Path(folder) / NAME).exists():
+        return {}
+    try:
+        calibration_of(folder)
+    except HeadsError as error:
+        return {"calibrated": str(error)}
+    return {"calibrated": "yes"}

@@ -18,7 +18,7 @@ def add(subparsers: Any) -> None:
         "another, and say from which batch size on to stop drafting.",
     )  # fmt: skip
     parser.add_argument("folders", metavar="DIR", nargs="+", help="heads folder with a calibration")
-    add_fields(parser, PlanOptions, leave_out=frozenset({"heads"}))
+    add_fields(parser, PlanOptions, leave_out=frozenset({"heads"}), also={"model": "--target"})
     parser.set_defaults(run=run)
 
 

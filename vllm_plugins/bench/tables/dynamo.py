@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.training.provenance import provenance_of
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.vllm_plugins.bench.contenders import BASE, CONTROL, Contender
 from vllm_ppd.vllm_plugins.bench.results import Row as Summary
@@ -104,8 +105,8 @@ def architectures(context: Context) -> PaperTable:
 def _recipe(folder: str) -> str:
     """How heads were trained, in the paper's letters, from their provenance."""
     try:
-        options = json.loads((Path(folder) / "provenance.json").read_text())["options"]
-    except (OSError, ValueError, KeyError):
+        options = provenance_of(folder).options
+    except HeadsError:
         return ""
     said = {"H": options.get("recipe") == "heads", "C": options.get("start") == "copy"}
     letters = [letter for letter, is_so in said.items() if is_so]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small heads folders of every kind for the tiny llama, made without training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+from transformers import AutoConfig
+
+from vllm_ppd.heads.checkpoint import save_heads
+from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConfig, TargetLayers, is_count
+from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.target_check import decoder_layer
+
+KINDS = ("early", "cp", "dynamo")
+
+
+def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> HeadsConfig:
+    """A configuration for a tiny llama; `sizes` replace some of the target's."""
+    layers = {"hidden_size": 64, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS, **(sizes or {})}
+    shared: dict[str, Any] = {
+        "verifier": str(model),
+        "target": TargetLayers(model_type="llama", **layers),
+        "num_speculative_tokens": 2,
+        "fingerprint": fingerprint(model),
+    }
+    if kind == "early":
+        return EarlyConfig(**shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes)
+    if kind == "cp":
+        return CPConfig(**shared | {"positions": 3, "rank": 2, "token_counts": True} | changes)
+    own = {
+        "tokens": 3,
+        "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
+        "cooccurrence_entries": {2: 4, 3: 4},
+    }
+    return DynaMoConfig(**shared | own | changes)
+
+
+def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Tensor]:
+    """Weights of one value, and the counts of a corpus that has every token once and each n-gram once."""
+    found: dict[str, torch.Tensor] = {}
+    for name, shape in config.shapes().items():
+        if not is_count(name):
+            found[name] = torch.full(shape, fill)
+        elif name.endswith(".keys"):
+            found[name] = torch.arange(shape[0])
+        else:
+            count = config.target.vocab_size if name.endswith("totals") else 1
+            found[name] = torch.full(shape, count, dtype=torch.int32)
+    return found
+
+
+def make_heads(folder: Path, kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> Path:
+    """Write a heads folder, its weights small."""
+    config = config_of(kind, model, sizes, **changes)
+    save_heads(folder, config, blank_tensors(config, 0.01))
+    return folder
+
+
+def write_calibration(folder: Path, kind: str) -> None:
+    """A calibration that `ppd plan` can plan with."""
+    counts = [
+        {"cycles": 100.0, "drafts": 100.0, "drafted": 100.0 * n, "accepted": 60.0 * n, "length": 1 + 0.6 * n}
+        for n in (1, 2)
+    ]
+    rows = [count | {"drafts_allowed": n, "eps_b": 0.0} for n, count in enumerate(counts, start=1)]
+    seconds = {"1": 1e-3, "4": 1e-3, "8": 2e-3}
+    parts: dict[str, Any] = {"timing": {"seconds": {"layer": seconds, "lm_head": seconds}, "lm_head_share": 0.1}}
+    texts = ("greedy", "T 0.8")
+    if kind == "early":
+        by_layer = {"N": {"2": counts, "4": counts}, "Y": {"2": counts, "4": counts}}
+        match = {"1": {"N": [0.1, 0.2], "Y": [0.3, 0.4]}}
+        parts["matches"] = {"layers": [2, 4], "match": match, "acceptance": dict.fromkeys(texts, by_layer)}
+    elif kind == "cp":
+        parts["acceptance"] = {name: {"by_drafts": counts} for name in texts}
+    else:
+        parts["acceptance"] = {name: {"rows": rows} for name in texts}
+    (folder / "calibration.json").write_text(json.dumps({"finished": True, "parts": parts}))

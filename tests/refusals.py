@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everyone who takes a heads folder, up to where a model would load, and ways to damage one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import EngineArgs
+from vllm.engine import arg_utils
+
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.run import checked
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins.activation import activate
+from vllm_ppd.vllm_plugins.cli.main import main
+from vllm_ppd.vllm_plugins.config import OptionError
+
+register()
+Damage = Callable[[Path], Any]
+SERVE = "vllm serve HEADS"
+
+
+class Refused(Exception):
+    """A command of ours ended with exit code 2."""
+
+
+class Ways:
+    """The ways in; each takes the name of a folder."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = str(model)
+        self.model_config = EngineArgs(model=self.model, dtype="float32").create_model_config()
+        self.of: dict[str, Callable[[str], Any]] = {
+            "method and model": lambda folder: self.server(
+                speculative_config={"method": method_of(folder), "model": folder}
+            ),
+            "model alone": lambda folder: self.server(speculative_config={"model": folder}),
+            "--speculative-model": lambda folder: self.server(spec_model=folder),
+            SERVE: self.serve,
+            "inspect": lambda folder: command("inspect", folder),
+            "plan": lambda folder: command("plan", folder),
+            "calibrate": lambda folder: checked(CalibrationOptions(heads=folder, data=("-",))),
+        }
+
+    def server(self, **asked: Any) -> Any:
+        """What EngineArgs.create_speculative_config does first."""
+        args = EngineArgs(model=self.model, dtype="float32", **asked)
+        return activate(args, self.model_config, arg_utils.ParallelConfig())
+
+    def serve(self, folder: str) -> Any:
+        """What EngineArgs.create_engine_config does first."""
+        found, _, asked = arg_utils.maybe_override_with_speculators(
+            model=folder, tokenizer=None, trust_remote_code=False, vllm_speculative_config=None
+        )
+        assert found == self.model
+        return self.server(speculative_config=asked)
+
+    def refusal(self, way: str, folder: str) -> str | None:
+        """The one line with which a folder is refused; None if it is taken."""
+        try:
+            self.of[way](folder)
+        except (HeadsError, OptionError, Refused) as error:
+            line = str(error)
+            assert "\n" not in line, line
+            assert len(line) <= 300, line
+            return line
+        return None
+
+
+def command(*argv: str) -> None:
+    """Run `ppd`.
+
+    Raises:
+        Refused: with its one line, if it ends with exit code 2.
+    """
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+        code = main(argv)
+    if code:
+        assert code == 2
+        raise Refused(said.getvalue().removeprefix("ppd: error: ").removesuffix("\n"))
+
+
+def method_of(folder: str) -> str:
+    """The method of a folder that is called after its kind."""
+    kind = re.search(r"/(early|cp|dynamo)\d*", folder)
+    return kind.group(1) if kind else "cp"
+
+
+def edited(*path: Any, value: Any) -> Damage:
+    """Set a value in config.json (an Ellipsis deletes it)."""
+
+    def damage(folder: Path) -> None:
+        file = folder / "config.json"
+        data = json.loads(file.read_text())
+        place = data
+        for key in path[:-1]:
+            place = place[key]
+        if value is ...:
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        file.write_text(json.dumps(data))
+
+    return damage
+
+
+def config_text(content: bytes) -> Damage:
+    """Write config.json anew."""
+    return lambda folder: (folder / "config.json").write_bytes(content)
+
+
+def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    """Change one of the tensors."""
+
+    def damage(folder: Path) -> None:
+        tensors = {key: value.clone() for key, value in load_file(folder / "model.safetensors").items()}
+        tensors[name] = change(tensors[name]).contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def with_value(value: float, place: int = 5) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Set one number of a tensor."""
+
+    def change(values: torch.Tensor) -> torch.Tensor:
+        values.view(-1)[place] = value
+        return values
+
+    return change

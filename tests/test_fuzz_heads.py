@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads folders damaged at random: each is refused in one line, or taken where the damage is none; nothing hangs.
+
+What is harmful is judged by rules of this file's own, not by those of the reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import heads_folders
+import pytest
+import torch
+from refusals import Ways
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+CASES = 40  # a kind
+SECONDS, BYTES = 30, 2 << 30  # of a case; of memory in all
+HARMFUL, HARMLESS, UNSAID = "harmful", "harmless", "unsaid"
+# Another value of these may be as good, or say what only some of the ways in compare.
+OTHERWISE = {
+    "speculative_tokens", "draft_vocab_size", "dtype", "name_or_path", "model_type", "num_hidden_layers", "fingerprint",
+    "head", "exit_layers", "default_exit_layers", "positions", "rank", "factorised", "token_counts",
+    "tokens", "layer_tensors", "cooccurrence_entries", "sampling",
+}  # fmt: skip
+ODD: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 3, 1.5, math.nan, math.inf, 10**30, "", "x" * 5000, "\ud800", "a\n\x1b[31mb", [], {},
+    [[]], [None], {"a": 1}, [1, 1], [3.0], ["3"], list(range(5000)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ways(tiny_model: Callable[..., Path]) -> Ways:
+    return Ways(tiny_model())
+
+
+# ---- ways to damage a folder
+
+
+def cut(folder: Path, rng: random.Random) -> str:
+    path = folder / rng.choice(["config.json", "model.safetensors"])
+    data = path.read_bytes()
+    path.write_bytes(data[: rng.randrange(len(data))])
+    return f"{path.name} is cut"
+
+
+def flip(folder: Path, rng: random.Random) -> str:
+    path = folder / rng.choice(["config.json", "model.safetensors"])
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 20])):
+        data[rng.randrange(min(len(data), 4096))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return f"bits of {path.name} are flipped"
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def other_value(folder: Path, rng: random.Random) -> str:
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    *parents, last = rng.choice(list(places(data)))
+    place = data
+    for key in parents:
+        place = place[key]
+    if rng.random() < 0.2:
+        del place[last]
+        told = "deleted"
+    else:
+        place[last] = rng.choice(ODD)
+        told = repr(place[last])[:40]
+    path.write_text(json.dumps(data))
+    return f"{'.'.join(map(str, [*parents, last]))} is {told}"
+
+
+def whole_config(folder: Path, rng: random.Random) -> str:
+    whole = (folder / "config.json").read_bytes()
+    content = rng.choice([
+        b"", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff\xfe{\0}\0", b"\xef\xbb\xbf" + whole,
+        b'{"a": ' + b"9" * 5000 + b"}", b"[" * 1500 + b"]" * 1500, b'{"a":' * 1500 + b"1" + b"}" * 1500, b" " * (2 << 20),
+        whole[:-3] + b', "more": "' + b"a" * (3 << 20) + b'"}', rng.randbytes(300),
+    ])  # fmt: skip
+    (folder / "config.json").write_bytes(content)
+    return f"config.json is {content[:20]!r} of {len(content)} bytes"
+
+
+def other_tensor(folder: Path, rng: random.Random) -> str:
+    path = folder / "model.safetensors"
+    tensors = {name: value.clone() for name, value in load_file(path).items()}
+    name = rng.choice(sorted(tensors))
+    value, how = tensors[name], rng.choice(["name", "dtype", "shape", "value", "order", "missing", "more"])
+    if how == "name":
+        tensors[f"{name}x"] = tensors.pop(name)
+    elif how == "dtype":
+        kinds = (
+            torch.int64,
+            torch.int8,
+            torch.bool,
+            torch.float64,
+            torch.bfloat16,
+            torch.complex64,
+            torch.float8_e4m3fn,
+        )
+        tensors[name] = value.to(rng.choice(kinds))
+    elif how == "shape":
+        tensors[name] = value[None].contiguous() if rng.random() < 0.5 else value[:-1].contiguous()
+    elif how == "value":
+        odd = (math.nan, math.inf, -math.inf, 1.0) if value.is_floating_point() else (-1, 1 << 30, 2)
+        number = rng.choice(odd)
+        value.view(-1)[rng.randrange(value.numel())] = number
+    elif how == "order":
+        tensors[name] = value.flip(0).contiguous()
+    elif how == "missing":
+        del tensors[name]
+    else:
+        tensors["something.else"] = torch.full((3,), math.nan)
+    save_file(tensors, path)
+    return f"tensor {name}: {how}"
+
+
+def no_file(folder: Path, rng: random.Random) -> str:
+    path = folder / rng.choice(["config.json", "model.safetensors"])
+    how = rng.choice(["missing", "folder", "fifo", "zero", "null", "loop", "dangling", "link", "proc"])
+    kept = folder / "kept"
+    path.rename(kept)
+    put: dict[str, Callable[[], Any]] = {
+        "missing": lambda: None,
+        "folder": path.mkdir,
+        "fifo": lambda: os.mkfifo(path),
+        "zero": lambda: path.symlink_to("/dev/zero"),
+        "null": lambda: path.symlink_to("/dev/null"),
+        "loop": lambda: path.symlink_to(path),
+        "dangling": lambda: path.symlink_to("nowhere"),
+        "link": lambda: path.symlink_to(kept),  # as in the Hub's cache
+        "proc": lambda: path.symlink_to("/proc/self/mem"),
+    }
+    put[how]()
+    return f"{path.name}: {how}"
+
+
+def pickled(folder: Path, rng: random.Random) -> str:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    return "a pickle"
+
+
+RULES = (cut, flip, other_value, other_value, other_value, whole_config, other_tensor, other_tensor, no_file, pickled)
+
+
+# ---- what is harmful
+
+
+def judged(folder: Path, sound: Path) -> str:
+    """Whether a damaged folder may be taken."""
+    try:
+        for name in ("config.json", "model.safetensors"):
+            if not (folder / name).resolve().is_file() or (folder / name).stat().st_size > 1 << 20:
+                return HARMFUL
+        config = json.loads((folder / "config.json").read_bytes().decode())
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        before, was = json.loads((sound / "config.json").read_text()), load_file(sound / "model.safetensors")
+        bad = any(_bad_tensor(name, tensors.get(name), value) for name, value in was.items())
+        return HARMFUL if bad else _judged_config(config, before)
+    except Exception:  # whatever cannot be read at all
+        return HARMFUL
+
+
+def _bad_tensor(name: str, now: torch.Tensor | None, was: torch.Tensor) -> bool:
+    if now is None or now.shape != was.shape or was.is_floating_point() != now.is_floating_point():
+        return True
+    if was.is_floating_point():
+        return now.dtype != was.dtype or not all(map(math.isfinite, now.flatten().tolist()))
+    numbers = now.tolist()
+    if now.dtype not in (torch.int32, torch.int64) or min(numbers) < 0:
+        return True
+    order = int(name.split(".")[1]) if name.endswith(".keys") else 0
+    if order:
+        return numbers != sorted(set(numbers)) or numbers[-1] >= 320**order
+    # The corpus has 320 tokens, and as many n-grams of each order: no counts can be more, and no total less.
+    if name.endswith("totals"):
+        return min(numbers) < 320
+    return name != "token_counts" and sum(numbers) > 320
+
+
+def _judged_config(now: Any, was: dict[str, Any]) -> str:
+    if type(now) is not dict:
+        return HARMFUL
+    verdict = HARMLESS
+    for path in {*_leaves(was)}:
+        before, after = _at(was, path), _at(now, path)
+        if type(after) is type(before) and after == before:
+            continue
+        ignored = path[0] == "architectures" or path[-1] in ("algorithm", "default_proposal_method", "proposal_type")
+        if ignored or path[:3] == ("speculators_config", "verifier", "architectures"):
+            continue
+        # Of these another value may be as good, or say what only some of the ways in compare.
+        free = ("speculative_tokens", "draft_vocab_size", "tokenizer", "lm_head", "model_type", "name_or_path", "dtype")
+        optional = (
+            "fingerprint",
+            "head",
+            "factorised",
+            "token_counts",
+            "default_exit_layers",
+            "exit_layers",
+            "positions",
+        )
+        settings = ("sampling", "num_hidden_layers", "layer_tensors", "cooccurrence_entries", "tokens", "rank")
+        if path[-1] in free or {*map(str, path)} & {*optional, *settings}:
+            verdict = UNSAID
+            wrong_type = isinstance(after, bool) != isinstance(before, bool) or (
+                isinstance(after, float) and math.isnan(after)
+            )
+            if wrong_type and after is not _GONE and after is not None and _at(now, path[:-1]) is not _GONE:
+                return HARMFUL
+            continue
+        return HARMFUL
+    return verdict
+
+
+_GONE = object()
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items or not value:
+        yield path
+    for key, inner in items:
+        yield from _leaves(inner, (*path, key))
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return _GONE
+    return value
+
+
+@contextmanager
+def within(seconds: int, what: str) -> Iterator[None]:
+    """Whatever hangs is interrupted."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"{what}: more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", heads_folders.KINDS)
+def test_damaged_heads_folders(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    memory, verdicts = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for case in range(CASES):
+        rng, folder = random.Random(f"{kind} {case}"), tmp_path / f"{kind}{case}"
+        shutil.copytree(whole_heads(kind), folder)
+        told = f"case {case}: {RULES[case % len(RULES)](folder, rng)}"
+        verdict = judged(folder, whole_heads(kind))
+        verdicts.append(verdict)
+        for name in ways.of:
+            started = time.process_time()
+            with within(SECONDS, f"{told}, {name}"):
+                line = ways.refusal(name, str(folder))
+            assert time.process_time() - started < SECONDS, told
+            assert verdict != HARMFUL or line is not None, f"{told}: {name} takes it"
+            assert verdict != HARMLESS or line is None, f"{told}: {name} refuses what is harmless: {line}"
+        shutil.rmtree(folder)
+    assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) < BYTES
+    assert verdicts.count(HARMFUL) > CASES / 2
+    assert HARMLESS in verdicts
+
+
+@pytest.mark.parametrize("kind", heads_folders.KINDS)
+def test_damaged_reports(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    """A plan, or one line; whoever does not read them takes the heads."""
+    folder = Path(shutil.copytree(whole_heads(kind), tmp_path / kind))
+    path, content = folder / "calibration.json", (whole_heads(kind) / "calibration.json").read_text()
+    found = list(places(json.loads(content)))
+    refused = 0
+    for case in range(CASES):
+        rng = random.Random(f"{kind} {case}")
+        data = json.loads(content)
+        *parents, last = rng.choice(found)
+        place = data
+        for key in parents:
+            place = place[key]
+        place[last] = value = rng.choice(ODD)
+        path.write_text(json.dumps(data) if case % 5 else content[: rng.randrange(len(content))])
+        told = f"case {case}: {parents}, {last} is {value!r}"[:200]
+        with within(SECONDS, told):
+            refused += ways.refusal("plan", str(folder)) is not None
+            assert ways.refusal("inspect", str(folder)) is None, told
+    assert refused > CASES / 2
+    assert ways.refusal("model alone", str(folder)) is None
+
+
+@pytest.mark.parametrize("program", ["ppd", "vllm"])
+def test_the_commands_end_with_code_2(program: str, whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+    """The programs themselves: one line at the end, exit code 2."""
+    folder = Path(shutil.copytree(whole_heads("cp"), tmp_path / "cp"))
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    command = {
+        "ppd": ["-m", "vllm_ppd.vllm_plugins.cli.main", "inspect", str(folder)],
+        "vllm": ["-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", "0"],
+    }[program]
+    run = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 2, run.stderr
+    line = run.stderr.strip().splitlines()[-1]
+    assert "model.safetensors in " in line
+    assert "is a FIFO, not a regular file; write the heads again" in line
+    assert len(line) <= 330
+    assert "Traceback" not in run.stderr

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads folders that are not right: one line before a model loads, whoever is given them, however they are named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import heads_folders
+import pytest
+import torch
+from refusals import SERVE, Damage, Ways, config_text, edited, tensor, with_value
+from vllm import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.target_check import check_layers, decoder_layer
+from vllm_ppd.vllm_plugins.config import OptionError
+from vllm_ppd.vllm_plugins.naming import is_ours
+
+Model = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def ways(tiny_model: Model) -> Ways:
+    return Ways(tiny_model())
+
+
+@pytest.fixture
+def refused_by_all(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path) -> Callable[..., None]:
+    """refused_by_all(kind, damage, message): a folder of a kind, damaged."""
+
+    def check(kind: str, damage: Damage, message: str) -> None:
+        folder = Path(shutil.copytree(whole_heads(kind), tmp_path / kind))
+        damage(folder)
+        for name in ways.of:
+            line = ways.refusal(name, str(folder))
+            assert line is not None, f"{name} takes it"
+            assert re.search(message, line), f"{name}: {line}"
+
+    return check
+
+
+@pytest.mark.parametrize("kind", heads_folders.KINDS)
+def test_sound_heads_are_taken(ways: Ways, whole_heads: Callable[[str], Path], kind: str) -> None:
+    assert {name: ways.refusal(name, str(whole_heads(kind))) for name in ways.of} == dict.fromkeys(ways.of)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("early", "exit.4.transform"),
+        ("cp", "cp.gate"),
+        ("cp", "cp.transforms"),
+        ("dynamo", "head.3.mlp.up_proj.weight"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite(refused_by_all: Callable[..., None], kind: str, name: str, value: float) -> None:
+    message = f"tensor '{name}' has numbers that are not finite; train or copy the heads again"
+    refused_by_all(kind, tensor(name, with_value(value)), message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage", "message"),
+    [
+        ("early", tensor("exit.2.transform", torch.Tensor.long), "'exit.2.transform' is of int64, expected float32"),
+        ("cp", tensor("cp.gate", torch.Tensor.long), "'cp.gate' is of int64, expected float32"),
+        ("cp", tensor("cp.transforms", lambda t: t.to(torch.complex64)), "'cp.transforms' is of c64, expected float32"),
+        ("cp", tensor("cp.gate", torch.Tensor.double), "'cp.gate' is of f64, expected float32"),
+        ("cp", tensor("cp.gate", torch.Tensor.bfloat16), "'cp.gate' is of bfloat16, expected float32"),
+        ("cp", tensor("token_counts", torch.Tensor.float), "'token_counts' is of float32, expected int32 or int64"),
+        ("cp", tensor("token_counts", with_value(-1)), "counts in tensor 'token_counts' are negative"),
+        ("dynamo", tensor("cooccurrence.2.keys", torch.Tensor.float), "is of float32, expected int32 or int64"),
+        ("dynamo", tensor("cooccurrence.2.keys", lambda t: t.flip(0)), "2.keys are not ascending keys of 2-grams"),
+        ("dynamo", tensor("cooccurrence.3.keys", lambda t: t.clamp(max=1)), "3.keys are not ascending keys of 3-grams"),
+        ("dynamo", tensor("cooccurrence.2.keys", with_value(1 << 40, 3)), "2.keys are not ascending keys of 2-grams"),
+        ("dynamo", tensor("cooccurrence.2.counts", with_value(-1, 0)), "'cooccurrence.2.counts' are negative"),
+        ("dynamo", tensor("cooccurrence.2.counts", with_value(1 << 30, 0)), "2-grams are negative, or more than"),
+        ("dynamo", tensor("cooccurrence.unigram", with_value(-1)), "'cooccurrence.unigram' are negative"),
+        ("dynamo", edited("layer_tensors", value={}), "layer_tensors: .* at least 1 item"),
+        ("dynamo", edited("layer_tensors", "mlp.up_proj.weight", value="a list"), "valid list"),
+        ("dynamo", edited("layer_tensors", "mlp.more.weight", value=[64]), "has 'mlp.more.weight'|has no tensor"),
+        ("dynamo", edited("layer_tensors", "mlp.up_proj.weight", value=[0, 64]), "greater than or equal to 1"),
+        ("dynamo", edited("layer_tensors", "", value=[64]), "String should match pattern"),
+        ("dynamo", edited("layer_tensors", value={"norm": [65]}), "has no tensor of the hidden size 64"),
+        ("dynamo", edited("cooccurrence_entries", value={"2": 4}), "must count n-grams of orders 2 to 3, or none"),
+    ],
+)  # fmt: skip
+def test_dtypes_layers_and_counts(refused_by_all: Callable[..., None], kind: str, damage: Damage, message: str) -> None:
+    refused_by_all(kind, damage, message)
+
+
+def test_layers_of_the_target(tiny_model: Model, tmp_path: Path) -> None:
+    """The names and shapes are what heads were trained with, of every family; another family's layers are refused."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "phi3", "gpt_neox")
+    configs = {family: AutoConfig.from_pretrained(tiny_model(family)) for family in families}
+    for family, config in configs.items():
+        layers = AutoModelForCausalLM.from_pretrained(tiny_model(family)).base_model.layers
+        assert decoder_layer(config) == {name: list(t.shape) for name, t in layers[-1].state_dict().items()}
+    heads = heads_folders.config_of("dynamo", tiny_model())
+    check_layers(heads, tmp_path, configs["llama"])
+    with pytest.raises(HeadsError, match=r"layer_tensors lacks 'self_attn\.k_norm\.weight'"):
+        check_layers(heads, tmp_path, configs["qwen3"])
+    with pytest.raises(HeadsError, match=r"'input_layernorm.weight' has shape \[64\], and \[128\] in the target"):
+        check_layers(heads, tmp_path, type(configs["llama"])(**configs["llama"].to_dict() | {"hidden_size": 128}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("dynamo", ("sampling", "k"), 10**9),
+        ("dynamo", ("sampling", "k"), 50.0),
+        ("dynamo", ("sampling", "k"), True),
+        ("dynamo", ("sampling", "blur"), 10**9 + 1),
+        ("dynamo", ("sampling", "alpha_c"), float("inf")),
+        ("dynamo", ("sampling", "alpha_c"), 1e9),
+        ("dynamo", ("sampling", "repetition_penalty"), float("inf")),
+        ("dynamo", ("sampling", "repetition_penalty"), float("nan")),
+        ("dynamo", ("sampling", "eps_b"), float("nan")),
+        ("dynamo", ("tokens",), 10**4000),
+        ("early", ("exit_layers",), [2, 4, 4]),
+        ("early", ("exit_layers",), [2, 4, 6]),
+        ("early", ("exit_layers",), [2, 4, 0]),
+        ("early", ("exit_layers",), [True, 4]),
+        ("early", ("exit_layers",), list(range(1, 100_000))),
+        ("early", ("transformer_layer_config", "num_hidden_layers"), 6.0),
+        ("cp", ("rank",), 2.0),
+        ("cp", ("rank",), 10**9),
+        ("cp", ("token_counts",), 1),
+        ("cp", ("transformer_layer_config", "vocab_size"), 10**30),
+    ],
+)
+def test_settings_have_bounds(
+    refused_by_all: Callable[..., None], kind: str, path: tuple[str, ...], value: Any
+) -> None:
+    refused_by_all(kind, edited(*path, value=value), f"{path[-1]}.*; correct it, or write the heads again")
+
+
+METHODS = ("speculators_config", "proposal_methods")
+NESTED = b"[" * 1500 + b"]" * 1500
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (config_text(b""), "config.json .* is not valid JSON .*; write"),
+        (config_text(b"[]"), "config.json .* holds a list, not an object; write"),
+        (config_text(b"null"), "config.json .* holds null, not an object; write"),
+        (config_text(b"\xef\xbb\xbf{}"), "begins with a byte order mark; save it as UTF-8 without one"),
+        (config_text('{"a": "ä"}'.encode("latin-1")), "is not text in UTF-8; write"),
+        (config_text('{"a": 1}'.encode("utf-16")), "is not text in UTF-8; write"),
+        (config_text(b'{"a": ' + b"9" * 5000 + b"}"), r"is not valid JSON \(Exceeds the limit"),
+        (config_text(NESTED), "is not valid JSON|nested more than 64 levels deep"),
+        (edited("more", value=json.loads("[" * 100 + "]" * 100)), "more than 64 levels"),
+        (edited("more", value="a" * (1 << 20)), "has 1,04[0-9,]* bytes, more"),
+        (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+        (edited("speculators_model_type", value=["cp"]), "holds heads of kind a list; expected"),
+        (edited("speculators_model_type", value={}), "holds heads of kind a dict; expected kind"),
+        (edited("speculators_model_type", value="x" * 5000), "holds heads of kind 'xxx"),
+        (edited("speculators_model_type", value="c\n\x1b[1mp"), r"holds heads of kind 'c\\n\\x1b\[1mp'"),
+        (edited("speculators_model_type", value=...), "holds heads of kind None"),
+        (edited(*METHODS, value=[]), "proposal_methods: List should have at least 1 item"),
+        (edited(*METHODS, value={}), "proposal_methods: Input should be a valid list"),
+        (edited(*METHODS, value=["greedy"]), "proposal_methods.0: Input should be"),
+        (edited(*METHODS, 0, "speculative_tokens", value=...), "speculative_tokens: Field required"),
+        (edited("speculators_config", "verifier", value=[]), "speculators_config.verifier: Input should be"),
+        (edited("speculators_config", "verifier", "name_or_path", value=""), "name_or_path: String should have at"),
+        (edited("transformer_layer_config", value=None), "transformer_layer_config: Input should be"),
+    ],
+)  # fmt: skip
+def test_config_of_another_shape(refused_by_all: Callable[..., None], damage: Damage, message: str) -> None:
+    refused_by_all("cp", damage, message)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (Path.mkdir, "is a folder, not a regular file"),
+        (os.mkfifo, "is a FIFO, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a device, not a regular file"),
+        (lambda path: path.symlink_to("/dev/null"), "is a device, not a regular file"),
+        (lambda path: path.symlink_to(path), "cannot be opened"),
+        (lambda path: path.symlink_to("nowhere"), "has no"),
+        (Path.touch, "is not valid JSON|is truncated or not safetensors"),
+    ],
+)
+def test_files_that_are_not_regular(
+    refused_by_all: Callable[..., None], name: str, put: Callable[[Path], Any], message: str
+) -> None:
+    def damage(folder: Path) -> None:
+        (folder / name).unlink()
+        put(folder / name)
+
+    refused_by_all("cp", damage, f"{name}.*({message})|({message}) {name}")
+
+
+def test_names_that_are_no_folder(ways: Ways, whole_heads: Callable[[str], Path]) -> None:
+    for folder, message in (
+        ("/" + "a" * 5000, r"'/aaa.*aaa'"),
+        ("a/" * 2500, r"'a/a/.*a/'"),
+        ("./nowhere", "'./nowhere' does not exist"),
+        ("nope", "'nope' (is neither a method|does not exist)"),
+        ("", "'' is empty|folder is empty"),
+        (str(whole_heads("cp") / "config.json"), "is a file"),
+        ("nul\0", r"'nul\\x00'"),
+    ):
+        for name in ways.of.keys() - {SERVE}:
+            line = ways.refusal(name, folder)
+            assert line is not None, f"{name} takes {folder[:20]}"
+            assert re.search(message, line), f"{name}: {line}"
+    line = ways.refusal(SERVE, "/" + "a" * 5000)
+    assert line is not None
+    assert re.search("'/aaa.*aaa' cannot be served: File name too long", line)
+
+
+def test_what_is_left_to_vllm(tmp_path: Path) -> None:
+    """Its own methods, whatever their model; names on the Hub, classes of the user's own, folders of its own kinds."""
+    for asked in (
+        {"method": "eagle3", "model": "nope"}, {"method": "draft_model", "model": "gpt2"}, {"model": "org/name"},
+        {"method": "ngram"}, {"model": "ngram"}, {"model": "package.module.Proposer"}, {"model": "s3://bucket/model"},
+        {},
+    ):  # fmt: skip
+        assert not is_ours(asked), asked
+    for content in ({"model_type": "llama"}, {"speculators_model_type": "eagle3", "speculators_config": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert not is_ours({"model": str(tmp_path)})
+    with pytest.raises(OptionError, match="method must be a name, not a list; use ppd, paradecode, cp, dynamo"):
+        is_ours({"method": ["ppd"]})
+
+
+def test_one_line_at_the_command_line(tiny_model: Model, whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
+    tensor("cp.gate", with_value(float("nan")))(folder)
+    for flags in (["--model", str(tiny_model()), "--speculative-model", str(folder)], ["--model", str(folder)]):
+        args = EngineArgs.from_cli_args(parser.parse_args([*flags, "--dtype", "float32"]))
+        with pytest.raises(HeadsError, match="not finite"):
+            args.create_engine_config()
+
+
+def test_many_occurrences_of_a_token_are_counted_as_the_most() -> None:
+    """Where they do not fit 31 bits, they became negative."""
+    counts = CoOccurrence(
+        torch.tensor([2**33, 1]), torch.tensor([2**34, 8]), {2: torch.tensor([1])}, {2: torch.tensor([3])}
+    )
+    stored = counts.tensors()
+    assert stored["cooccurrence.unigram"].tolist() == [2**31 - 1, 1]
+    again = CoOccurrence.from_tensors(stored)
+    assert again is not None
+    again.check()

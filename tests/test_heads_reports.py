@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`calibration.json` and `provenance.json` of another shape: one line, and nothing else goes wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ppd.heads.calibration.stored import calibration_of, continued, digest
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.vllm_plugins.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "message"),
+    [
+        ("cp", "[]", "calibration.json .* holds a list, not an object; run `ppd calibrate"),
+        ("cp", '{"finished": true}', "parts.*; run `ppd calibrate"),
+        ("cp", '{"finished": true, "parts": []}', "parts.*; run `ppd calibrate"),
+        ("cp", '{"finished": "yes"}', "no finished calibration"),
+        ("cp", "{", "is not valid JSON"),
+        ("early", ("matches", "layers", [2]), "a rate for each of its layers"),
+        ("early", ("matches", "match", "1", "Y", [0.1, None]), "match.1.Y.1: Input should be a valid number"),
+        ("early", ("timing", "seconds", "layer", {}), "seconds.layer: Dictionary should have at least 1 item"),
+        ("early", ("timing", "seconds", "layer", "1", 0.0), "seconds.layer.1: Input should be greater"),
+        ("early", ("timing", "lm_head_share", float("nan")), "lm_head_share: Input should be a finite number"),
+        ("early", ("matches", "acceptance", {"greedy": {}}), "must be of greedy texts and of sampled ones"),
+        ("early", ("matches", "acceptance", "greedy", "Y", "9", []), "names exit layer 9, which is none"),
+        ("cp", ("acceptance", "T 0.8", "by_drafts", 0, "length", "1"), "length: Input should be a valid number"),
+        ("dynamo", ("acceptance", "T 0.8", "rows", 0, "eps_b", None), "eps_b: Input should be a valid number"),
+        ("dynamo", ("acceptance", "T 0.8", "rows", {}), "rows: Input should be a valid list"),
+    ],
+)  # fmt: skip
+def test_calibration_of_another_shape(
+    whole_heads: Callable[[str], Path], tmp_path: Path, kind: str, content: Any, message: str, capsys: Any
+) -> None:
+    folder = Path(shutil.copytree(whole_heads(kind), tmp_path / "heads"))
+    path = folder / "calibration.json"
+    if isinstance(content, tuple):
+        *places, value = content
+        data = json.loads(path.read_text())
+        place = data["parts"]
+        for key in places[:-1]:
+            place = place[key]
+        place[places[-1]] = value
+        content = json.dumps(data)
+    path.write_text(content)
+    assert main(["plan", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(message, line) and len(line) <= 311, line
+    with pytest.raises(HeadsError, match=message):
+        calibration_of(str(folder))
+    assert main(["inspect", str(folder)]) == 0  # the server takes them
+    assert re.search(rf"^calibrated +.*({message})", capsys.readouterr().out, re.M)
+
+
+def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) -> None:
+    """Only parts that are as they were written are kept."""
+    path, fresh = tmp_path / "calibration.json", {"options": {}, "heads_stamp": 1, "parts": {}, "digests": {}}
+    parts = {"timing": {"seconds": {1: 0.5, 10: 0.25}}, "acceptance": {"length": 1.5}}
+    whole = fresh | {"parts": parts, "digests": {name: digest(part) for name, part in parts.items()}}
+    path.write_text(json.dumps(whole))
+    kept = continued(path, json.loads(json.dumps(fresh)))
+    assert kept == json.loads(json.dumps(whole))
+    whole["parts"]["timing"] = []
+    path.write_text(json.dumps(whole))
+    assert list(continued(path, json.loads(json.dumps(fresh)))["parts"]) == ["acceptance"]
+    for odd in ("[]", "{", '{"options": {}, "heads_stamp": 1, "parts": []}', '{"options": []}'):
+        path.write_text(odd)
+        assert continued(path, json.loads(json.dumps(fresh))) == fresh
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(HeadsError, match=r"calibration\.json .* is a folder"):
+        continued(path, fresh)
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", "{", '{"time": [], "command": 3}'])
+def test_provenance_of_another_shape(
+    whole_heads: Callable[[str], Path], tmp_path: Path, content: str, capsys: Any
+) -> None:
+    """It says nothing that keeps heads from loading: it is named, and the rest is told."""
+    folder = Path(shutil.copytree(whole_heads("cp"), tmp_path / "heads"))
+    (folder / "provenance.json").write_text(content)
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^trained +provenance.json in .*; train the heads again, or delete it$", out, re.M), out
+    assert "will load: yes" in out
