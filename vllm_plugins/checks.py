@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from vllm_ppd.heads.checkpoint import HeadsError, check_target, check_weights, kind_of, load_config
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
-from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, parse_options
+from vllm_ppd.vllm_plugins.config import LONGEST_NAME, DraftingConfig, DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, METHODS, Method
+from vllm_ppd.vllm_plugins.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.vllm_plugins.resolve import resolve
 
 if TYPE_CHECKING:
@@ -29,10 +31,20 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
     """Whether a speculative_config asks for one of our methods.
 
     Raises:
-        OptionError: if the model looks like a folder of this machine and is none.
+        OptionError: if the model looks like a folder of this machine and is none, if the method is one of ours but for
+            its spelling, or if either is no name at all.
     """
     method, model = speculative_config.get("method"), speculative_config.get("model")
+    for option, value in (("method", method), ("model", model)):
+        if not isinstance(value, str | None):
+            raise OptionError(
+                f"speculative_config: {option}={quoted(value)} is not a name; give a string, such as 'ppd'"
+            )
     if method is not None:
+        if not _is_known(method):
+            near = difflib.get_close_matches(method[:LONGEST_NAME].lower(), [*METHODS, *METHOD_OF_HEADS], n=1)
+            if near:
+                raise OptionError(f"speculative_config: unknown method {quoted(method)}; did you mean {near[0]!r}?")
         return method in METHODS or method in METHOD_OF_HEADS
     if not isinstance(model, str):
         return False
@@ -40,8 +52,16 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
         return True
     # vLLM would look such a name up on the Hub and fail with a page of errors.
     if model.startswith(("./", "../", "/", "~")) and not os.path.exists(os.path.expanduser(model)):
-        raise OptionError(f"speculative model folder {model!r} does not exist; give a heads folder or a method name")
+        raise OptionError(
+            f"speculative model folder {quoted(model)} does not exist; give a heads folder or a method name"
+        )
     return False
+
+
+def _is_known(method: str) -> bool:
+    from vllm.config.speculative import SpeculativeMethod
+
+    return method in METHODS or method in METHOD_OF_HEADS or method in get_args(SpeculativeMethod)
 
 
 def is_vllms(option: str) -> bool:
@@ -72,7 +92,8 @@ def resolve_options(
     method = METHODS[options.method]
     if options.model in METHODS:
         raise OptionError(
-            f"speculative_config: model={options.model!r} is a method name; leave model out, or give a heads folder"
+            f"speculative_config: model={quoted(options.model)} is a method name; leave model out, or give a "
+            "heads folder"
         )
     if options.model is None and method.needs_heads:
         raise OptionError(
@@ -175,7 +196,7 @@ def _check_heads(options: DraftingOptions, method: Method, model_config: ModelCo
     check_weights(heads, folder)
     outside = [layer for layer in getattr(heads, "exit_layers", ()) if not 1 <= layer < num_layers]
     if outside:
-        raise HeadsError(f"heads in {folder!r} name exit layer {outside[0]}, outside 1..{num_layers - 1}")
+        raise HeadsError(f"heads in {quoted(folder)} name exit layer {outside[0]}, outside 1..{num_layers - 1}")
     return heads
 
 
@@ -189,6 +210,7 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
 
     if method.cuts:
         _check_family(method, model_config)
+    worker = quoted(parallel_config.worker_cls)
     refusals = {
         f"platform {current_platform.device_name!r} is not supported with {method.name}; use CUDA, ROCm or CPU": (
             not (current_platform.is_cpu() or current_platform.is_cuda_alike())
@@ -211,7 +233,7 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
             bool(model_config.logits_processors)
         ),
         "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
-        f"worker class {parallel_config.worker_cls!r} cannot be combined with {method.name}, which brings its own": (
+        f"worker class {worker} cannot be combined with {method.name}, which brings its own": (
             parallel_config.worker_cls not in ("auto", WORKER)
         ),
     }
@@ -238,13 +260,14 @@ def check_engine_args(engine_args: Any) -> None:
     Raises:
         OptionError: naming the argument.
     """
+    scheduler = shortened(str(engine_args.scheduler_cls), LONGEST_VALUE)
     refusals = {
         "LoRA (--enable-lora) is not supported with vllm-ppd; merge the adapter first": engine_args.enable_lora,
         "--async-scheduling is not supported with vllm-ppd; leave it out": engine_args.async_scheduling,
         "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
         "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
         "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
-        f"--scheduler-cls {engine_args.scheduler_cls} cannot be combined with a worker group, which brings its own": (
+        f"--scheduler-cls {scheduler} cannot be combined with a worker group, which brings its own": (
             engine_args.pipeline_parallel_size > 1 and engine_args.scheduler_cls not in (None, GROUP_SCHEDULER)
         ),
     }

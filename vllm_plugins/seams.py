@@ -7,6 +7,8 @@
     EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
+    AsyncLLM.generate                      the same before a streamed response begins, while its status can be 400
+    OpenAIServingResponses._generate_with_builtin_tools   the same of /v1/responses, which asks the engine later
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     register_speculator                    `vllm serve HEADS` finds the target by itself
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -93,12 +96,14 @@ def _add_cli_args(original: staticmethod) -> staticmethod:
 def _from_cli_args(original: classmethod) -> classmethod:
     @functools.wraps(original.__func__)
     def from_cli_args(cls: type, args: Any) -> Any:
+        from vllm_ppd.vllm_plugins.activation import refusals_in_one_line
         from vllm_ppd.vllm_plugins.flags import DESTINATION, merge_flags
 
         engine_args = original.__func__(cls, args)
         flags = getattr(args, DESTINATION, None)
         if flags:
-            engine_args.speculative_config = merge_flags(engine_args.speculative_config, flags)
+            with refusals_in_one_line():
+                engine_args.speculative_config = merge_flags(engine_args.speculative_config, flags)
         return engine_args
 
     return classmethod(from_cli_args)
@@ -156,6 +161,24 @@ def _validate_params(original: Callable[..., Any]) -> Callable[..., Any]:
     return _validate_params
 
 
+def _checked_before_streaming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An asynchronous generator that checks its sampling_params when it is made, not when it first runs."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ppd.vllm_plugins.activation import active_config
+
+        config = active_config(getattr(self, "vllm_config", None) or self.engine_client.vllm_config)
+        if config is not None:
+            from vllm_ppd.vllm_plugins.request_options import check
+
+            check(signature.bind(self, *args, **kwargs).arguments["sampling_params"], config)
+        return original(self, *args, **kwargs)
+
+    return checked
+
+
 def _post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
@@ -209,5 +232,11 @@ SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
+    ("vllm.v1.engine.async_llm:AsyncLLM", "generate", _checked_before_streaming),
+    (
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
+        "_generate_with_builtin_tools",
+        _checked_before_streaming,
+    ),
     ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
 ]

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from vllm_ppd.vllm_plugins.quote import quoted
+
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("inspect", help="describe a heads folder and check it")
@@ -64,7 +66,9 @@ def _check(config: Any, folder: str, target: str) -> str:
     try:
         text = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
     except (OSError, ValueError):
-        return f"the folder is sound; target {target!r} is not on this disk, so it was not compared (give --model)"
+        return (
+            f"the folder is sound; target {quoted(target)} is not on this disk, so it was not compared (give --model)"
+        )
     check_target(
         config, folder, hidden_size=text.hidden_size, vocab_size=text.vocab_size,
         num_hidden_layers=text.num_hidden_layers, fingerprint=fingerprint(target),
