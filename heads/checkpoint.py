@@ -16,9 +16,10 @@ from pydantic import ValidationError
 
 from vllm_ppd.heads.config import KINDS, EarlyConfig, HeadsConfig
 from vllm_ppd.heads.early import EarlyHeads
-from vllm_ppd.heads.errors import HeadsError, quoted, shortened
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.fingerprint import TargetFingerprint
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.weights import WEIGHTS_NAME, read_weights
 
 __all__ = [
@@ -145,5 +146,5 @@ def first_problem(error: ValidationError) -> str:
     """The first of pydantic's problems in one line: which field, and what is wrong with it."""
     problem = error.errors(include_url=False, include_context=False)[0]
     message = problem["msg"].removeprefix("Value error, ")
-    place = shortened(".".join(str(part) for part in problem["loc"]))
+    place = shortened(".".join(str(part) for part in problem["loc"]), LONGEST_VALUE)
     return f"{place}: {shortened(message, 120)}" if place else shortened(message, 120)

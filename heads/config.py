@@ -12,10 +12,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.errors import quoted
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.heads.layout import Drafts, Layout, TargetLayers, TargetName
+from vllm_ppd.heads.quote import quoted
 
 Shapes = dict[str, list[int]]
 MOST_NUMBERS = 1 << 35  # of all tensors together: whole classifiers of a large vocabulary are some 2^33

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from vllm_ppd.heads.errors import HeadsError, MissingFile, quoted, shortened
+from vllm_ppd.heads.errors import HeadsError, MissingFile
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 
 DEEPEST = 64  # levels of lists and objects in a JSON file
 
@@ -82,7 +83,9 @@ def read_json(path: Path, most: int, instead: str = "write the heads again") -> 
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise HeadsError(f"{named(path)} is not valid JSON ({shortened(str(error))}); {instead}") from None
+        raise HeadsError(
+            f"{named(path)} is not valid JSON ({shortened(str(error), LONGEST_VALUE)}); {instead}"
+        ) from None
     if _deeper(data, DEEPEST):
         raise HeadsError(f"{named(path)} is nested more than {DEEPEST} levels deep; {instead}")
     return data
@@ -161,7 +164,7 @@ def named(path: Path) -> str:
 
 def reason(error: OSError | ValueError) -> str:
     """What the operating system says, without the path, which may be long."""
-    return getattr(error, "strerror", None) or shortened(str(error))
+    return getattr(error, "strerror", None) or shortened(str(error), LONGEST_VALUE)
 
 
 def _kind(mode: int) -> str:

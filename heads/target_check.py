@@ -11,8 +11,9 @@ import torch
 
 from vllm_ppd.heads.checkpoint import check_target
 from vllm_ppd.heads.config import DynaMoConfig, HeadsConfig, Shapes
-from vllm_ppd.heads.errors import HeadsError, quoted
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.quote import quoted
 
 
 def check_on_disk(

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from vllm_ppd.heads.errors import HeadsError, quoted
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.quote import quoted
 
 
 def find_target(name: str, folder: str | os.PathLike[str]) -> str:

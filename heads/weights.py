@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from vllm_ppd.heads.config import HeadsConfig, is_count
 from vllm_ppd.heads.cooccurrence import CoOccurrence
-from vllm_ppd.heads.errors import HeadsError, MissingFile, quoted, shortened
+from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import named, of_folder, regular_size
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 
 WEIGHTS_NAME = "model.safetensors"
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
@@ -40,8 +41,9 @@ def read_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[st
             _check_header(config, {name: file.get_slice(name) for name in file.keys()}, path)  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in config.shapes()}
     except (SafetensorError, OSError) as error:
+        problem = shortened(str(error), LONGEST_VALUE)
         raise HeadsError(
-            f"{named(path)} is truncated or not safetensors ({shortened(str(error))}); copy or write the heads again"
+            f"{named(path)} is truncated or not safetensors ({problem}); copy or write the heads again"
         ) from None
     for name, tensor in tensors.items():
         if is_count(name):

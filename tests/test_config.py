@@ -16,10 +16,12 @@ from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.heads.checkpoint import HeadsError, save_heads
+from vllm_ppd.heads.quote import quoted, shortened
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.checks import WORKER
-from vllm_ppd.vllm_plugins.config import DraftingConfig, OptionError, flag_fields, options_table, parse_options
+from vllm_ppd.vllm_plugins.config import DraftingConfig, OptionError, flag_fields, parse_options
+from vllm_ppd.vllm_plugins.flags import options_table
 from vllm_ppd.vllm_plugins.resolve import resolve
 
 register()
@@ -122,12 +124,59 @@ def test_option_spellings() -> None:
         ({"method": "dynamo", "eps_b": 1.5}, "eps_b=1.5: Input should be less than or equal to 1"),
         ({"method": "medusa"}, "method='medusa': Input should be 'ppd', 'paradecode', 'cp' or 'dynamo'"),
         ({"draft_sample_method": "beam"}, "draft_sample_method='beam': Input should be 'greedy' or 'probabilistic'"),
+        ({"exit_layer": [3, 4.5]}, r"exit_layer=\[3, 4.5\]: must be a layer number"),
+        ({"exit_layer": [True, 6]}, r"exit_layer=\[True, 6\]: must be a layer number"),
+        ({"exit_layer": True}, "exit_layer=True: must be a layer number"),
+        ({"exit_layer": {"4": 1}}, "exit_layer={'4': 1}: must be a layer number"),
+        ({"exit_layer": [[3]]}, r"exit_layer=\[\[3\]\]: must be a layer number"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens=True: Input should be a valid integer"),
+        ({"num_speculative_tokens": 3.0}, "num_speculative_tokens=3.0: Input should be a valid integer"),
+        ({"num_speculative_tokens": "3"}, "num_speculative_tokens='3': Input should be a valid integer"),
+        ({"adaptive": 1}, "adaptive=1: Input should be a valid boolean"),
+        ({"adaptive": "false"}, "adaptive='false': Input should be a valid boolean"),
+        ({"gamma": True}, "gamma=True: Input should be a valid number"),
+        ({"gamma": float("nan")}, "gamma=nan: Input should be a finite number"),
+        ({"method": ["ppd"]}, r"method=\['ppd'\]: Input should be 'ppd'"),
+        ({"model": ["heads"]}, r"model=\['heads'\]: Input should be a valid string"),
+        ({"disable_by_batch_size": 10**5000}, "disable_by_batch_size=<int>: Input should be less than"),
     ],
 )
 def test_bad_options(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message) as caught:
         parse_options({"method": "ppd", **given})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [{"gamma": "x" * 10**6}, {"y" * 10**6: 1}, {"exit_layer": ["z\n" * 10**5]}])
+def test_messages_are_short(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"(x{50}\.\.\.x{20}|y{50}\.\.\.y{20}|z\\n)") as caught:
+        parse_options(given)
+    assert len(str(caught.value)) <= 300
+    assert "\n" not in str(caught.value)
+
+
+def test_quoted_values() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise KeyError
+
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    for value in (
+        "x" * 10**6,
+        b"x" * 10**6,
+        list(range(10**5)),
+        {i: i for i in range(10**5)},
+        deep,
+        10**5000,
+        Broken(),
+    ):
+        assert len(quoted(value)) <= 80
+    assert quoted("a  b\n\ud800") == repr("a  b\n\ud800")
+    assert quoted([1, "2", None, True, 0.5]) == "[1, '2', None, True, 0.5]"
+    assert shortened("a \n b") == "a b"
+    assert shortened("ab" * 100, 20) == "abababababa...ababab"
 
 
 def test_adaptive_is_for_verified_drafts() -> None:
@@ -208,12 +257,46 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         (["-sc", '{"method": "cp"}'], "method 'cp' drafts with heads; give model=DIR, .*ppd train cp"),
         (["--speculative-model", "dynamo"], "method 'dynamo' drafts with heads"),
         (["-sc", '{"method": "ppd", "model": "/no/heads"}'], "heads folder '/no/heads' does not exist"),
+        (["-sc", '{"method": ["ppd"]}'], r"method=\['ppd'\] is not a name; give a string, such as 'ppd'"),
+        (["-sc", '{"method": {"ppd": 1}}'], "method={'ppd': 1} is not a name"),
+        (["-sc", '{"model": ["ppd"]}'], r"model=\['ppd'\] is not a name"),
+        (["-sc", '{"method": "PPD"}'], "unknown method 'PPD'; did you mean 'ppd'"),
+        (["-sc", '{"method": "paradecod"}'], "unknown method 'paradecod'; did you mean 'paradecode'"),
+        (["-sc", "[1]"], r"speculative_config=\[1\] is not a JSON object; give one, such as"),
+        (["-sc", '"ppd"'], "speculative_config='ppd' is not a JSON object"),
+        (["-sc", "[1]", "--ppd-gamma", "0.5"], r"speculative_config=\[1\] is not a JSON object"),
+        (
+            ["-sc", '{"method": "ppd", "exit-layer": 2, "exit_layer": 3}'],
+            "'exit-layer' and 'exit_layer' are the same option; give one",
+        ),
+        (
+            ["-sc", '{"method": "ppd", "exit-layer": 2}', "--ppd-exit-layer", "3"],
+            r"--ppd-exit-layer and --speculative-config\['exit-layer'\] are mutually exclusive",
+        ),
+        (
+            ["-sc", '{"method": "ppd", "num_speculative_tokens": 2}', "--spec-tokens", "4"],
+            r"num_speculative_tokens=2 \(or a heads folder's\) and --spec-tokens 4 differ; give num_spec",
+        ),
+        (
+            ["-sc", '{"method": "ppd"}', "--spec-method", "ngram"],
+            r"method='ppd' \(or a heads folder's\) and --spec-method 'ngram' differ",
+        ),
+        (["--speculative-model", "ppd", "--ppd-gamma", "much"], "--ppd-gamma='much': Input should be a valid number"),
+        (["--speculative-model", "ppd", "--ppd-adaptive", "2"], "--ppd-adaptive='2': Input should be a valid boolean"),
+        (["--speculative-model", "ppd", "--ppd-exit-layer", "3.5"], "--ppd-exit-layer='3.5': must be a layer number"),
     ],
 )
 def test_refused_before_the_model_loads(tiny_model: Model, flags: list[str], message: str) -> None:
     with pytest.raises((OptionError, HeadsError), match=message) as caught:
         from_flags(tiny_model(), *flags)
     assert "\n" not in str(caught.value)
+
+
+def test_the_same_value_twice_is_no_conflict(tiny_model: Model) -> None:
+    given = ["-sc", '{"method": "ppd", "num-speculative-tokens": 2}']
+    once = options(from_flags(tiny_model(), *given))
+    assert options(from_flags(tiny_model(), *given, "--spec-method", "ppd", "--spec-tokens", "2")) == once
+    assert once["num_speculative_tokens"] == 2
 
 
 def test_vllms_own_methods_keep_their_options(tiny_model: Model) -> None:

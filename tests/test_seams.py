@@ -21,8 +21,12 @@ from conftest import ROOT, runner_of
 from exactness import generate, greedy, prompts
 from vllm import EngineArgs
 from vllm.config import VllmConfig
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheTensor
@@ -129,6 +133,22 @@ def test_seam_scheduler() -> None:
 
 def test_seam_request_validation() -> None:
     assert parameters(original(InputProcessor, "_validate_params"))[:2] == ["self", "params"]
+
+
+def test_seam_validation_before_streaming() -> None:
+    """Both are generators that get the parameters when they are made; vLLM makes them before it answers."""
+    for owner, name in ((AsyncLLM, "generate"), (OpenAIServingResponses, "_generate_with_builtin_tools")):
+        stock = original(owner, name)
+        assert inspect.isasyncgenfunction(stock), f"{name} runs when it is called"
+        assert "sampling_params" in parameters(stock)
+    assert "vllm_config" in parameters(AsyncLLM.__init__)
+    for serving, made, streams in (
+        (OpenAIServingCompletion._create_completion, "self.engine_client.generate(", "self.completion_stream_gen"),
+        (OpenAIServingChat._create_chat_completion, "self.engine_client.generate(", "self.chat_completion_stream_gen"),
+        (OpenAIServingResponses._create_responses, "self._generate_with_builtin_tools(", "self.responses_stream_gen"),
+    ):
+        source = inspect.getsource(serving)
+        assert 0 < source.find(made) < source.find(streams), f"{serving.__qualname__} streams before it asks the engine"
 
 
 def test_seam_worker() -> None:

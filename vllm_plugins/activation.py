@@ -3,19 +3,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
 from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.vllm_plugins import checks
 from vllm_ppd.vllm_plugins.config import CONFIG_KEY, DraftingConfig, OptionError, flag_fields, flag_name
-from vllm_ppd.vllm_plugins.methods import is_proposer
+from vllm_ppd.vllm_plugins.flags import check_mapping
+from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, is_proposer
 from vllm_ppd.vllm_plugins.naming import is_ours
 
 
@@ -48,13 +50,7 @@ def own_config(vllm_config: Any, who: object) -> DraftingConfig:
     return config
 
 
-def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
-    """As _activate, refusals in one line."""
-    with refusals_in_one_line():
-        return _activate(engine_args, model_config, parallel_config)
-
-
-@contextlib.contextmanager
+@contextmanager
 def refusals_in_one_line() -> Iterator[None]:
     """A refusal that nobody catches ends the process with its one line and exit code 2, not with a traceback."""
     try:
@@ -71,12 +67,13 @@ _previous_hook: list[Any] = []
 
 def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, OptionError | HeadsError):
-        print(f"vllm-ppd: error: {error}", file=sys.stderr)
+        print(f"vllm-ppd: error: {shortened(str(error))}", file=sys.stderr)
         raise SystemExit(2)
     _previous_hook[-1](kind, error, trace)
 
 
-def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
+@refusals_in_one_line()
+def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
     """If the arguments ask for one of our methods, check everything and rewrite them to vLLM's `custom_class`.
 
     Returns:
@@ -125,9 +122,10 @@ def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
         OptionError: if the user's own split is another, or too few requests are allowed.
     """
     given, ours = os.environ.get(checks.PARTITION), config.partition
-    if given not in (None, ours):
+    if given is not None and given != ours:
         raise OptionError(
-            f"{checks.PARTITION}={given} is not the split of the worker group, {ours}: unset it, or set exit_layer"
+            f"{checks.PARTITION}={shortened(given, LONGEST_VALUE)} is not the split of the worker group, {ours}: "
+            "unset it, or set exit_layer"
         )
     if engine_args.max_num_seqs is not None:
         checks.check_lanes(config, engine_args.max_num_seqs)
@@ -135,14 +133,36 @@ def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
 
 
 def _asked(engine_args: Any) -> dict[str, Any]:
-    """speculative_config with vLLM's three short flags merged in, as vLLM itself merges them."""
-    asked = {key.replace("-", "_"): value for key, value in (engine_args.speculative_config or {}).items()}
-    short = {
-        "method": engine_args.spec_method,
-        "model": engine_args.spec_model,
-        "num_speculative_tokens": engine_args.spec_tokens,
-    }
-    for key, value in short.items():
-        if value is not None and key not in asked:
-            asked[key] = value
+    """speculative_config with vLLM's three short flags merged in.
+
+    Raises:
+        OptionError: if an option of ours is given twice: spelt with - and with _, or by a flag with another value.
+    """
+    given = check_mapping(engine_args.speculative_config)
+    asked: dict[str, Any] = {}
+    twice: list[tuple[str, Any, str]] = []  # option, its other value, what is wrong
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in asked:
+            other = next(spelt for spelt in given if spelt.replace("-", "_") == name)
+            twice.append((name, value, f"{quoted(other)} and {quoted(key)} are the same option; give one"))
+        asked.setdefault(name, value)
+    for flag in ("method", "model", "tokens"):
+        value = getattr(engine_args, f"spec_{flag}")
+        name = "num_speculative_tokens" if flag == "tokens" else flag
+        if value is None:
+            continue
+        if asked.get(name) is None:
+            asked[name] = value
+        elif _method(asked[name]) != _method(value):
+            wrong = f"{name}={quoted(asked[name])} (or a heads folder's) and --spec-{flag} {quoted(value)} differ"
+            twice.append((name, value, f"{wrong}; give {name} in speculative_config alone"))
+    for name, value, wrong in twice:
+        if is_ours(asked) or is_ours({**asked, name: value}):
+            raise OptionError(f"speculative_config: {wrong}")
     return asked
+
+
+def _method(value: Any) -> Any:
+    """A method's name, where a kind of heads is named after it."""
+    return METHOD_OF_HEADS.get(value, value) if isinstance(value, str) else value

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ppd.heads.checkpoint import check_target, kind_of, load_config
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.heads.weights import read_weights
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
@@ -57,7 +58,8 @@ def resolve_options(
     method = METHODS[options.method]
     if options.model in METHODS:
         raise OptionError(
-            f"speculative_config: model={options.model!r} is a method name; leave model out, or give a heads folder"
+            f"speculative_config: model={quoted(options.model)} is a method name; leave model out, or give a "
+            "heads folder"
         )
     if options.model is None and method.needs_heads:
         raise OptionError(
@@ -171,6 +173,7 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
 
     if method.cuts:
         _check_family(method, model_config)
+    worker = quoted(parallel_config.worker_cls)
     refusals = {
         f"platform {current_platform.device_name!r} is not supported with {method.name}; use CUDA, ROCm or CPU": (
             not (current_platform.is_cpu() or current_platform.is_cuda_alike())
@@ -193,7 +196,7 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
             bool(model_config.logits_processors)
         ),
         "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
-        f"worker class {parallel_config.worker_cls!r} cannot be combined with {method.name}, which brings its own": (
+        f"worker class {worker} cannot be combined with {method.name}, which brings its own": (
             parallel_config.worker_cls not in ("auto", WORKER)
         ),
     }
@@ -220,13 +223,14 @@ def check_engine_args(engine_args: Any) -> None:
     Raises:
         OptionError: naming the argument.
     """
+    scheduler = shortened(str(engine_args.scheduler_cls), LONGEST_VALUE)
     refusals = {
         "LoRA (--enable-lora) is not supported with vllm-ppd; merge the adapter first": engine_args.enable_lora,
         "--async-scheduling is not supported with vllm-ppd; leave it out": engine_args.async_scheduling,
         "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
         "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
         "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
-        f"--scheduler-cls {engine_args.scheduler_cls} cannot be combined with a worker group, which brings its own": (
+        f"--scheduler-cls {scheduler} cannot be combined with a worker group, which brings its own": (
             engine_args.pipeline_parallel_size > 1 and engine_args.scheduler_cls not in (None, GROUP_SCHEDULER)
         ),
     }

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from vllm_ppd.heads.quote import quoted, shortened
 from vllm_ppd.vllm_plugins.methods import GROUP, METHODS, PARALLEL, Method
 
 # Where our resolved options travel inside VllmConfig.additional_config.
@@ -16,20 +17,25 @@ CONFIG_KEY = "vllm_ppd"
 
 
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
+LARGEST = 2**31 - 1  # of counts that have no other bound
+LONGEST_NAME = 64  # characters that are compared with the options' names
 
 
 class OptionError(ValueError):
-    """A bad option; the message is one line: what, where, what to do instead."""
+    """A bad option; the message is one line of at most 300 characters: what, where, what to do instead."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 class DraftingOptions(BaseModel):
     """Options of the drafting methods, as given by the user.
 
     They come as keys of --speculative-config / speculative_config, or as --ppd-... flags (the fields marked so). A
-    field marked with methods is refused with any other.
+    field marked with methods is refused with any other. Types are strict: true is not 1, and 3.0 is not 3.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
 
     method: Literal["ppd", "paradecode", "cp", "dynamo"] = Field(
         "ppd",
@@ -59,6 +65,7 @@ class DraftingOptions(BaseModel):
         0.0,
         ge=0.0,
         lt=1.0,
+        allow_inf_nan=False,
         description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
         json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
     )
@@ -73,6 +80,7 @@ class DraftingOptions(BaseModel):
         None,
         ge=0.0,
         le=1.0,
+        allow_inf_nan=False,
         description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
         "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
         json_schema_extra={"flag": True, "methods": ["dynamo"]},
@@ -91,6 +99,7 @@ class DraftingOptions(BaseModel):
     draft_vocab_size: int | None = Field(
         None,
         ge=16,
+        le=LARGEST,
         description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
         "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
         json_schema_extra={"flag": True, "methods": ["cp", "dynamo"]},
@@ -130,12 +139,14 @@ class DraftingOptions(BaseModel):
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
+        le=LARGEST,
         description="soft batch cut-off: only the first so many requests of a batch draft",
         json_schema_extra={"flag": True},
     )
     disable_by_batch_size: int | None = Field(
         None,
         ge=1,
+        le=LARGEST,
         description="hard batch cut-off: in batches of more requests than this none drafts, and dynamo's heads rest "
         "unless verify is false (default: none; 8 with pipeline parallelism)",
         json_schema_extra={"flag": True},
@@ -147,12 +158,11 @@ class DraftingOptions(BaseModel):
         """Accept 3, "3", "3,6", [3, 6]; store ascending and without repetition."""
         if value is None:
             return None
-        if isinstance(value, str):
-            value = value.replace(" ", "").split(",")
-        elif isinstance(value, int) and not isinstance(value, bool):
-            value = [value]
+        layers = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
         try:
-            return tuple(sorted({int(layer) for layer in value if not isinstance(layer, bool | float)}))
+            if not all(type(layer) in (int, str) for layer in layers):  # True is an int, too
+                raise TypeError
+            return tuple(sorted({int(layer) for layer in layers}))
         except (TypeError, ValueError):
             raise ValueError("must be a layer number or a list of layer numbers, such as 6 or 4,8") from None
 
@@ -259,16 +269,13 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
     known = DraftingOptions.model_fields
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(str(key)[:LONGEST_NAME], known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-            raise OptionError(f"speculative_config: unknown option {key!r}; {hint}")
+            raise OptionError(f"speculative_config: unknown option {quoted(key)}; {hint}")
     try:
         parsed = DraftingOptions(**options)
     except ValidationError as error:
-        problem = error.errors()[0]
-        name = ".".join(str(part) for part in problem["loc"]) or "options"
-        message = problem["msg"].removeprefix("Value error, ")
-        raise OptionError(f"speculative_config: {name}={problem['input']!r}: {message}") from None
+        raise OptionError(f"speculative_config: {error.errors()[0]['loc'][0]}={first_problem(error)}") from None
     for key in options:
         methods = methods_of(key)
         if parsed.method not in methods:
@@ -279,22 +286,13 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
     return parsed
 
 
+def first_problem(error: ValidationError) -> str:
+    """The value that is wrong, and what is wrong with it."""
+    problem = error.errors()[0]
+    return f"{quoted(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
+
+
 def methods_of(field: str) -> list[str]:
     """The methods that read an option."""
     extra = DraftingOptions.model_fields[field].json_schema_extra
     return list(extra.get("methods", METHODS)) if isinstance(extra, dict) else list(METHODS)  # type: ignore[arg-type]
-
-
-def options_table() -> str:
-    """The options as a Markdown table, which the README has (tests/test_config.py)."""
-    lines = ["| option | flag | methods | default | meaning |", "| --- | --- | --- | --- | --- |"]
-    flags = set(flag_fields())
-    own = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
-    for name, field in DraftingOptions.model_fields.items():
-        flag = flag_name(name) if name in flags else own[name]
-        chosen = field.default is None and "(default:" in (field.description or "")
-        default = "see there" if chosen else "none" if field.default is None else field.default
-        methods = methods_of(name)
-        who = "all" if len(methods) == len(METHODS) else ", ".join(methods)
-        lines.append(f"| `{name}` | `{flag}` | {who} | {default} | {field.description} |")
-    return "\n".join(lines)

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vllm_ppd.heads.checkpoint import CONFIG_NAME, check_folder
 from vllm_ppd.heads.config import KINDS
-from vllm_ppd.heads.errors import MissingFile, quoted
+from vllm_ppd.heads.errors import MissingFile
 from vllm_ppd.heads.files import read_json_object, reason
+from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.weights import tensor_names
-from vllm_ppd.vllm_plugins.config import OptionError
+from vllm_ppd.vllm_plugins.config import LONGEST_NAME, OptionError
 from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS, METHODS
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -36,11 +38,25 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
         OptionError, HeadsError: if its method or model is nothing that anybody could draft with.
     """
     method, model = speculative_config.get("method"), speculative_config.get("model")
-    if method is not None and not isinstance(method, str):
-        raise OptionError(f"speculative_config: method must be a name, not {quoted(method)}; use {_methods()}")
+    for option, value in (("method", method), ("model", model)):
+        if not isinstance(value, str | None):
+            raise OptionError(
+                f"speculative_config: {option}={quoted(value)} is not a name; give a string, such as 'ppd'"
+            )
     if method is not None:
-        return method in METHODS or method in METHOD_OF_HEADS
+        ours = {*METHODS, *METHOD_OF_HEADS}
+        if method not in ours and method not in get_args(_speculative_method()):
+            near = difflib.get_close_matches(method[:LONGEST_NAME].lower(), sorted(ours), n=1)
+            if near:
+                raise OptionError(f"speculative_config: unknown method {quoted(method)}; did you mean {near[0]!r}?")
+        return method in ours
     return isinstance(model, str) and _names_ours(model)
+
+
+def _speculative_method() -> Any:
+    from vllm.config.speculative import SpeculativeMethod
+
+    return SpeculativeMethod
 
 
 def _names_ours(model: str) -> bool:

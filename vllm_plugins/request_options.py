@@ -3,36 +3,45 @@
 
 ppd_draft   false: do not draft for this request
 ppd_eps_b   0..1: back-off threshold of this request (method dynamo)
+
+JSON's true and false reach us as 1 and 0: vLLM's request model knows strings, numbers and lists only.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from vllm_ppd.heads.quote import quoted, shortened
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config import DraftingConfig
 
 DRAFT, EPS_B = "ppd_draft", "ppd_eps_b"
-# JSON booleans reach us as 0 and 1: vLLM's request model knows strings and numbers only.
-_VALUES = {"true": True, "false": False, "1": True, "0": False}
+OPTIONS, PREFIX = (DRAFT, EPS_B), "ppd"
+NEAR = 0.85  # difflib's ratio from which a key without our prefix is one of ours, misspelt
+LONGEST_NAME = 32  # characters that are compared
+_TEXTS = {"true": True, "false": False}
 
 
-def drafting_allowed(extra_args: dict[str, Any] | None) -> bool:
+def drafting_allowed(extra_args: Mapping[str, Any] | None) -> bool:
     """Whether a request wants drafts.
 
     Raises:
-        ValueError: if the value is not a truth value.
+        ValueError: if the value is not a truth value: a bool, 0, 1, "true" or "false".
     """
     if not extra_args or DRAFT not in extra_args:
         return True
     value = extra_args[DRAFT]
-    try:
-        return _VALUES[str(value).lower()]
-    except KeyError:
-        raise ValueError(f"vllm_xargs[{DRAFT!r}]={value!r} is not a truth value; use true or false") from None
+    if isinstance(value, str) and value.lower() in _TEXTS:
+        return _TEXTS[value.lower()]
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"vllm_xargs[{DRAFT!r}]={quoted(value)} is not a truth value; use true or false")
 
 
-def back_off_threshold(extra_args: dict[str, Any] | None) -> float | None:
+def back_off_threshold(extra_args: Mapping[str, Any] | None) -> float | None:
     """A request's own eps_b, or None.
 
     Raises:
@@ -41,13 +50,23 @@ def back_off_threshold(extra_args: dict[str, Any] | None) -> float | None:
     if not extra_args or EPS_B not in extra_args:
         return None
     value = extra_args[EPS_B]
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise ValueError(f"vllm_xargs[{EPS_B!r}]={value!r} is not a number from 0 to 1")
-    return number
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"vllm_xargs[{EPS_B!r}]={quoted(value)} is not a number from 0 to 1")
+    return float(value)
+
+
+def check_names(extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse a key that is one of ours but for its spelling: a misspelt opt-out would draft on.
+
+    Raises:
+        ValueError: naming the nearest key.
+    """
+    for key in extra_args or ():
+        if key in OPTIONS or not isinstance(key, str):
+            continue
+        name = key.strip()[:LONGEST_NAME].lower()
+        if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0 if name.startswith(PREFIX) else NEAR):
+            raise ValueError(f"vllm_xargs has no key {quoted(key)}; did you mean {near[0]!r}?")
 
 
 def sees_each_token(params: Any) -> bool:
@@ -85,11 +104,12 @@ def check(params: Any, config: DraftingConfig) -> None:
 
     extra_args = getattr(params, "extra_args", None)
     try:
+        check_names(extra_args)
         drafting_allowed(extra_args)
         if back_off_threshold(extra_args) is not None and config.method != "dynamo":
             raise ValueError(f"vllm_xargs[{EPS_B!r}] belongs to method 'dynamo'; this server drafts with another")
     except ValueError as error:
-        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+        raise VLLMValidationError(shortened(str(error)), parameter="vllm_xargs") from None
     if not config.verify and getattr(params, "structured_outputs", None) is not None:
         raise VLLMValidationError(
             "structured outputs need verified tokens, and this server emits unverified ones (verify: false)",

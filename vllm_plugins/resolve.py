@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_ppd.heads.quote import quoted
 from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError
 from vllm_ppd.vllm_plugins.methods import METHODS
 
@@ -31,7 +32,7 @@ def resolve(
         elif heads.max_drafts is not None and options.num_speculative_tokens > heads.max_drafts:
             raise OptionError(
                 f"speculative_config: num_speculative_tokens={options.num_speculative_tokens} is more than the "
-                f"{heads.max_drafts} drafts that the heads in {options.model!r} make"
+                f"{heads.max_drafts} drafts that the heads in {quoted(options.model)} make"
             )
         values["draft_vocab_size"] = _draft_vocabulary(options, heads)
     if METHODS[options.method].heads == "early" and stages == 1:
@@ -88,8 +89,8 @@ def split_at(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int
         with_head = [layer for layer in getattr(heads, "exit_layers", ()) if half <= layer < num_layers]
         if heads is not None and not with_head:
             raise OptionError(
-                f"speculative_config: the heads in {options.model!r} have no exit in {half}..{num_layers - 1}, where a "
-                "worker group's stages can be split; train one there or leave the heads out"
+                f"speculative_config: the heads in {quoted(options.model)} have no exit in {half}..{num_layers - 1}, "
+                "where a worker group's stages can be split; train one there or leave the heads out"
             )
         return (min(with_head, default=half),)
     exits = _exits(options, num_layers, heads)
@@ -112,7 +113,7 @@ def _draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> int | Non
     if asked == whole:
         return None
     if heads.counts_tensor is None:
-        raise OptionError(f"{given} needs token counts, which the heads in {options.model!r} lack; leave it out")
+        raise OptionError(f"{given} needs token counts, which the heads in {quoted(options.model)} lack; leave it out")
     if not options.verify:
         raise OptionError(f"{given} limits what is drafted, and unverified drafts are the output; leave it out")
     return asked
@@ -123,13 +124,13 @@ def _exits(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, 
     outside = [layer for layer in exits if not 1 <= layer < num_layers]
     if outside:
         raise OptionError(
-            f"speculative_config: exit_layer={outside[0]} is outside 1..{num_layers - 1}; "
+            f"speculative_config: exit_layer={quoted(outside[0])} is outside 1..{num_layers - 1}; "
             f"this model has {num_layers} layers"
         )
     headless = [layer for layer in exits if heads is not None and layer not in heads.exit_layers]
     if headless:
         raise OptionError(
-            f"speculative_config: exit_layer={headless[0]} has no head in {options.model!r}, "
+            f"speculative_config: exit_layer={quoted(headless[0])} has no head in {quoted(options.model)}, "
             f"which has heads for layers {', '.join(map(str, heads.exit_layers))}"
         )
     return exits

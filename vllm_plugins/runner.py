@@ -5,7 +5,7 @@ Overrides, each of which calls vLLM's unless we draft:
 
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
-    _sample                    tokens that a method adds to the sampled ones
+    _sample                    tokens that a method adds to the sampled ones; see also token_logprobs.py
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
     take_draft_token_ids       nothing where nobody drafts
@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
+from vllm_ppd.vllm_plugins.token_logprobs import TokenLogprobs
 from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
 
 
-class DraftingRunnerMixin(UndraftedSteps):
+class DraftingRunnerMixin(UndraftedSteps, TokenLogprobs):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer
@@ -67,7 +68,7 @@ class DraftingRunnerMixin(UndraftedSteps):
         )
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        stock = super()._sample  # type: ignore[misc]
+        stock = super()._sample
         return self.drafter.after_sampling(logits, lambda: stock(logits, spec_decode_metadata))
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

@@ -8,6 +8,8 @@
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
     Scheduler.__init__                     no placeholder drafts beside a prompt's last token
+    AsyncLLM.generate                      the same before a streamed response begins, while its status can be 400
+    OpenAIServingResponses._generate_with_builtin_tools   the same of /v1/responses, which asks the engine later
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     maybe_override_with_speculators        `vllm serve HEADS` finds the target by itself
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +196,24 @@ def _scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def _checked_before_streaming(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An asynchronous generator that checks its sampling_params when it is made, not when it first runs."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ppd.vllm_plugins.activation import active_config
+
+        config = active_config(getattr(self, "vllm_config", None) or self.engine_client.vllm_config)
+        if config is not None:
+            from vllm_ppd.vllm_plugins.request_options import check
+
+            check(signature.bind(self, *args, **kwargs).arguments["sampling_params"], config)
+        return original(self, *args, **kwargs)
+
+    return checked
+
+
 def _post_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def post_step(self: Any, model_executed: bool) -> None:
@@ -238,5 +259,11 @@ SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
     ("vllm.v1.core.sched.scheduler:Scheduler", "__init__", _scheduler),
+    ("vllm.v1.engine.async_llm:AsyncLLM", "generate", _checked_before_streaming),
+    (
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses",
+        "_generate_with_builtin_tools",
+        _checked_before_streaming,
+    ),
     ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
 ]

@@ -11,11 +11,11 @@ from vllm_ppd.heads.calibration.recommend import Setting, settings
 from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.checkpoint import HeadsError, check_folder
 from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
-from vllm_ppd.heads.errors import quoted
 from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
+from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_path import find_target
 
 SHOWN = (1, 2, 4, 8, 16, 32)  # batch sizes of the table

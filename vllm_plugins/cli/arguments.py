@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
+
 Options = TypeVar("Options", bound=BaseModel)
 
 
@@ -61,8 +63,8 @@ def options_from(model: type[Options], args: argparse.Namespace) -> Options:
     except ValidationError as error:
         problem = error.errors()[0]
         flag = "--" + str(problem["loc"][0] if problem["loc"] else "options").replace("_", "-")
-        message = problem["msg"].removeprefix("Value error, ")
-        raise UsageError(f"{flag} {problem['input']}: {message[0].lower()}{message[1:]}") from None
+        message, value = problem["msg"].removeprefix("Value error, "), shortened(str(problem["input"]), LONGEST_VALUE)
+        raise UsageError(f"{flag} {value}: {message[0].lower()}{message[1:]}") from None
 
 
 def _help(field: FieldInfo) -> str:

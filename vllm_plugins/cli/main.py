@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
 from vllm_ppd.vllm_plugins.cli import bench, calibrate, env, inspect, plan, train
 
 COMMANDS = (train, calibrate, plan, bench, inspect, env)
@@ -45,8 +46,9 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = shortened(str(error))
     if "o space left" in text or "isk quota" in text:
+        text = shortened(text, LONGEST_MESSAGE // 2)
         return f"the disk is full ({text}); free some space and run the same command again: it continues"
     return text
 

@@ -5,7 +5,7 @@ Overrides, each of which calls vLLM's:
 
     execute_model              a group step becomes a step of one token a request
     _model_forward             the first stage has that token's state already if the step before ran ahead
-    sample_tokens, _sample     the ticks that follow, on the first and on the last stage
+    sample_tokens, _sample     the ticks that follow, on the first and on the last stage; see also token_logprobs.py
     initialize_kv_cache        room for the lanes' tail blocks
     propose_draft_token_ids    nothing: what the group emits is final
     _prepare_inputs            see undrafted_steps.py
@@ -22,10 +22,11 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.vllm_plugins.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.group.last_stage import LastStage
+from vllm_ppd.vllm_plugins.token_logprobs import TokenLogprobs
 from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
 
 
-class GroupRunnerMixin(UndraftedSteps):
+class GroupRunnerMixin(UndraftedSteps, TokenLogprobs):
     """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
 
     drafter: FirstStage | LastStage
@@ -82,7 +83,7 @@ class GroupRunnerMixin(UndraftedSteps):
         return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        output = super()._sample(logits, spec_decode_metadata)
         if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
             return self.drafter.run_ticks(output)
         return output

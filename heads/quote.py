@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of a user in our messages: a message is one short line, whatever was given."""
+
+from __future__ import annotations
+
+import reprlib
+
+LONGEST_VALUE, LONGEST_MESSAGE = 80, 300  # characters
+
+_BOUNDED = reprlib.Repr()  # reads no more of a value than is shown
+_BOUNDED.maxstring = _BOUNDED.maxother = _BOUNDED.maxlong = 2 * LONGEST_VALUE
+_BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = LONGEST_VALUE // 3
+
+
+def quoted(value: object) -> str:
+    """A value as Python writes it, on one line of at most 80 characters."""
+    try:
+        return _cut(_BOUNDED.repr(value), LONGEST_VALUE)
+    except Exception:  # an integer of too many digits, or a __repr__ that fails
+        return f"<{_cut(type(value).__name__, LONGEST_VALUE - 2)}>"
+
+
+def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
+    """A text on one line of at most so many characters; what is left out is in the middle."""
+    return _cut(" ".join(text.split()), most)
+
+
+def _cut(line: str, most: int) -> str:
+    if len(line) <= most:
+        return line
+    head = (most - 3) * 2 // 3
+    return f"{line[:head]}...{line[head + 3 - most :]}"

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities of chosen tokens: each request's own, whatever is beside it, as vLLM alone gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exactness import SCHEMA, greedy, prompts
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.outputs import LogprobsTensors
+
+from vllm_ppd.vllm_plugins.token_logprobs import fill
+
+Rows = list[list[tuple[int, float, int | None]]] | None
+
+
+def answers(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list[tuple[list[int], Rows]]:
+    """Tokens, and a row each of (token, log-probability, rank) of what grammar and limits leave possible."""
+    found = []
+    for output in llm.generate(requests, params, use_tqdm=False):
+        chosen = output.outputs[0]
+        rows = None
+        if chosen.logprobs is not None:
+            rows = [
+                sorted((token, round(one.logprob, 3), one.rank) for token, one in at.items() if one.logprob > -1e30)
+                for at in chosen.logprobs
+            ]
+            assert len(rows) == len(chosen.token_ids)
+        found.append((list(chosen.token_ids), rows))
+    return found
+
+
+JSON = StructuredOutputsParams(json=SCHEMA)
+CHOSEN = greedy(24, logprob_token_ids=[5, 9])
+MORE = greedy(16, logprob_token_ids=[300, 7, 7, 44, 120, 3])
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "params",
+    [
+        [CHOSEN],
+        [greedy(24, logprob_token_ids=[5, 9], logprobs=2)],
+        [greedy(30), CHOSEN, greedy(30)],
+        [greedy(30, logprobs=3), CHOSEN, greedy(20), MORE, greedy(12, logprobs=0)],
+        [greedy(24, extra_args={"ppd_draft": False}, logprob_token_ids=[5]), greedy(24, logprobs=8), CHOSEN],
+        [
+            greedy(40, ignore_eos=False, logprob_token_ids=[35, 36], structured_outputs=JSON),
+            greedy(30, logprobs=2),
+            MORE,
+        ],
+    ],
+    ids=["alone", "with logprobs", "beside drafts", "beside logprobs", "without drafts", "structured"],
+)
+def test_as_vllm_alone_gives_them(engine: Callable[..., Any], params: list[SamplingParams]) -> None:
+    """Alone means each request by itself: vLLM mixes up the rows of a batch."""
+    requests = prompts(len(params), 60)
+    alone = [answers(engine(), [one], [own])[0] for one, own in zip(requests, params, strict=True)]
+    llm = engine({"method": "ppd"})
+    drafted = llm.counts["drafted"]
+    assert answers(llm, requests, params) == alone
+    assert llm.counts["drafted"] > drafted
+
+
+def test_rows_of_requests_with_several_tokens_each() -> None:
+    logprobs = torch.randn(6, 20).log_softmax(-1)  # two requests with three rows each
+    gathered = LogprobsTensors(torch.zeros(6, 3, dtype=torch.int32), torch.zeros(6, 3), torch.zeros(6))
+    fill(gathered, logprobs, {1: [11, 4]}, 3)
+    assert gathered.logprob_token_ids.tolist() == [[0, 0, 0]] * 3 + [[0, 11, 4]] * 3
+    assert torch.equal(gathered.logprobs[3:, 1:], logprobs[3:, [11, 4]])
+    assert not gathered.logprobs[:3].any() and not gathered.logprobs[:, 0].any()
