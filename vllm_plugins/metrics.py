@@ -25,7 +25,7 @@ COUNTERS = {
     "withheld_drafts": "Drafts left out because they would not have paid (adaptive), or to see whether they do.",
     "probing_steps": "Engine steps whose drafts were more or fewer than usual, to measure them (adaptive).",
     "lookup_steps": "Engine steps after which the requests' own text was drafted (prompt_lookup_min).",
-    "resting_steps": "Steps without the heads' layers: prompts, and those that no drafts follow (method dynamo).",
+    "skipped_draft_layer_steps": "Decode steps without the heads' layers, as no drafts follow (method dynamo).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
     "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",
