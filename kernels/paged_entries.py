@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-DIGIT = 250  # which every type of a KV cache that is not quantized holds exactly
-
 
 def copy_entries(
     kv_caches: Sequence[torch.Tensor],  # [blocks, KV heads, block size, content] of each layer, contiguous
@@ -33,38 +31,25 @@ def copy_entries(
 def entry_places(
     write: Callable[[torch.Tensor, int, torch.Tensor], None],  # (cache, slot, numbers [2 * KV heads * head size])
     kv_cache: torch.Tensor,  # [blocks, KV heads, block size, content], taken for its shape and type alone
-    ordered: bool = False,
 ) -> torch.Tensor:
     """Where a backend keeps each offset of a block: [block size, numbers] int64 into the flattened block.
 
     Found by letting the backend write: numbers are a slot's key, all heads of it, and then its value.
-
-    Args:
-        ordered: whether places are to be in the order of the numbers; else they ascend, and that the i-th of one offset
-            means what the i-th of another does holds for every order of vLLM's CPU attention.
+    An offset's places ascend; that the i-th of one offset means what the i-th of another does holds for every order of
+    vLLM's CPU attention.
 
     Raises:
-        ValueError: if the offsets do not divide the block among them, or not all in one order.
+        ValueError: if the offsets do not divide the block among them.
     """
     size, numbers = kv_cache.shape[2], kv_cache[0].numel()
 
-    def written(offset: int, values: torch.Tensor) -> torch.Tensor:
+    def written(offset: int) -> torch.Tensor:
         block = torch.zeros(1, *kv_cache.shape[1:], dtype=kv_cache.dtype)
-        write(block, offset, values)
-        return block.flatten()
+        write(block, offset, torch.ones(numbers // size))
+        return block.flatten().nonzero().squeeze(1)
 
-    found = [written(offset, torch.ones(numbers // size)).nonzero().squeeze(1) for offset in range(size)]
+    found = [written(offset) for offset in range(size)]
     alike = all(len(places) == len(found[0]) for places in found)
     if not alike or sorted(torch.cat(found).tolist()) != list(range(numbers)):
         raise ValueError(f"the backend's entries do not divide a block of {numbers} numbers; copy whole blocks instead")
-    if not ordered:
-        return torch.stack(found)
-    which = torch.arange(numbers // size)
-    orders = []
-    for offset in (0, size - 1):
-        # A number at a time takes long, and two bytes do not hold all of them exactly: they are told in two digits.
-        low, high = (written(offset, digit.float() + 1)[found[offset]] for digit in (which % DIGIT, which // DIGIT))
-        orders.append(torch.argsort((high.long() - 1) * DIGIT + low.long() - 1))
-    if not torch.equal(*orders):
-        raise ValueError("the backend orders the numbers of an entry by its place in the block")
-    return torch.stack(found)[:, orders[0]]
+    return torch.stack(found)

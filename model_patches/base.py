@@ -233,12 +233,7 @@ class ModelCut:
             state = stack(positions, *self.at_junction(state))
         return stacks[-1](positions, *self.at_junction(state))
 
-    @property
-    def parts(self) -> list[Stack]:
-        """Everything that can run by itself."""
-        return self.stacks
-
-    def attention_layers(self, part: int, names: Sequence[str]) -> list[str]:
-        """Those of vLLM's attention layer names that belong to a part."""
-        stack = self.parts[part]
+    def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
+        """Those of vLLM's attention layer names that belong to a stack."""
+        stack = self.stacks[level]
         return [name for name in names if stack.start <= extract_layer_index(name) < stack.stop]

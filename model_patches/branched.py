@@ -4,8 +4,6 @@
     token ids -> [embed, layers ..L-1] -> stem -> [layer L, norm] -> hidden
                                                -> [branch: a token head's layer, norm] -> hidden
 
-A branch is one layer: a token's KV in it follows from the token's stem alone, by less than half of the layer.
-
 The target stays in one piece, so that a forward without the branches takes as long as vLLM's own.
 """
 
@@ -19,7 +17,6 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, compiled_stack, summed
-from vllm_ppd.model_patches.llama_like import LlamaLikeAdapter
 
 
 class TappedStack(FirstStack):
@@ -49,23 +46,8 @@ class Branches(Stack):
         )
 
 
-class BranchEntries(Stack):
-    """What of the branches tokens need whose hidden states nobody reads: their KV.
-
-    Not compiled: it runs over many tokens and now and then, where the host's time is little and starting longer is not.
-    """
-
-    adapter: LlamaLikeAdapter  # the families that have token heads
-
-    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Write the KV of each layer; the stem [tokens, hidden] itself is returned."""
-        for layer in self.layers:
-            self.adapter.attend(layer, positions, hidden)
-        return hidden
-
-
 class BranchedModel(ModelCut):
-    """A loaded model whose forward runs further layers beside its last one, unless they rest.
+    """A loaded model whose forward runs further layers beside its last one, unless they are skipped.
 
     Args:
         model: the causal LM as vLLM loaded it.
@@ -77,11 +59,8 @@ class BranchedModel(ModelCut):
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         super().__init__(model, vllm_config, ())
         self.branches: Stack | None = None
-        self.entries: Stack | None = None
         self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
-        self.resting = False  # whether forwards leave the branches out
-        self.keeps_stem = False  # whether they leave what the branches are fed with in `stem`
-        self.stem: torch.Tensor | None = None  # [tokens, hidden] of the last forward, its padding included
+        self.skip_branches = False  # whether forwards leave them out
 
     def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
         """Run further layers in every forward.
@@ -92,8 +71,9 @@ class BranchedModel(ModelCut):
             hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
         """
         first = len(self.adapter.layers)
-        own: dict[str, Any] = {"adapter": self.adapter, "start": first, "stop": first + len(layers), "layers": layers}
-        self.branches, self.entries = compiled_stack(Branches, vllm_config, **own), BranchEntries(**own)
+        self.branches = compiled_stack(
+            Branches, vllm_config, adapter=self.adapter, start=first, stop=first + len(layers), layers=layers
+        )
         self.branch_hidden = hidden
 
     def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -102,18 +82,10 @@ class BranchedModel(ModelCut):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         output, stem = self.stacks[0](input_ids, positions)
-        self.stem = stem if self.keeps_stem else None
-        if self.branches is not None and self.branch_hidden is not None and not self.resting:
+        if self.branches is not None and self.branch_hidden is not None and not self.skip_branches:
             if self.junction is not None:
                 output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one
             found = self.branches(positions, *self.at_junction((stem, None)))
             for hidden, one in zip(self.branch_hidden, found, strict=True):
                 hidden[: output.shape[0]].copy_(one)
         return output
-
-    @property
-    def parts(self) -> list[Stack]:
-        """The target, all branches after it, and what their KV needs of them."""
-        if self.branches is None or self.entries is None:
-            return self.stacks
-        return [*self.stacks, self.branches, self.entries]

@@ -32,16 +32,6 @@ class LlamaLikeAdapter(Adapter):
             hidden, residual = layer(positions, hidden, residual)
         return hidden, residual
 
-    def attend(self, layer: Any, positions: torch.Tensor, summed: torch.Tensor) -> None:
-        """Run a layer no further than its KV needs: its attention.
-
-        Args:
-            layer: of the target's class.
-            positions: [tokens].
-            summed: what its norm reads, [tokens, hidden].
-        """
-        layer.self_attn(positions=positions, hidden_states=layer.input_layernorm(summed))
-
     def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         return self.decoder.norm(hidden, residual)[0]
 

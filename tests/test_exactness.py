@@ -13,8 +13,6 @@ from conftest import drafter_of, runner_of
 from exactness import CASES, generate, greedy, prompts
 from vllm.config import ReasoningConfig
 
-from vllm_ppd.model_patches.branched import BranchEntries
-
 pytestmark = pytest.mark.engine
 
 # A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
@@ -270,12 +268,11 @@ FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "paralle
 
 @pytest.mark.parametrize("name", ["middle", "dynamo", *FULL_ONLY])
 def test_compiled(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
-    """The default compilation mode: each stack is compiled by itself, before the first request, but for those that
-    complete KV alone."""
+    """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = CASES["batch_16"](engine(enforce_eager=False)), CASES["arrivals_and_aborts"](engine(enforce_eager=False))
     llm = engine(variant(name), enforce_eager=False)
     cut = getattr(drafter_of(llm), "cut", None)
-    parts = [] if cut is None else [*cut.parts, cut.whole or cut.parts[0]]
-    assert all(part.compiled for part in parts if not isinstance(part, BranchEntries))
+    parts = [] if cut is None else [*cut.stacks, cut.whole or cut.stacks[0], getattr(cut, "branches", cut.stacks[0])]
+    assert all(part.compiled for part in parts)
     assert (name == "middle") <= (cut is not None and cut.whole is not None)
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected

@@ -118,15 +118,6 @@ def test_copied_entries_are_those_vllm_would_have_written(dtype: torch.dtype) ->
     assert all(torch.equal(layer, expected) for layer in layers)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ordered_places_are_those_of_a_key_and_its_value(dtype: torch.dtype) -> None:
-    key, value, layers = three_full_blocks(dtype)
-    places = entry_places(write_numbers, layers[0], ordered=True)
-    slots = torch.tensor([0, 5, SIZE + 31, 3 * SIZE - 1])
-    found = layers[0].view(len(layers[0]), -1)[(slots // SIZE)[:, None], places[slots % SIZE]]
-    assert torch.equal(found, torch.cat([key[slots].flatten(1), value[slots].flatten(1)], dim=1))
-
-
 def write_numbers(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
     write_kv(cache, torch.tensor([slot]), *numbers.to(cache.dtype).view(2, 1, HEADS, HEAD_DIM))
 

@@ -7,13 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from conftest import drafter_of, runner_of
 from exactness import CASES, generate, greedy, prompts
-from test_heads_history import BLOCK, Server, one_group, tokens
 
-from vllm_ppd.vllm_plugins import entry_states, heads_history
 from vllm_ppd.vllm_plugins.adaptive.drafts import LONGEST_NAP
 from vllm_ppd.vllm_plugins.adaptive.nap import Nap
 from vllm_ppd.vllm_plugins.metrics import COUNTERS
@@ -55,25 +52,6 @@ def test_other_requests_and_prompts_end_it(slept: int, other: Any) -> None:
         nap.begin_step(scheduled({"b": 1, "a": 1}))
     assert nap.begin_step(other) == slept
     assert not nap.asleep and nap.end() == 0
-
-
-def test_what_is_kept_of_a_nap_is_bounded_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of a crowd's tokens are memory that nobody has reserved."""
-    most = []
-    monkeypatch.setattr(entry_states, "get_tp_group", lambda: SimpleNamespace(world_size=1))
-    for module in (heads_history, entry_states):
-        monkeypatch.setattr(module, "MOST_TOKENS", 4)
-    server = Server(one_group(), 60)
-    both = {"r0": (1, 1), "r1": (1, 1)}
-    for i, name in enumerate(both):
-        server.add(name, tokens(i, BLOCK))
-    server.step(dict.fromkeys(both, (BLOCK, BLOCK)), paused=True)
-    for _ in range(BLOCK):
-        server.step(both, paused=True, asleep=True)
-        assert server.history.states is not None
-        most.append((len(server.history._after), len(server.history.states._waiting)))
-    assert tuple(np.max(most, axis=0)) == (2, 1)
-    assert server.step(both, drafting=("r0", "r1"))[0] is False  # with what each one's state says
 
 
 @pytest.mark.engine

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     llm = conftest.start_engine({model!r}, json.loads({options!r}), tensor_parallel_size=2)
     result = {{case: exactness.CASES[case](llm) for case in {cases!r}}}
     accepted = conftest.counter(llm, "vllm:spec_decode_num_accepted_tokens")
-    steps = {{name: conftest.our_counter(name) for name in ("deferred_steps", "resting_steps")}}
+    steps = {{name: conftest.our_counter(name) for name in ("deferred_steps", "skipped_draft_layer_steps")}}
     print("RESULT", json.dumps([result, accepted, steps]))
 """
 
@@ -106,15 +106,16 @@ def test_two_ranks_with_heads(
     assert accepted > 0
 
 
-def test_two_ranks_whose_heads_rest(
+def test_two_ranks_that_skip_the_draft_layers(
     tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], engine: Callable[..., Any]
 ) -> None:
-    """Each keeps its part of the states that the heads miss; who is left of a batch catches up with both parts."""
+    """Both agree on which steps do, and on who drafts after them."""
     options = {"model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": 2}
-    got, accepted, steps = two_ranks(tiny_model(), options, ["crowd_that_ends"])
-    assert got == as_json({"crowd_that_ends": CASES["crowd_that_ends"](engine())})
+    cases = ["crowd_that_ends", "batch_1"]
+    got, accepted, steps = two_ranks(tiny_model(), options, cases)
+    assert got == as_json({case: CASES[case](engine()) for case in cases})
     assert accepted > 0
-    assert steps["resting_steps"] > 0
+    assert steps["skipped_draft_layer_steps"] > 0
 
 
 @pytest.mark.full

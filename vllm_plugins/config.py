@@ -147,8 +147,8 @@ class DraftingOptions(BaseModel):
         None,
         ge=1,
         le=LARGEST,
-        description="hard batch cut-off: in batches of more requests than this none drafts, and dynamo's heads rest "
-        "unless verify is false (default: none; 8 with pipeline parallelism)",
+        description="hard batch cut-off: in batches of more requests than this none drafts, and decode steps skip "
+        "dynamo's heads unless verify is false (default: none; 8 with pipeline parallelism)",
         json_schema_extra={"flag": True},
     )
 

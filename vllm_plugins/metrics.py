@@ -26,7 +26,7 @@ COUNTERS = {
     "probing_steps": "Engine steps whose drafts were more or fewer than usual, to measure them (adaptive).",
     "invalid_drafts": "Times a request's drafts were dropped: logits were not finite, or q(x) no distribution.",
     "lookup_steps": "Engine steps after which the requests' own text was drafted (prompt_lookup_min).",
-    "resting_steps": "Steps without the heads' layers: prompts, and those that no drafts follow (method dynamo).",
+    "skipped_draft_layer_steps": "Decode steps without the heads' layers, as no drafts follow (method dynamo).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
     "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",

@@ -101,8 +101,7 @@ class DraftPlanner:
             every, _ = self.most_drafts(emitted, reserved=1, most=config.most_lookup_drafts)
             drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy, self._seeded)
         elif self.adaptive is not None:
-            wanted = None if able is None or able.all() else self.most_drafts(emitted, reserved=1)[0]
-            drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded, wanted)
+            drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded)
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
@@ -139,11 +138,6 @@ class DraftPlanner:
         if config.max_drafting_requests is not None:
             drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
         return drafts, remaining
-
-    def seeded(self) -> np.ndarray:
-        """Which rows of the batch are sampled with a seed: [batch rows] bool."""
-        self._look_up_changed()
-        return self._seeded
 
     def forget(self) -> None:
         """Look every request up again: a name may have been given to another."""

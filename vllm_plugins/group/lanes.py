@@ -16,9 +16,8 @@ import torch
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.paged_copy import copy_blocks
-from vllm_ppd.kernels.paged_entries import copy_entries
+from vllm_ppd.kernels.paged_entries import copy_entries, entry_places
 from vllm_ppd.model_patches.base import ModelCut
-from vllm_ppd.vllm_plugins.entry_states import backend_places
 
 NONE = -1
 
@@ -129,7 +128,12 @@ class Lanes:
             return None
         if gid not in self.places:
             layer = self.runner.compilation_config.static_forward_context[name]
-            self.places[gid] = backend_places(layer, self.runner.model_config.dtype)
+
+            def write(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
+                key, value = numbers.to(self.runner.model_config.dtype).view(1, 2, layer.num_kv_heads, -1).unbind(1)
+                layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor([slot]))
+
+            self.places[gid] = entry_places(write, layer.kv_cache)
         return self.places[gid]
 
     def _names(self) -> list[list[str]]:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo drafting: token heads beside the target's last layer, and as many drafts as their joint is sure of.
 
-    forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
-             a prefix-cache hit, a chunk of a prompt or a verified draft the heads' history is as whole as the target's;
-             where nobody drafts, above the hard cut-off and in adaptive pauses, they rest, and with adaptive drafting
-             over prompts; who then drafts has its heads catch up first (heads_history.py)
+    forward  every scheduled token runs through the draft layers too, whose KV stands in the target's own blocks: after
+             a prefix-cache hit, a chunk of a prompt or a verified draft it is as complete as the target's. Steps that
+             neither compute prompts nor lead to drafts skip these layers (missing_kv.py)
     select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
     draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
 
@@ -13,7 +12,6 @@ With verify off n-grams are emitted as they are sampled (proposers/unverified.py
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,9 @@ from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import INVALID, are_distributions, divisor, is_greedy
 from vllm_ppd.model_patches.branched import BranchedModel
 from vllm_ppd.model_patches.token_heads import build_layers
-from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.heads_history import LOST, HeadsHistory
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.passes import StackPasses
+from vllm_ppd.vllm_plugins.missing_kv import MissingKV
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 from vllm_ppd.vllm_plugins.proposers.unverified import NGramEmission
@@ -43,7 +39,7 @@ class DynaMoProposer(Proposer):
     """Drafts with DynaMo token heads; each is one more layer in the target's forward."""
 
     emission: NGramEmission | None = None
-    history: HeadsHistory | None = None  # without a cut-off and adaptive drafting the heads never rest
+    missing_kv: MissingKV | None = None  # None: no step skips the draft layers
 
     def load_model(self, model: Any) -> None:
         config, vllm_config = self.config, self.vllm_config
@@ -73,50 +69,43 @@ class DynaMoProposer(Proposer):
         if config.verify:
             self.allocate_probs()
             if config.adaptive or config.disable_by_batch_size is not None:
-                self.history = HeadsHistory(self.runner, config.num_layers, hidden_size, config.disable_by_batch_size)
-                self.budget = CatchUpBudget(1 + config.num_speculative_tokens)
-                self.passes = StackPasses(self.runner, self.cut, self.padding)
+                self.missing_kv = MissingKV(self.runner, config.num_layers)
         else:
             self.emission = NGramEmission(self)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
-        if self.history is not None:
-            adaptive, layers = self.planner.adaptive, self.config.num_layers
-            # Prompts wait until their requests' drafts promise to pay for them.
-            paused = adaptive is not None and (adaptive.resting or not self.decoding)
-            lasting = adaptive is not None and adaptive.lasting
-            self.cut.resting = self.history.begin_step(paused, lasting, alike=self.nap.steps > 0)
-            self.cut.keeps_stem = self.history.keeps
-            self.counters.add("resting_steps", self.cut.resting)
-            self.own_share = 1.0 if self.cut.resting else layers / (layers + self.config.num_speculative_tokens)
+        if self.missing_kv is not None:
+            skip, layers = self._skips_draft_layers(self.missing_kv), self.config.num_layers
+            self.cut.skip_branches = skip
+            self.missing_kv.begin_step(skip)
+            self.counters.add("skipped_draft_layer_steps", skip)
+            self.own_share = 1.0 if skip else layers / (layers + self.config.num_speculative_tokens)
         return None
 
+    def _skips_draft_layers(self, missing_kv: MissingKV) -> bool:
+        """Whether no request can draft after the step that is about to run, and it computes no prompt.
+
+        Prompts, and what a preempted request computes again, always run through the draft layers: their requests may
+        draft, and their blocks may be other requests' prefixes.
+        """
+        batch, adaptive, most = self.runner.input_batch, self.planner.adaptive, self.config.disable_by_batch_size
+        rows = batch.num_reqs
+        crowded = most is not None and rows > most
+        if not (crowded or (adaptive is not None and adaptive.resting) or missing_kv.everywhere()):
+            return False
+        decoded = np.maximum(batch.num_prompt_tokens[:rows], batch.num_tokens_no_spec[:rows] - 1)
+        return bool((batch.num_computed_tokens_cpu[:rows] >= decoded).all())
+
     def begin_step(self, scheduler_output: Any) -> bool:
-        """A resumed request's KV blocks are not those of its states, and a new one may bear an old name."""
-        if self.history is not None:
-            new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-            self.history.forget([*new, *scheduler_output.scheduled_cached_reqs.resumed_req_ids])
+        if self.missing_kv is not None:
+            self.missing_kv.update_requests(scheduler_output)
         return super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
-        """Those whose past the heads have seen, and those that can catch up."""
-        missing = None if self.history is None else self.history.missing
-        if self.history is None or missing is None:
-            return None
-        adaptive = self.planner.adaptive
-        if self.history.states is None:  # what was missed is lost
-            return missing == 0
-        able = missing < LOST
-        if adaptive is not None:
-            plain = adaptive.costs.plain(len(missing))
-            affordable = self.budget.affordable(missing, adaptive.steps, plain, adaptive.promised)
-            able &= affordable | self.planner.seeded()  # whose drafts must not depend on measurements
-        return able
+        """Those whose tokens all have KV in the draft layers."""
+        return None if self.missing_kv is None else self.missing_kv.complete()
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
-        if self.history is not None and self.cut.stem is not None:
-            self.history.keep(self.cut.stem)
-            self.cut.stem = None
         return sample() if self.emission is None else self.emission.emit(logits, sample)
 
     def draft(self, step: Step) -> list[list[int]]:
@@ -126,7 +115,6 @@ class DynaMoProposer(Proposer):
         tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
         made = np.zeros(len(plan.rows), dtype=np.int64)
         drafting = np.flatnonzero(plan.max_drafts)
-        self._catch_up(plan.rows[drafting], step)
         for chosen in self.batches(drafting, self.config.num_speculative_tokens):
             rows = plan.rows[chosen]
             places = self.index(step.last_tokens(rows, self.runner.query_start_loc.np))
@@ -139,29 +127,6 @@ class DynaMoProposer(Proposer):
             tokens[chosen] = found[:, 1:].cpu().numpy()
             made[chosen] = np.minimum(order.cpu().numpy() - 1, plan.max_drafts[chosen])
         return tokens, made
-
-    def _catch_up(self, rows: np.ndarray, step: Step) -> None:
-        """Complete the KV of what the heads missed of some batch rows, and what they say of the newest tokens."""
-        if self.history is None or self.history.missing is None:
-            return
-        places = step.last_tokens(rows, self.runner.query_start_loc.np)
-        missed = self.history.catch_up(rows, places)
-        if missed is None:
-            return
-        started = time.perf_counter()
-        states = self.passes.branches(missed.rows, missed.positions, (missed.state, None))
-        ends = np.flatnonzero(np.append(missed.rows[1:] != missed.rows[:-1], True))
-        newest = self.index(places[np.searchsorted(rows, missed.rows[ends])])
-        for number, of_head in enumerate(states):
-            self.states[number, newest] = of_head
-        self.runner._sync_device()
-        adaptive, took = self.planner.adaptive, np.array([time.perf_counter() - started])
-        if adaptive is not None:
-            # All ranks must find it as dear as the first does.
-            agree = adaptive.costs.agree
-            seconds = float((took if agree is None else agree(took))[0])
-            adaptive.interrupted(seconds)
-            self.budget.spent(np.diff(ends, prepend=-1), seconds)
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""
