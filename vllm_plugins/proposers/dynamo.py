@@ -13,7 +13,6 @@ With verify off n-grams are emitted as they are sampled (proposers/unverified.py
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,9 @@ from vllm_ppd.heads.dynamo_joint import JointChoice, select
 from vllm_ppd.kernels.sampling import divisor, is_greedy
 from vllm_ppd.model_patches.branched import BranchedModel
 from vllm_ppd.model_patches.token_heads import build_layers
-from vllm_ppd.vllm_plugins.catch_up_budget import CatchUpBudget
 from vllm_ppd.vllm_plugins.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.heads_history import LOST, HeadsHistory
+from vllm_ppd.vllm_plugins.heads_history import HeadsHistory
 from vllm_ppd.vllm_plugins.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.passes import StackPasses
 from vllm_ppd.vllm_plugins.plan import Plan
 from vllm_ppd.vllm_plugins.proposers.base import Proposer, Step
 from vllm_ppd.vllm_plugins.proposers.unverified import NGramEmission
@@ -74,21 +71,15 @@ class DynaMoProposer(Proposer):
             self.allocate_probs()
             if config.adaptive or config.disable_by_batch_size is not None:
                 self.history = HeadsHistory(self.runner, config.num_layers, hidden_size, config.disable_by_batch_size)
-                self.budget = CatchUpBudget(1 + config.num_speculative_tokens)
-                self.passes = StackPasses(self.runner, self.cut, self.padding)
         else:
             self.emission = NGramEmission(self)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.history is not None:
-            adaptive, layers = self.planner.adaptive, self.config.num_layers
-            # Prompts wait until their requests' drafts promise to pay for them.
-            paused = adaptive is not None and (adaptive.resting or not self.decoding)
-            lasting = adaptive is not None and adaptive.lasting
-            self.cut.resting = self.history.begin_step(paused, lasting, alike=self.nap.steps > 0)
+            skips = self.drafting_off and self.decoding
+            self.cut.resting = self.history.begin_step(skips, skips, alike=self.bypass.active)
             self.cut.keeps_stem = self.history.keeps
             self.counters.add("resting_steps", self.cut.resting)
-            self.own_share = 1.0 if self.cut.resting else layers / (layers + self.config.num_speculative_tokens)
         return None
 
     def begin_step(self, scheduler_output: Any) -> bool:
@@ -99,19 +90,9 @@ class DynaMoProposer(Proposer):
         return super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
-        """Those whose past the heads have seen, and those that can catch up."""
+        """Those whose past the heads have seen."""
         missing = None if self.history is None else self.history.missing
-        if self.history is None or missing is None:
-            return None
-        adaptive = self.planner.adaptive
-        if self.history.states is None:  # what was missed is lost
-            return missing == 0
-        able = missing < LOST
-        if adaptive is not None:
-            plain = adaptive.costs.plain(len(missing))
-            affordable = self.budget.affordable(missing, adaptive.steps, plain, adaptive.promised)
-            able &= affordable | self.planner.seeded()  # whose drafts must not depend on measurements
-        return able
+        return None if missing is None else missing == 0
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:
         if self.history is not None and self.cut.stem is not None:
@@ -126,7 +107,6 @@ class DynaMoProposer(Proposer):
         tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
         made = np.zeros(len(plan.rows), dtype=np.int64)
         drafting = np.flatnonzero(plan.max_drafts)
-        self._catch_up(plan.rows[drafting], step)
         for chosen in self.batches(drafting, self.config.num_speculative_tokens):
             rows = plan.rows[chosen]
             places = self.index(step.last_tokens(rows, self.runner.query_start_loc.np))
@@ -136,29 +116,6 @@ class DynaMoProposer(Proposer):
             tokens[chosen] = found[:, 1:].cpu().numpy()
             made[chosen] = np.minimum(choice.order.cpu().numpy() - 1, plan.max_drafts[chosen])
         return tokens, made
-
-    def _catch_up(self, rows: np.ndarray, step: Step) -> None:
-        """Complete the KV of what the heads missed of some batch rows, and what they say of the newest tokens."""
-        if self.history is None or self.history.missing is None:
-            return
-        places = step.last_tokens(rows, self.runner.query_start_loc.np)
-        missed = self.history.catch_up(rows, places)
-        if missed is None:
-            return
-        started = time.perf_counter()
-        states = self.passes.branches(missed.rows, missed.positions, (missed.state, None))
-        ends = np.flatnonzero(np.append(missed.rows[1:] != missed.rows[:-1], True))
-        newest = self.index(places[np.searchsorted(rows, missed.rows[ends])])
-        for number, of_head in enumerate(states):
-            self.states[number, newest] = of_head
-        self.runner._sync_device()
-        adaptive, took = self.planner.adaptive, np.array([time.perf_counter() - started])
-        if adaptive is not None:
-            # All ranks must find it as dear as the first does.
-            agree = adaptive.costs.agree
-            seconds = float((took if agree is None else agree(took))[0])
-            adaptive.interrupted(seconds)
-            self.budget.spent(np.diff(ends, prepend=-1), seconds)
 
     def batches(self, rows: np.ndarray, free: int) -> list[np.ndarray]:
         """Rows in parts whose joints, of so many free tokens, fit memory."""
