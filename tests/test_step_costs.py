@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from vllm import SamplingParams
 from vllm_ppd.vllm_plugins import warm_up
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
-from vllm_ppd.vllm_plugins.dummy_steps import time_steps
+from vllm_ppd.vllm_plugins.dummy_steps import most_requests, time_steps
 
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=[[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]])
 
@@ -57,6 +58,26 @@ def test_a_damaged_file_is_none(damage: bytes, tmp_path: Path) -> None:
     assert warm_up.load(path) == MeasuredCosts(method=TABLE) and list(path.parent.iterdir()) == [path]
     path.write_bytes(damage)
     assert warm_up.load(path) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "largest"),
+    [
+        ({}, 64),
+        ({"max_model_len": 20}, 0),  # a request of a round is longer
+        ({"num_blocks": 12}, 2),  # of 2 blocks in each of two groups, and vLLM's null block
+        ({"max_num_batched_tokens": 48}, 12),
+    ],
+)
+def test_the_largest_batch_that_can_be_timed(limits: dict[str, int], largest: int) -> None:
+    sizes = {"max_model_len": 100, "num_blocks": 1000, "max_num_batched_tokens": 4096, **limits}
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+    runner = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=sizes["max_num_batched_tokens"]),
+        kv_cache_config=SimpleNamespace(num_blocks=sizes["num_blocks"], kv_cache_groups=[group, group]),
+        max_model_len=sizes["max_model_len"],
+    )
+    assert most_requests(runner, [0, 1, 3]) == largest
 
 
 def drafts_of(llm: Any, run: Callable[[Any], Any]) -> list[list[int]]:
@@ -135,7 +156,7 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
     timed = decode[1::2]
     assert timed == [[count] * 3 for count in (most, 1, 0)]
     monkeypatch.undo()
-    assert not runner.requests and drafter.planner.forced is None
+    assert not any("dummy" in name for name in runner.requests) and drafter.planner.forced is None
     requests = prompts(3, 20)
     assert generate(llm, requests, greedy(20)) == generate(engine(), requests, greedy(20))
 

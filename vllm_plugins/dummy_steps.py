@@ -136,15 +136,17 @@ def time_steps(drafter: Any, looked_up: bool, requests: int, counts: Sequence[in
         counts: numbers of drafts, 0 among them.
     """
     planner, seconds = drafter.planner, {}
+    most = drafter.config.max_drafting_requests or requests
     with DummyBatch(drafter.runner, requests, length_needed(counts)) as batch:
         drafts: list[list[int]] = [[] for _ in batch.names]
         # None last: DynaMo's requests do not draft again after such a step.
         for count in sorted(counts, reverse=True):
             planner.forced = 0 if looked_up else count
             for again in (False, True):  # the first of two steps verifies another number of drafts than it makes
-                if looked_up:
-                    drafts = [[TOKEN] * count for _ in batch.names]
-                elif again and count == 0 and planner.sources is None:
+                if looked_up or again:  # of the method's own drafts, DynaMo may have backed off to fewer
+                    made = [[] for _ in batch.names] if looked_up else drafts
+                    drafts = [[*ids, *[TOKEN] * count][:count] if i < most else [] for i, ids in enumerate(made)]
+                if again and count == 0 and planner.sources is None:
                     drafter.bypass.begin(1, batch.names)
                 started = time.perf_counter()
                 drafts = batch.step(drafts)

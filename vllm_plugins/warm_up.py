@@ -72,6 +72,7 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
     largest = min(most_requests(drafter.runner, some) for some in counts)
     if largest < 1:
         return None
+    largest = min(largest, config.disable_by_batch_size or largest)  # larger batches never draft
     watch, drafter.watch = drafter.watch, AcceptanceWatch()
     counted = drafter.counters.values.copy()
     drafter.draft_all(True)
