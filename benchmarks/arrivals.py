@@ -105,7 +105,6 @@ class Replica:
     def turn(self, steps: int) -> None:
         """So many steps, or fewer where no request is left."""
         engine = self.contender.llm.llm_engine
-        self.contender.interrupted()
         for _ in range(steps):
             if self.done:
                 return

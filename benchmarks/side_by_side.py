@@ -120,7 +120,7 @@ class Contender:
             max_model_len=context or args.prompt_tokens + MOST_TOKENS + 16, enable_prefix_caching=False,
             **kv_cache(args.kv_cache_gib), speculative_config=speculative,
         )  # fmt: skip
-        self.adaptive = None if speculative is None else drafter_of(self.llm).planner.adaptive
+        self.adaptive = None if speculative is None else drafter_of(self.llm).planner.controller
         self.always = speculative is not None and self.adaptive is None
         self.names: list[str] = []
         self.begun = 0
@@ -155,11 +155,6 @@ class Contender:
         """Whether the step that comes next has drafts."""
         return self.always or (self.adaptive is not None and self.adaptive.drafting)
 
-    def interrupted(self) -> None:
-        """Others computed: the step that comes next is not one to learn from."""
-        if self.adaptive is not None:
-            self.adaptive.interrupted()
-
     @property
     def whole(self) -> bool:
         """Whether all of the batch still decode."""
@@ -167,7 +162,6 @@ class Contender:
 
     def turn(self, steps: int) -> Turn:
         """Some steps, after one that finds its weights in no cache."""
-        self.interrupted()
         engine = self.llm.llm_engine
         engine.step()
         started, tokens, drafting = time.perf_counter(), 0, 0

@@ -114,9 +114,16 @@ class DraftingOptions(BaseModel):
     )
     adaptive: bool = Field(
         True,
-        description="draft as many tokens as pay, down to none and back, by the acceptance and the step times that "
-        "the engine measures; false always drafts num_speculative_tokens. Sampling requests with a seed always do, so "
-        "that they repeat",
+        description="draft as many tokens as pay, down to none and back, by the acceptance that the engine counts and "
+        "step costs measured at start-up; false always drafts num_speculative_tokens. Sampling requests with a seed "
+        "always do, so that they repeat",
+        json_schema_extra={"flag": True},
+    )
+    step_costs: Literal["cached", "measure"] = Field(
+        "cached",
+        description="cached: step costs (adaptive) are measured at the first start with a model, settings and machine, "
+        "and kept beside vLLM's compile cache for later starts; measure: measure them anew, as after a change that "
+        "makes the machine faster or slower",
         json_schema_extra={"flag": True},
     )
     prompt_lookup_min: int | None = Field(

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
-from vllm_ppd.vllm_plugins.adaptive.step_costs import Agree
 from vllm_ppd.vllm_plugins.config import LONGEST_LOOKUP
+from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.ngram_match import longest_matches
 
 LENGTHS = np.array([3, 4, 6, 10, 18])  # of agreement from which on drafts are of another kind
-BELIEF = 256.0  # in the length of the agreement: it says more of a draft than whose it is
+KINDS = 2 * (len(LENGTHS) + 1)  # greedy and sampling requests' drafts by length
+PRIOR_WEIGHT = 256.0  # the length of the agreement says more of a draft than the request does
 
 
 class Found(NamedTuple):
@@ -52,15 +52,24 @@ class DraftSources:
     Args:
         shortest: tokens that must agree with an earlier place.
         most: looked-up drafts of a request, N; the method's may be more or fewer.
-        method: learns what the method's drafts are worth (None: lookups are taken wherever every request that drafts
-            has one).
-        agree: see StepCosts.
+        method: chooses the method's drafts (None: lookups are taken wherever every request that drafts has one).
+        lookup: chooses the lookup's drafts, of KINDS kinds.
     """
 
-    def __init__(self, shortest: int, most: int, method: AdaptiveDrafts | None, agree: Agree | None = None) -> None:
-        self.shortest, self.most, self.method = shortest, most, method
-        kinds = 2 * (len(LENGTHS) + 1)
-        self.worth = None if method is None else AdaptiveDrafts(most, agree, kinds, BELIEF)
+    def __init__(
+        self,
+        shortest: int,
+        most: int,
+        method: DraftLengthController | None = None,
+        lookup: DraftLengthController | None = None,
+    ) -> None:
+        self.shortest, self.most, self.method, self.lookup = shortest, most, method, lookup
+
+    def observe(self, req_ids: list[str], emitted: np.ndarray) -> None:
+        """As DraftLengthController.observe."""
+        for controller in (self.method, self.lookup):
+            if controller is not None:
+                controller.observe(req_ids, emitted)
 
     def find(self, batch: Any, allowed: np.ndarray) -> Found:
         """In the prompt and the output of each request of vLLM's batch that may be given drafts."""
@@ -92,18 +101,13 @@ class DraftSources:
         """
         found = self.find(batch, np.where(seeded.any(), 0, allowed))
         drafts = np.minimum(found.counts, allowed)
-        if self.worth is None or self.method is None:
+        if self.lookup is None or self.method is None:
             everyone = drafts.any() and drafts[able > 0].all()
             return (drafts, found.tokens) if everyone else (able, None)
         kinds = greedy + 2 * np.searchsorted(LENGTHS, found.lengths, side="right")
-        drafts = self.worth.choose(drafts, emitting, kinds, np.zeros_like(seeded))
-        if drafts.any() and self.worth.gain >= self.method.outlook(able, emitting, greedy):
-            self.method.pass_over()
+        drafts = self.lookup.choose(drafts, emitting, kinds, np.zeros_like(seeded))
+        if drafts.any() and self.lookup.gain >= self.method.expected(able, emitting, greedy):
+            self.method.retract()
             return drafts, found.tokens
-        if drafts.any() or not self.worth.probing:
-            drafts = self.method.choose(able, emitting, greedy, seeded)
-        else:  # a step without drafts is to be timed
-            drafts = self.method.choose(np.zeros_like(able), emitting, greedy, seeded)
-        if drafts.any():
-            self.worth.pass_over()
-        return drafts, None
+        self.lookup.retract()
+        return self.method.choose(able, emitting, greedy, seeded), None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who drafts after a step, and how many tokens: length limits, batch cut-offs, the per-request switch, what pays."""
+"""Which requests draft after a step, and how many tokens: length limits, batch cut-offs, opt-outs, what pays."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
 from vllm_ppd.vllm_plugins.config import DraftingConfig
+from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
 
@@ -31,25 +31,17 @@ class DraftPlanner:
     Args:
         config: the server's options.
         runner: vLLM's model runner.
-        adaptive: withholds drafts that do not pay (None: all are made).
         sources: takes drafts from the requests' own text where that is better (None: the method makes all).
     """
 
-    def __init__(
-        self,
-        config: DraftingConfig,
-        runner: Any,
-        adaptive: AdaptiveDrafts | None = None,
-        sources: DraftSources | None = None,
-    ) -> None:
+    def __init__(self, config: DraftingConfig, runner: Any, sources: DraftSources | None = None) -> None:
         self.config = config
         self.runner = runner
-        self.adaptive = adaptive
+        self.controller: DraftLengthController | None = None  # None: all drafts are made
         self.sources = sources
-        worth = None if sources is None else sources.worth
-        self._learning = [one for one in (adaptive, worth) if one is not None]
+        self.forced: int | None = None  # drafts of every request while steps are timed
         self._req_ids: list[str] = []
-        self._all_emitted = False  # in the step that was planned last: no prompt was unfinished
+        self.all_emitted = False  # in the step that was planned last: no prompt was unfinished
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
         self._greedy = np.zeros(0, dtype=bool)
@@ -58,50 +50,29 @@ class DraftPlanner:
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
         self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
 
-    def pauses_on(self, now: float, decoding: bool, own: float = 1.0) -> bool:
-        """Whether nobody drafts as before, which is found out at once: in place of plan, with its arguments."""
-        # An unfinished prompt of the last plan may have ended in a chunk of one token, as a step of decoding has.
-        if self.adaptive is None or self.sources is not None or not decoding or not self._all_emitted:
-            return False
-        return self._req_ids == self.runner.input_batch.req_ids and self.adaptive.sleeps_on(now, own)
-
-    def nap(self) -> int:
-        """Steps after which nobody drafts, as long as the same requests decode: AdaptiveDrafts.slept may follow."""
-        if self.adaptive is None or self.sources is not None or not self._all_emitted:
-            return 0
-        return self.adaptive.nap()
-
-    def plan(
-        self,
-        sampled_token_ids: list[list[int]],
-        now: float = 0.0,
-        decoding: bool = False,
-        able: np.ndarray | None = None,
-        own: float = 1.0,
-    ) -> Plan | None:
+    def plan(self, sampled_token_ids: list[list[int]], able: np.ndarray | None = None) -> Plan | None:
         """The plan, or None if nobody drafts: then the next step is vLLM's own full forward.
 
         Args:
             sampled_token_ids: what each batch row emits in the step that ends.
-            now: seconds on a clock.
-            decoding: whether the step was one of decoding alone.
             able: as for most_drafts.
-            own: as for AdaptiveDrafts.observe.
         """
         batch, config = self.runner.input_batch, self.config
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
         emitted = counts > 0
-        self._all_emitted = bool(emitted.all())
-        for learning in self._learning:
-            learning.observe(batch.req_ids, counts, now, decoding, own)
+        self.all_emitted = bool(emitted.all())
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
         drafts, remaining = self.most_drafts(emitted, reserved=1, able=able)
         emitting, looked_up = int(emitted.sum()), None
-        if self.sources is not None:
+        if self.forced is not None:
+            drafts = np.minimum(drafts, self.forced)
+        elif self.sources is not None:
+            self.sources.observe(batch.req_ids, counts)
             every, _ = self.most_drafts(emitted, reserved=1, most=config.most_lookup_drafts)
             drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy, self._seeded)
-        elif self.adaptive is not None:
-            drafts = self.adaptive.choose(drafts, emitting, self._greedy, self._seeded)
+        elif self.controller is not None:
+            self.controller.observe(batch.req_ids, counts)
+            drafts = self.controller.choose(drafts, emitting, self._greedy, self._seeded)
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
@@ -142,11 +113,6 @@ class DraftPlanner:
     def forget(self) -> None:
         """Look every request up again: a name may have been given to another."""
         self._req_ids = []
-
-    def interrupted(self) -> None:
-        """The engine may have stood still before the step that runs now: what it takes is not to be learned from."""
-        for learning in self._learning:
-            learning.interrupted()
 
     def _look_up_changed(self) -> None:
         req_ids = self.runner.input_batch.req_ids

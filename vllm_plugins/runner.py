@@ -39,8 +39,8 @@ class DraftingRunnerMixin(UndraftedSteps, TokenLogprobs):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self.drafter.begin_step(scheduler_output)
-        # In a nap a step is what it is without speculation, and nobody is asked for drafts.
-        self.speculative_config = None if self.drafter.nap.asleep else self.vllm_config.speculative_config
+        # A bypassed step is what it is without speculation, and the drafter is not called after it.
+        self.speculative_config = None if self.drafter.bypass.active else self.vllm_config.speculative_config
         return super()._update_states(scheduler_output)  # type: ignore[misc]
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.runner import DraftingRunnerMixin
+from vllm_ppd.vllm_plugins.warm_up import WarmUpMixin
 
 logger = init_logger("vllm.vllm_ppd")
 
@@ -44,7 +45,7 @@ if current_platform.is_cpu():
     class CPUGroupModelRunner(PrefillGenerators, GroupRunnerMixin, CPUModelRunner):
         """vLLM's CPU model runner as a stage of a worker group."""
 
-    class DraftingWorker(cpu_worker.CPUWorker):
+    class DraftingWorker(WarmUpMixin, cpu_worker.CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
 
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +72,7 @@ else:
     class GPUGroupModelRunner(GroupRunnerMixin, GPUModelRunner):
         """vLLM's GPU model runner as a stage of a worker group."""
 
-    class DraftingWorker(Worker):  # type: ignore[no-redef]
+    class DraftingWorker(WarmUpMixin, Worker):  # type: ignore[no-redef]
         """vLLM's GPU worker."""
 
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

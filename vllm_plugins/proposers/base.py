@@ -22,8 +22,7 @@ from vllm.distributed import get_tp_group
 from vllm_ppd.kernels.sampling import INVALID
 from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
 from vllm_ppd.vllm_plugins.activation import own_config
-from vllm_ppd.vllm_plugins.adaptive.drafts import AdaptiveDrafts
-from vllm_ppd.vllm_plugins.adaptive.nap import Nap
+from vllm_ppd.vllm_plugins.bypass import Bypass
 from vllm_ppd.vllm_plugins.lookup import DraftSources
 from vllm_ppd.vllm_plugins.metrics import Counters
 from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
@@ -73,8 +72,7 @@ class Proposer(ABC):
 
     runner: Any
     padding: RowPadding = NONE  # of steps that verify drafts, and of passes between steps
-    decoding = False  # whether the step that runs now takes no prompt in, and its time is that of others of its size
-    own_share = 1.0  # of the step that runs now, what it would take without anything that only drafts need
+    decoding = False  # whether the step that runs now takes no prompt in
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
     looked_up = False  # whether the latest drafts stood in the requests' own text, and have no q(x)
 
@@ -83,19 +81,23 @@ class Proposer(ABC):
         self.config = own_config(vllm_config, self)
         self.counters = Counters(vllm_config.parallel_config)
         self.watch = AcceptanceWatch()
-        self.nap = Nap()
+        self.bypass = Bypass()
         self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
 
     def bind(self, runner: Any) -> None:
         """Take the model runner that will drive this proposer."""
         self.runner = runner
-        config, most = self.config, self.config.num_speculative_tokens
-        agree, sources = _agreement(), None
-        adaptive = AdaptiveDrafts(most, agree) if config.adaptive else None
+        config, sources = self.config, None
         if config.prompt_lookup_min is not None:
-            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts, adaptive, agree)
-        self.planner = DraftPlanner(config, runner, adaptive, sources)
+            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts)
+        self.planner = DraftPlanner(config, runner, sources)
+
+    @property
+    def drafting_off(self) -> bool:
+        """Whether no drafts are meant to follow the step that runs now: what only drafts need may be left out."""
+        controller = self.planner.controller
+        return self.bypass.active or (controller is not None and controller.off)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
@@ -119,6 +121,9 @@ class Proposer(ABC):
         """Find how many rows passes of few tokens have best."""
         self.padding = measured(model, self.vllm_config, _agreement())
 
+    def draft_all(self, on: bool) -> None:  # noqa: B027
+        """Make drafts however unsure of them, as while steps are timed."""
+
     def begin_step(self, scheduler_output: Any) -> bool:
         """Forget what was looked up if a request is new or came back from preemption; returns whether one was."""
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
@@ -127,8 +132,7 @@ class Proposer(ABC):
         changed = bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
         if changed:
             self.planner.forget()
-            self.planner.interrupted()
-        self._slept(self.nap.begin_step(scheduler_output), None)
+        self.bypass.begin_step(scheduler_output)
         self._scheduled = scheduled
         return changed
 
@@ -146,12 +150,14 @@ class Proposer(ABC):
 
     def draft(self, step: Step) -> list[list[int]]:
         """Draft token ids, a list a batch row; empty where a request does not draft."""
-        started = time.perf_counter()
+        started, planner = time.perf_counter(), self.planner
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
-        plan, planner = None, self.planner
-        if not self._slept(self.nap.end(), started) and not planner.pauses_on(started, self.decoding, self.own_share):
-            self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
-            plan = planner.plan(step.sampled_token_ids, started, self.decoding, self.drafting_rows(), self.own_share)
+        controller, bypassed = planner.controller, self.bypass.take_steps()
+        if controller is not None and bypassed:
+            controller.skip(bypassed)
+            self.counters.add("suppressed_drafts", controller.suppressed * bypassed)
+        self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
+        plan = planner.plan(step.sampled_token_ids, self.drafting_rows())
         self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
             if plan.looked_up is None:
@@ -161,23 +167,15 @@ class Proposer(ABC):
                 tokens, made = plan.looked_up, plan.max_drafts
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
                 drafts[row] = ids[:count]
-        if planner.adaptive is not None:
-            self.counters.add("withheld_drafts", planner.adaptive.withheld)
-            self.counters.add("probing_steps", planner.adaptive.probing)
-        if plan is None and self.decoding:
-            self.nap.begin(planner.nap(), self._scheduled)
+        if controller is not None:
+            self.counters.add("suppressed_drafts", controller.suppressed)
+            self.counters.add("exploration_steps", controller.drafting and controller.gain == np.inf)
+            # An unfinished prompt may end in a chunk of one token, which looks like a step of decoding.
+            if self.decoding and planner.all_emitted and planner.sources is None:
+                self.bypass.begin(controller.steps_off(), self._scheduled.keys())
         self.counters.add("lookup_steps", self.looked_up)
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts
-
-    def _slept(self, steps: int, now: float | None) -> bool:
-        """Make up for some steps of a nap, which ended now or, if that is None, before this step began."""
-        adaptive = self.planner.adaptive
-        if not steps or adaptive is None:
-            return False
-        self.counters.add("withheld_drafts", adaptive.withheld * (steps if now is None else steps - 1))
-        adaptive.slept(steps, now, self.own_share)
-        return True
 
     @abstractmethod
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:

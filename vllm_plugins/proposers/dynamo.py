@@ -75,11 +75,10 @@ class DynaMoProposer(Proposer):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
         if self.missing_kv is not None:
-            skip, layers = self._skips_draft_layers(self.missing_kv), self.config.num_layers
+            skip = self._skips_draft_layers(self.missing_kv)
             self.cut.skip_branches = skip
             self.missing_kv.begin_step(skip)
             self.counters.add("skipped_draft_layer_steps", skip)
-            self.own_share = 1.0 if skip else layers / (layers + self.config.num_speculative_tokens)
         return None
 
     def _skips_draft_layers(self, missing_kv: MissingKV) -> bool:
@@ -88,10 +87,10 @@ class DynaMoProposer(Proposer):
         Prompts, and what a preempted request computes again, always run through the draft layers: their requests may
         draft, and their blocks may be other requests' prefixes.
         """
-        batch, adaptive, most = self.runner.input_batch, self.planner.adaptive, self.config.disable_by_batch_size
+        batch, most = self.runner.input_batch, self.config.disable_by_batch_size
         rows = batch.num_reqs
         crowded = most is not None and rows > most
-        if not (crowded or (adaptive is not None and adaptive.resting) or missing_kv.everywhere()):
+        if not (crowded or self.drafting_off or missing_kv.everywhere()):
             return False
         decoded = np.maximum(batch.num_prompt_tokens[:rows], batch.num_tokens_no_spec[:rows] - 1)
         return bool((batch.num_computed_tokens_cpu[:rows] >= decoded).all())

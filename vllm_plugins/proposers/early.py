@@ -61,6 +61,9 @@ class EarlyProposer(Proposer):
             config, self.cut, self.passes, self.reader, self.saved, scheduler.max_num_batched_tokens, device
         )
 
+    def draft_all(self, on: bool) -> None:
+        self.loop.gamma = 0.0 if on else self.config.gamma
+
     def begin_step(self, scheduler_output: Any) -> bool:
         """A resumed request's KV blocks are not those of its states, and a new one may bear an old name."""
         changed = super().begin_step(scheduler_output)

@@ -55,6 +55,9 @@ class ParallelProposer(EarlyProposer):
         reader = EarlyReader(adapter, TargetLMHead(model), heads)
         self.schedule = ParallelSchedule(config, adapter, layers, reader, self.saved, device)
 
+    def draft_all(self, on: bool) -> None:
+        self.schedule.gamma = 0.0 if on else self.config.gamma
+
     def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
         """The states are the final ones already."""
         return state[0]

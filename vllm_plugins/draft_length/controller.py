@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses the number of drafts of each step by expected tokens over cost; reads no clock.
+
+With s_i the probability that a request's first i drafts are accepted and c(n) the cost of a step with n drafts, a batch
+of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens per unit of cost. The n that maximises this
+is taken; n = 0, vLLM's own step, is one of them.
+
+WARMUP     as DRAFTING, while drafts of some kind in the batch were never verified: their acceptance is a guess
+DRAFTING   drafts pay; every EXPLORE_LONGER steps, a step has one draft more than usual, for every request
+OFF        drafts do not pay
+EXPLORING  a step with drafts all the same: after 16, 32, 64, ... steps in OFF, until such steps take EXPLORED of the
+           time (256 steps where a draft costs a step), and again as long as what they emit pays for them
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+import numpy as np
+
+from vllm_ppd.vllm_plugins.draft_length.acceptance import PRIOR_WEIGHT, Acceptance, reordered
+from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+
+FIRST_WAIT = 16  # steps in OFF before an exploration step
+EXPLORED = 1 / 256  # of the time in OFF, in the long run
+FOREVER = 1 << 30  # steps
+EXPLORE_LONGER = 128  # steps in DRAFTING
+STARTS = 1.03  # expected speed-up at which drafting begins; it ends below 1
+
+
+class State(Enum):
+    WARMUP = auto()
+    DRAFTING = auto()
+    OFF = auto()
+    EXPLORING = auto()
+
+
+class DraftLengthController:
+    """Given the same table and the same steps, it chooses the same.
+
+    Args:
+        costs: of steps with up to N drafts.
+        kinds, prior_weight: see Acceptance.
+    """
+
+    def __init__(self, costs: StepCosts, kinds: int = 2, prior_weight: float = PRIOR_WEIGHT) -> None:
+        self.costs = costs
+        self.acceptance = Acceptance(costs.most, kinds, prior_weight)
+        self.state = State.WARMUP
+        self.gain = 1.0  # expected speed-up of the last choice; infinite for an exploration step
+        self.suppressed = 0  # drafts that the last choice left out
+        self._drafts = np.zeros(0, dtype=np.int64)  # [rows] of the step that runs now
+        self._tried: set[int] = set()  # kinds of which drafts were verified
+        self._steps = self._explored = 0  # steps so far; the step of the last exploration
+        self._wait, self._cost = FIRST_WAIT, 1.0  # steps before the next exploration, and what it costs
+        self._paid = False  # whether the exploration step that ended paid for itself
+        self._free = True  # whether anyone may draft
+
+    @property
+    def drafting(self) -> bool:
+        """Whether the step that runs now has drafts."""
+        return bool(self._drafts.any())
+
+    @property
+    def off(self) -> bool:
+        """Whether the step that runs now has no drafts and none are meant to follow it."""
+        return (self.state is State.OFF or not self._free) and not self.drafting
+
+    def steps_off(self) -> int:
+        """Steps after which nobody drafts for sure, as long as the same requests decode and no others come."""
+        until = self._explored + self._wait - self._steps if self._free else FOREVER
+        return max(until - 1, 0) if self.off else 0
+
+    def skip(self, steps: int) -> None:
+        """Some steps in OFF passed without observe and choose."""
+        self._steps += steps
+
+    def observe(self, req_ids: list[str], emitted: np.ndarray) -> None:
+        """Count what was accepted in the step that ended.
+
+        Args:
+            req_ids: of the batch rows.
+            emitted: [rows] tokens that each row emitted.
+        """
+        moved = self.acceptance.align(req_ids)
+        if moved is not None:
+            self._drafts = reordered(self._drafts, moved)
+        self._paid = False
+        verified = np.where(emitted > 0, self._drafts, 0)
+        if verified.any():
+            self.acceptance.learn(verified, emitted - 1)
+            self._tried |= set(self.acceptance.kinds[verified > 0].tolist())
+            self._paid = self.state is State.EXPLORING and emitted[verified > 0].mean() > self._cost
+
+    def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+        """Drafts of each row for the next step: [rows], at most `allowed`.
+
+        Args:
+            allowed: [rows] drafts that each may make.
+            emitting: rows that go on decoding.
+            kinds: [rows] kind of each row's drafts, 0 and up; bool for two.
+            fixed: [rows] bool, requests that make all drafts they may, whatever pays.
+        """
+        self._steps += 1
+        self.acceptance.kinds = kinds.astype(np.int64)
+        free, self.gain = np.where(fixed, 0, allowed), 1.0
+        drafts = self._choose(free, emitting) if free.any() else free
+        self.suppressed = int((free - drafts).sum())
+        self._drafts = np.where(fixed, allowed, drafts)
+        self._free = bool(allowed.any())
+        return self._drafts
+
+    def retract(self) -> None:
+        """The next step's drafts are another's: in place of choose, or after it."""
+        self._drafts, self.suppressed = np.zeros_like(self._drafts), 0
+
+    def expected(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
+        """Expected speed-up of the best number of drafts; 1 where drafting is off."""
+        if self.state is State.OFF or not allowed.any():
+            return 1.0
+        self.acceptance.kinds = kinds.astype(np.int64)
+        return self._best(allowed, emitting)[1]
+
+    def _choose(self, allowed: np.ndarray, emitting: int) -> np.ndarray:
+        best, gain, drafts = self._best(allowed, emitting)
+        paused = self.state in (State.OFF, State.EXPLORING)
+        if gain >= (STARTS if paused else 1.0):
+            known = self._tried.issuperset(self.acceptance.kinds.tolist())
+            self.state, self._wait = State.DRAFTING if known else State.WARMUP, FIRST_WAIT
+            self.gain = gain
+            if paused:
+                self._explored = self._steps
+            if self._steps - self._explored >= EXPLORE_LONGER:
+                self._explored, self.gain = self._steps, np.inf
+                return np.minimum(allowed, best + 1)
+            return drafts
+        self._cost = float(self.costs.relative(emitting)[best])
+        if not paused:
+            self.state, self._explored = State.OFF, self._steps
+        if not self._paid and self._steps < self._explored + self._wait:
+            self.state = State.OFF
+            return np.zeros_like(allowed)
+        if not self._paid:
+            self.acceptance.decay()
+            self._wait = min(2 * self._wait, max(2 * FIRST_WAIT, int((self._cost - 1) / EXPLORED)))
+        self.state, self._explored, self.gain = State.EXPLORING, self._steps, np.inf
+        return np.minimum(allowed, best)
+
+    def _best(self, allowed: np.ndarray, emitting: int) -> tuple[int, float, np.ndarray]:
+        """The number of drafts of the highest expected speed-up: (n >= 1, speed-up, drafts [rows])."""
+        accepted, relative = self.acceptance.probabilities(), self.costs.relative(emitting)
+        accepted[np.arange(self.costs.most) >= allowed[:, None]] = 0
+        counts = np.arange(1, int(allowed.max()) + 1)
+        # A step's cost is there however many requests draft: a draft must bring in half of its share.
+        floor = (relative[counts] - 1) / (2 * counts)  # [n]
+        pays = (accepted[None] >= floor[:, None, None]) & (accepted[None] > 0)
+        pays &= np.arange(self.costs.most) < counts[:, None, None]  # [n, rows, N]
+        gains = (emitting + (accepted * pays).sum(axis=(1, 2))) / (emitting * relative[counts])
+        best = int(np.argmax(gains))
+        return int(counts[best]), float(gains[best]), pays[best].sum(axis=1)
