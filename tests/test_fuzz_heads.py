@@ -24,9 +24,10 @@ from typing import Any
 import heads_folders
 import pytest
 import torch
+from damages import ODD, RULES, places
 from refusals import Ways
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 CASES = 40  # a kind
 SECONDS, BYTES = 30, 2 << 30  # of a case; of memory in all
@@ -37,131 +38,11 @@ OTHERWISE = {
     "head", "exit_layers", "default_exit_layers", "positions", "rank", "factorised", "token_counts",
     "tokens", "layer_tensors", "cooccurrence_entries", "sampling",
 }  # fmt: skip
-ODD: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 3, 1.5, math.nan, math.inf, 10**30, "", "x" * 5000, "\ud800", "a\n\x1b[31mb", [], {},
-    [[]], [None], {"a": 1}, [1, 1], [3.0], ["3"], list(range(5000)),
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def ways(tiny_model: Callable[..., Path]) -> Ways:
     return Ways(tiny_model())
-
-
-# ---- ways to damage a folder
-
-
-def cut(folder: Path, rng: random.Random) -> str:
-    path = folder / rng.choice(["config.json", "model.safetensors"])
-    data = path.read_bytes()
-    path.write_bytes(data[: rng.randrange(len(data))])
-    return f"{path.name} is cut"
-
-
-def flip(folder: Path, rng: random.Random) -> str:
-    path = folder / rng.choice(["config.json", "model.safetensors"])
-    data = bytearray(path.read_bytes())
-    for _ in range(rng.choice([1, 1, 20])):
-        data[rng.randrange(min(len(data), 4096))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-    return f"bits of {path.name} are flipped"
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from places(inner, (*path, key))
-
-
-def other_value(folder: Path, rng: random.Random) -> str:
-    path = folder / "config.json"
-    data = json.loads(path.read_text())
-    *parents, last = rng.choice(list(places(data)))
-    place = data
-    for key in parents:
-        place = place[key]
-    if rng.random() < 0.2:
-        del place[last]
-        told = "deleted"
-    else:
-        place[last] = rng.choice(ODD)
-        told = repr(place[last])[:40]
-    path.write_text(json.dumps(data))
-    return f"{'.'.join(map(str, [*parents, last]))} is {told}"
-
-
-def whole_config(folder: Path, rng: random.Random) -> str:
-    whole = (folder / "config.json").read_bytes()
-    content = rng.choice([
-        b"", b"[]", b"null", b"3", b'"x"', b"{}", b"\xff\xfe{\0}\0", b"\xef\xbb\xbf" + whole,
-        b'{"a": ' + b"9" * 5000 + b"}", b"[" * 1500 + b"]" * 1500, b'{"a":' * 1500 + b"1" + b"}" * 1500, b" " * (2 << 20),
-        whole[:-3] + b', "more": "' + b"a" * (3 << 20) + b'"}', rng.randbytes(300),
-    ])  # fmt: skip
-    (folder / "config.json").write_bytes(content)
-    return f"config.json is {content[:20]!r} of {len(content)} bytes"
-
-
-def other_tensor(folder: Path, rng: random.Random) -> str:
-    path = folder / "model.safetensors"
-    tensors = {name: value.clone() for name, value in load_file(path).items()}
-    name = rng.choice(sorted(tensors))
-    value, how = tensors[name], rng.choice(["name", "dtype", "shape", "value", "order", "missing", "more"])
-    if how == "name":
-        tensors[f"{name}x"] = tensors.pop(name)
-    elif how == "dtype":
-        kinds = (
-            torch.int64,
-            torch.int8,
-            torch.bool,
-            torch.float64,
-            torch.bfloat16,
-            torch.complex64,
-            torch.float8_e4m3fn,
-        )
-        tensors[name] = value.to(rng.choice(kinds))
-    elif how == "shape":
-        tensors[name] = value[None].contiguous() if rng.random() < 0.5 else value[:-1].contiguous()
-    elif how == "value":
-        odd = (math.nan, math.inf, -math.inf, 1.0) if value.is_floating_point() else (-1, 1 << 30, 2)
-        number = rng.choice(odd)
-        value.view(-1)[rng.randrange(value.numel())] = number
-    elif how == "order":
-        tensors[name] = value.flip(0).contiguous()
-    elif how == "missing":
-        del tensors[name]
-    else:
-        tensors["something.else"] = torch.full((3,), math.nan)
-    save_file(tensors, path)
-    return f"tensor {name}: {how}"
-
-
-def no_file(folder: Path, rng: random.Random) -> str:
-    path = folder / rng.choice(["config.json", "model.safetensors"])
-    how = rng.choice(["missing", "folder", "fifo", "zero", "null", "loop", "dangling", "link", "proc"])
-    kept = folder / "kept"
-    path.rename(kept)
-    put: dict[str, Callable[[], Any]] = {
-        "missing": lambda: None,
-        "folder": path.mkdir,
-        "fifo": lambda: os.mkfifo(path),
-        "zero": lambda: path.symlink_to("/dev/zero"),
-        "null": lambda: path.symlink_to("/dev/null"),
-        "loop": lambda: path.symlink_to(path),
-        "dangling": lambda: path.symlink_to("nowhere"),
-        "link": lambda: path.symlink_to(kept),  # as in the Hub's cache
-        "proc": lambda: path.symlink_to("/proc/self/mem"),
-    }
-    put[how]()
-    return f"{path.name}: {how}"
-
-
-def pickled(folder: Path, rng: random.Random) -> str:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    return "a pickle"
-
-
-RULES = (cut, flip, other_value, other_value, other_value, whole_config, other_tensor, other_tensor, no_file, pickled)
 
 
 # ---- what is harmful

@@ -20,7 +20,7 @@ import torch
 from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
-from vllm_ppd.heads import checkpoint
+from vllm_ppd.heads import files
 from vllm_ppd.heads.checkpoint import check_folder, kind_of, load_config
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.options import OPTIONS
@@ -224,7 +224,7 @@ def test_full_disk_loses_nothing(
     from safetensors import SafetensorError
 
     argv = command(tiny_model(), data, tmp_path / "heads", "--steps", "6", "--save-every", "2")
-    real, calls = checkpoint.save_file, 0
+    real, calls = files.save_file, 0
 
     def full(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
@@ -233,7 +233,7 @@ def test_full_disk_loses_nothing(
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         real(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     assert main(argv) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("ppd: error: the disk is full")
     state = tmp_path / "heads" / loop.WORK / "state.safetensors"
