@@ -253,20 +253,31 @@ def paired(taken: list[tuple[str, Turn]], plain: list[str]) -> dict[str, Pair]:
 
 
 def pack_once() -> None:
-    """Have vLLM's CPU backend pack equal matrices once, whichever engines of this process they are of."""
+    """Have vLLM's CPU backend pack equal matrices once, whichever engines of this process they are of.
+
+    Where oneDNN has no product of a type (bfloat16 needs AVX-512 or AMX), vLLM catches the error and takes torch's over
+    matrices of each engine's own: this says so, as their places in memory then differ.
+    """
     from vllm import _custom_ops
 
     stock = _custom_ops.create_onednn_mm
     if hasattr(stock, "__wrapped__"):
         return
     packed: dict[tuple[Any, ...], Any] = {}
+    unpacked: set[torch.dtype] = set()
 
     @wraps(stock)
     def once(weight: torch.Tensor, *rest: int) -> Any:
         content = hashlib.blake2b(weight.t().contiguous().view(torch.uint8).numpy()).digest()
         key = (weight.shape, weight.dtype, content, rest)
         if key not in packed:
-            packed[key] = stock(weight, *rest)
+            try:
+                packed[key] = stock(weight, *rest)
+            except RuntimeError:
+                if weight.dtype not in unpacked:
+                    unpacked.add(weight.dtype)
+                    print(f"oneDNN packs no {weight.dtype} here: each engine reads its own weights, by torch's product")
+                raise
         return packed[key]
 
     _custom_ops.create_onednn_mm = once
