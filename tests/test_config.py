@@ -65,14 +65,14 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
         tiny_model(), "--speculative-model", "paradecode", "--spec-tokens", "5", "--ppd-exit-layer", "2,4",
         "--ppd-gamma", "0.4", "--ppd-draft-sample-method", "greedy", "--ppd-max-drafting-requests", "3",
         "--ppd-disable-by-batch-size", "9", "--ppd-adaptive", "false", "--ppd-prompt-lookup-min", "4",
-        "--ppd-prompt-lookup-drafts", "7",
+        "--ppd-prompt-lookup-drafts", "7", "--ppd-step-costs", "measure",
     )  # fmt: skip
     assert options(config) == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "lanes": 1, "stages": 1,
         "adaptive": False, "prompt_lookup_min": 4, "prompt_lookup_drafts": 7,
-        "schedule": "deferred",
+        "schedule": "deferred", "step_costs": "measure",
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
     assert config.num_lookahead_tokens == 6
