@@ -2,7 +2,7 @@
 """The papers' tables and figures on a given model and data, beside the published values: `ppd bench tables`.
 
 options.py -> run.py (which tables, and what is kept) -> context.py (model, texts, heads, engines, made once)
--> ppd.py, paradecode.py, cp.py, dynamo.py (a function a table; theirs_*.py hold what they print) -> render.py
+-> ppd.py, paradecode.py, cp.py, dynamo.py (a function a table; published.json holds what they print) -> render.py
 """
 
 from __future__ import annotations

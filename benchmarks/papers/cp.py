@@ -11,9 +11,9 @@ from typing import Any
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers import Measure, PaperTable, Row, Value
-from vllm_ppd.benchmarks.papers import theirs_cp as theirs
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.cp_times import LONGEST, forward_times
+from vllm_ppd.benchmarks.papers.published import CP as theirs
 from vllm_ppd.heads.calibration.cp import acceptance, perplexities
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.walk import accepted_by_position

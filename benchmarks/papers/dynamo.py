@@ -11,7 +11,6 @@ from typing import Any
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers import Curve, Measure, PaperTable, Row, Value
-from vllm_ppd.benchmarks.papers import theirs_dynamo as theirs
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.dynamo_quality import (
     DEFAULT,
@@ -26,6 +25,7 @@ from vllm_ppd.benchmarks.papers.dynamo_quality import (
     sweep,
     text_settings,
 )
+from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
 from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.training.tokens import Batch
 

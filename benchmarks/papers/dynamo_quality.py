@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from vllm_ppd.benchmarks.papers import Curve, PaperTable, Row, Value
-from vllm_ppd.benchmarks.papers import theirs_dynamo as theirs
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.likelihood import SameQuality, mean_log_prob, same_quality, win_rate
 from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
+from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
 from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
 from vllm_ppd.heads.calibration.parts import dynamo_measures
 from vllm_ppd.heads.config import DynaMoConfig

@@ -9,10 +9,10 @@ from typing import Any
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers import Curve, Measure, PaperTable, Row, Value
-from vllm_ppd.benchmarks.papers import theirs_paradecode as theirs
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.paradecode_texts import predictions, unverified
 from vllm_ppd.benchmarks.papers.ppd import early_heads
+from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
 from vllm_ppd.heads.checkpoint import load_config
 from vllm_ppd.heads.config import EarlyConfig
 

@@ -11,9 +11,10 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode.group import theorem
 from vllm_ppd.benchmarks.papers import Curve, Measure, PaperTable, Row, Value
-from vllm_ppd.benchmarks.papers import theirs_ppd as theirs
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.ppd_group import implementation
+from vllm_ppd.benchmarks.papers.published import PPD as theirs
+from vllm_ppd.benchmarks.papers.published import rates_of
 from vllm_ppd.heads.calibration.early import FORMS, ExitMatches, match_exits
 from vllm_ppd.heads.calibration.parts import TOP_K, TOP_P
 from vllm_ppd.heads.config import EarlyConfig
@@ -72,7 +73,7 @@ def middle(layers: Sequence[int], num_layers: int) -> int:
 def match_rates(context: Context) -> PaperTable:
     found, depth = matches(context), context.num_layers
     exits = [nearest(found.layers, layer, depth) for layer in theirs.LAYERS]
-    published = {task: theirs.by_position(task) for task in theirs.POSITIONS}
+    published = {task: rates_of(task) for task in theirs.POSITIONS}
     rows = []
     for k, (index, form) in itertools.product(theirs.KS, enumerate(FORMS)):
         rows.append(Row(f"{GIVEN}, k = {k}, {form}", [found.rate(index, layer, k) for layer in exits]))
@@ -94,7 +95,7 @@ def by_position(task: str, number: int, context: Context) -> PaperTable:
     width = span // BUCKETS
     parts = [slice(start, start + width) for start in range(0, span, width)] + [slice(0, span)]
     rows = []
-    for (layer, k, form), published in theirs.by_position(task).items():
+    for (layer, k, form), published in rates_of(task).items():
         exit_layer = nearest(found.layers, layer, depth)
         ours: list[Value] = [
             found.rate(FORMS.index(form), exit_layer, k, part) if found.count[part].sum() else None for part in parts
@@ -146,7 +147,7 @@ def trade_off(number: int, context: Context) -> PaperTable:
         ours = points(depth, split, [found.rate(index, split, k) for k in theirs.KS])
         curves.append(Curve(f"{GIVEN}{trained}", ours))
         for task in theirs.POSITIONS:
-            rates = theirs.by_position(task)
+            rates = rates_of(task)
             published = points(theirs.DEPTH, theirs.DEPTH // 2, [rates[20, k, form][-1] for k in theirs.KS])
             curves.append(Curve(f"{task.removesuffix(' EN-FR')}{trained}", None, published))
     for curve in curves:

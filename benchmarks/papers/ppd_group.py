@@ -8,8 +8,8 @@ from vllm_ppd.benchmarks.decode.options import GroupOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers import PaperTable, Row, Value
-from vllm_ppd.benchmarks.papers import theirs_ppd as theirs
 from vllm_ppd.benchmarks.papers.context import Context
+from vllm_ppd.benchmarks.papers.published import PPD as theirs
 
 LANES = (1, 3)
 TICKS = 8  # tokens a step at most

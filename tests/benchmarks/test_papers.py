@@ -14,10 +14,11 @@ from conftest import patterned_texts, write_texts
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.session import Stopped
-from vllm_ppd.benchmarks.papers import PaperTable, Row, ppd, theirs_paradecode, theirs_ppd
+from vllm_ppd.benchmarks.papers import PaperTable, Row, ppd
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.paradecode_texts import predictions, unverified
+from vllm_ppd.benchmarks.papers.published import PARADECODE, PPD, rates_of
 from vllm_ppd.benchmarks.papers.render import render
 from vllm_ppd.benchmarks.papers.run import chosen, make_tables
 from vllm_ppd.heads.early import EarlyHeads
@@ -62,16 +63,16 @@ def value(table: PaperTable, label: str, column: int) -> Any:
 
 def test_what_the_papers_print() -> None:
     """Figures that PPD's section 4.3 quotes follow from its tables by its equations."""
-    squad, wmt = theirs_ppd.by_position("SQUAD"), theirs_ppd.by_position("WMT EN-FR")
+    squad, wmt = rates_of("SQUAD"), rates_of("WMT EN-FR")
     assert round(1 - squad[20, 5, "Y"][-1] / 2, 3) == 0.629
     assert round(1 - wmt[20, 1, "N"][-1] / 2, 3) == 0.892
-    for rates in (squad, wmt, theirs_ppd.by_position("CNN/DM")):
+    for rates in (squad, wmt, rates_of("CNN/DM")):
         assert len(rates) == 30 and all(len(values) == 9 for values in rates.values())
         # Total is the mean of eight ranges of one width, but for a misprint of the paper's.
         off = [key for key, (*parts, total) in rates.items() if abs(sum(parts) / 8 - total) > 1e-3]
         assert len(off) <= 1, off
-    best = max(theirs_paradecode.SPEEDUPS.values())
-    assert best == theirs_paradecode.SPEEDUPS["ParaDecode (Ours), CodeLlama-34B"]
+    best = max(PARADECODE.SPEEDUPS.values())
+    assert best == PARADECODE.SPEEDUPS["ParaDecode (Ours), CodeLlama-34B"]
 
 
 def test_match_rates_are_those_of_a_slow_count(context: Context) -> None:
@@ -81,7 +82,7 @@ def test_match_rates_are_those_of_a_slow_count(context: Context) -> None:
     heads = ppd.early_heads(context)
     depth = tiny.LAYERS
     assert all(f"of {depth}" in column for column in table.columns)
-    column = theirs_ppd.LAYERS.index(20)
+    column = PPD.LAYERS.index(20)
     layer = min(EXITS, key=lambda layer: abs(layer - depth / 2))
     states = target.model(texts.ids, output_hidden_states=True).hidden_states[layer]
     for form, read in (("N", target.norm(states)), ("Y", heads(target.norm(states), layer))):
@@ -197,7 +198,7 @@ def test_render() -> None:
 def test_tables_of_speeds(
     options: Callable[..., TablesOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(theirs_paradecode, "GAMMAS", (0.0, 1.0))  # an engine each
+    monkeypatch.setattr(PARADECODE, "GAMMAS", (0.0, 1.0))  # an engine each
     given = options(out=str(tmp_path / "speeds.json"), only="paradecode", engine_dtype="float32", new_tokens=24)
     tables, left_out = make_tables(given)
     assert not left_out and [table.key for table in tables] == [f"paradecode-{n}" for n in ("1", "2", "3", "fig-6")]

@@ -14,12 +14,13 @@ import tiny
 import torch
 from conftest import patterned_texts, write_texts
 
-from vllm_ppd.benchmarks.papers import PaperTable, cp, dynamo, dynamo_quality, theirs_cp, theirs_dynamo
+from vllm_ppd.benchmarks.papers import PaperTable, cp, dynamo, dynamo_quality
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.cp_times import forward_times
 from vllm_ppd.benchmarks.papers.likelihood import SameQuality, mean_log_prob, same_quality, win_rate
 from vllm_ppd.benchmarks.papers.ngrams import _CachedStates, emit
 from vllm_ppd.benchmarks.papers.options import TablesOptions
+from vllm_ppd.benchmarks.papers.published import CP, DYNAMO
 from vllm_ppd.benchmarks.papers.run import make_tables
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import accepted_by_position, walk
@@ -57,16 +58,16 @@ def rows_of(table: PaperTable) -> dict[str, tuple[Any, Any]]:
 
 def test_what_the_papers_print() -> None:
     """Values that follow from one another do, and the gains that the papers' texts name."""
-    for name, values in {**theirs_dynamo.SUITE, **theirs_dynamo.ARCHITECTURES}.items():
+    for name, values in {**DYNAMO.SUITE, **DYNAMO.ARCHITECTURES}.items():
         first, second, third, two, three = values
         if first and second and two and "T1" not in name:  # with one head the paper's do not follow
             assert (first * second) ** (1 / 2) == pytest.approx(two, rel=0.05)
         if first and second and third and three:
             assert (first * second * third) ** (1 / 3) == pytest.approx(three, rel=0.01)
-    assert theirs_cp.FROM_SCRATCH[8][1] / theirs_cp.FROM_SCRATCH[1][1] == pytest.approx(1.3, abs=0.02)
-    assert theirs_cp.HEAD_ONLY[5][1] / theirs_cp.HEAD_ONLY[1][1] == pytest.approx(1.09, abs=0.01)
+    assert CP.FROM_SCRATCH[8][1] / CP.FROM_SCRATCH[1][1] == pytest.approx(1.3, abs=0.02)
+    assert CP.HEAD_ONLY[5][1] / CP.HEAD_ONLY[1][1] == pytest.approx(1.09, abs=0.01)
     for rank in (1, 3, 5):
-        bare, head, full, _ = theirs_cp.FORWARD[rank]
+        bare, head, full, _ = CP.FORWARD[rank]
         assert bare and head and bare + head == pytest.approx(full)
 
 
