@@ -66,7 +66,7 @@ def closed_loop(options: ClosedLoopOptions) -> list[Results]:
     rounds = options.rounds * (1 + max(len(run.earlier) for run in runs))
     texts = -(-rounds // options.rounds_a_text) if options.rounds_a_text else max(options.batch_sizes)
     prompts = read_prompts(options.data, options.model, options.prompt_tokens, texts, options.trust_remote_code)
-    _SideBySide(options, loads_of(options, runs), plain, others, prompts).measure(order)
+    SideBySide(options, loads_of(options, runs), plain, others, prompts).measure(order)
     return runs
 
 
@@ -121,7 +121,7 @@ def paired(taken: list[tuple[str, Steps]], plain: set[str]) -> dict[str, Pair]:
     }  # fmt: skip
 
 
-class _SideBySide(Session[Engine, Load]):
+class SideBySide(Session[Engine, Load]):
     """Engines of this process, all alive at once."""
 
     options: ClosedLoopOptions

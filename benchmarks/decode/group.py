@@ -77,6 +77,27 @@ def theorem(num_layers: int, split: int, lanes: int, match_rate: float, slowed: 
     return Theorem(latency + (slowed - 1) * late, latency + lanes * late)
 
 
+class Matched(NamedTuple):
+    """What a group's counters say of its lanes, beside the theorem."""
+
+    split: int  # d_bar
+    rate: float  # p_correct
+    layers: float  # computed for a token, lanes that were thrown away included
+    paper: Theorem
+
+
+def matched(row: Row, num_layers: int, split: int, lanes: int) -> Matched | None:
+    """Of a contender's row; None if its lanes started no token."""
+    ours = row["ours"]
+    tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
+    if not tried:
+        return None
+    rate = ours["group_hits"] / tried
+    # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
+    layers = num_layers + (ours["group_lanes_discarded"] / tried) * (num_layers - split)
+    return Matched(split, rate, layers, theorem(num_layers, split, lanes, rate))
+
+
 COLUMNS = (
     "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "p", "Theorem 4.1", "measured / theorem",
     "stage slowed", "measured / theorem, slowed", "layers a token", "by the theorem", "first stage idle",
@@ -129,29 +150,26 @@ def _cells(
         with_quartiles(row["speed_up"], 3),
     ]
     same = "-" if row["consistency"] is None else f"{row['consistency']:.2%}"
-    tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
-    if not tried:
+    config = identities[name]["speculative_config"] or {}
+    found = None if "lanes" not in config else matched(
+        row, num_layers, splits.get(str(name)) or split_of(config, num_layers), config["lanes"]
+    )  # fmt: skip
+    if found is None:
         return [*cells, *["-"] * 9, same]
-    config = identities[name]["speculative_config"]
-    match_rate = ours["group_hits"] / tried
-    split = splits.get(str(name)) or split_of(config, num_layers)
-    paper = theorem(num_layers, split, config["lanes"], match_rate)
-    predicted = num_layers / paper.latency
+    predicted = num_layers / found.paper.latency
     busy = ours["group_last_stage_seconds"] - ours["group_last_stage_idle_seconds"]
     # The last stage's time leaves each step's first tick out.
     slowed = busy / max(ours["group_ticks"] - row["drafts"] / row["batch"], 1) / stages[row["batch"]]
-    late = num_layers / theorem(num_layers, split, config["lanes"], match_rate, slowed).latency
-    # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
-    measured = num_layers + (ours["group_lanes_discarded"] / tried) * (num_layers - split)
+    late = num_layers / theorem(num_layers, found.split, config["lanes"], found.rate, slowed).latency
     return [
         *cells,
-        f"{match_rate:.3f}",
+        f"{found.rate:.3f}",
         f"{predicted:.3f}",
         f"{row['speed_up'][0] / predicted:.3f}",
         f"{slowed:.2f}",
         f"{row['speed_up'][0] / late:.3f}",
-        f"{measured:.1f}",
-        f"{paper.compute:.1f}",
+        f"{found.layers:.1f}",
+        f"{found.paper.compute:.1f}",
         *(f"{ours[f'group_{s}_stage_idle_seconds'] / ours[f'group_{s}_stage_seconds']:.0%}" for s in ("first", "last")),
         same,
     ]

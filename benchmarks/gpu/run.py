@@ -25,20 +25,8 @@ from vllm_ppd.benchmarks.gpu.entries import Entries
 ROOT = Path(__file__).resolve().parent.parent.parent
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 # The order in which a failure says most: the seams first, long matrices last.
-TESTS = [
-    "units",
-    "seams",
-    "kernels",
-    "triton",
-    "wiring",
-    "exactness",
-    "parallel",
-    "families",
-    "sampling",
-    "unverified",
-    "memory",
-    "tensor_parallel",
-]
+TESTS = ["units", "seams", "kernels", "triton", "wiring", "exactness", "parallel", "families", "sampling", "unverified",
+         "memory", "tensor_parallel"]  # fmt: skip
 CPU_TESTS = ["units", "kernels"]
 SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -55,23 +43,12 @@ class Part(NamedTuple):
 
 def model_shape(cpu: bool) -> dict[str, Any]:
     """A Llama-3 with as many layers as fill the GPU; a tiny one for the CPU."""
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
+    shape: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
     if cpu:
         tiny = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
         return {**shape, **tiny, "head_dim": 32, "vocab_size": 512, "num_hidden_layers": 4, "torch_dtype": "float32"}

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_ppd.benchmarks.decode.group import split_of, theorem
+from vllm_ppd.benchmarks.decode.group import matched, split_of, theorem
 from vllm_ppd.benchmarks.decode.options import GroupOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
@@ -55,17 +55,11 @@ def _timed(row: Summary, base: Summary, tokens: int, group: tuple[int, int, int]
     timed: list[Value] = [tokens / speed, speed]
     if group is None:
         return [None, *timed, 1.0, None, 1.0, None, None]
-    depth, split, lanes = group
-    ours = row["ours"]
-    tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
-    if not tried:
-        return [None, *timed, 1 / row["speed_up"][0], None, None, None, Context.quartiles(row)]
-    rate = ours["group_hits"] / tried
-    paper = theorem(depth, split, lanes, rate)
-    # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
-    compute = 1 + ours["group_lanes_discarded"] / tried * (depth - split) / depth
-    ratio, spread = 1 / row["speed_up"][0], Context.quartiles(row)
-    return [rate, *timed, ratio, paper.latency / depth, compute, paper.compute / depth, spread]
+    found, ratio, spread = matched(row, *group), 1 / row["speed_up"][0], Context.quartiles(row)
+    if found is None:
+        return [None, *timed, ratio, None, None, None, spread]
+    depth, paper = group[0], found.paper
+    return [found.rate, *timed, ratio, paper.latency / depth, found.layers / depth, paper.compute / depth, spread]
 
 
 def _published(values: tuple[float | None, float, float], greedy: float, k: int) -> list[Value]:

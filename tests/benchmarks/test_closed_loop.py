@@ -15,14 +15,15 @@ import torch
 from conftest import DEMO
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.decode.closed_loop import VERIFYING, Pair, Steps, between, line_up, paired
+from vllm_ppd.benchmarks.decode.closed_loop import VERIFYING, Pair, SideBySide, Steps, between, line_up, paired
 from vllm_ppd.benchmarks.decode.closed_loop_table import rows_of
 from vllm_ppd.benchmarks.decode.options import ClosedLoopOptions
+from vllm_ppd.benchmarks.decode.run import loads_of
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.engine import share_weights
 from vllm_ppd.benchmarks.harness.estimates import joined
 from vllm_ppd.benchmarks.harness.machine import RETRIES, Stolen, undisturbed
-from vllm_ppd.benchmarks.harness.results import Measured, stored
+from vllm_ppd.benchmarks.harness.results import Measured, all_runs, stored
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 
@@ -154,21 +155,48 @@ def test_engines_take_turns(tiny_model: Callable[..., Path], heads_folder: Calla
     prompts, out, heads = tmp_path / "prompts.jsonl", tmp_path / "loop.json", heads_folder()
     prompts.write_text("".join(json.dumps({"prompt_token_ids": [7 * i + 3, 40, 3, 9]}) + "\n" for i in range(9)))
     command = [*PPD, "bench", "closed-loop", "--model", str(tiny_model()), "--heads", str(heads), "--data"]
-    command += [str(prompts), "--batch-sizes", "1", "--temperatures", "0", "--always", "--verified", "3", "--eager"]
+    command += [str(prompts), "--batch-sizes", "2", "--temperatures", "0", "--always", "--eager"]
     command += ["--dtype", "float32", "--kv-cache-gib", "0.03", "--warm-up", "4", "--steps", "4", "--new-tokens", "64"]
     command += ["--rounds-a-text", "1", "--rounds", "2", "--most-stolen", "1", "--out", str(out)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     (found,) = stored(out)
     turns, ours = found.run["turns"], f"ppd {heads.name}"
-    there = [BASE, ours, CONTROL, VERIFYING, "vLLM, 3"], [CONTROL, VERIFYING, "vLLM, 3", ours, BASE]
-    assert [turn["contender"] for turn in turns] == [*there[0], *there[1]]
+    assert [turn["contender"] for turn in turns] == [BASE, ours, CONTROL, CONTROL, ours, BASE]
     drafted = [turn for turn in turns if turn["contender"] == ours]
-    assert all(turn["drafting"] == 2 * 4 and turn["tokens"] >= 2 * 4 for turn in drafted)
-    assert all(turn["plain_tokens"] == 2 * 2 * 4 for turn in drafted)
-    assert all(turn["tokens"] == 3 * 2 * 4 for turn in turns if turn["contender"] == VERIFYING)
+    assert all(turn["drafting"] == 2 * 4 and turn["tokens"] >= 2 * 2 * 4 for turn in drafted)
+    assert all(turn["plain_tokens"] == 2 * 2 * 2 * 4 for turn in drafted)
     row = next(row for row in rows_of([found]) if row["contender"] == ours)
     assert (row["pairs"], row["drafting"]) == (2, 1.0)
+
+
+class Batch:
+    """Takes prompts in."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.taken = name, [[0]]
+
+    def begin(self, prompts: list[list[int]], tokens: int, temperature: float) -> None:
+        self.taken = prompts
+
+
+def test_texts_of_a_further_run(tmp_path: Path) -> None:
+    """A further run goes on with the texts; several requests have the same one."""
+    made = options(out=str(tmp_path / "loop.json"), rounds_a_text=2, verified=4, temperatures="0", batch_sizes="1")
+    plain, others = line_up(made)
+    for rounds in (2, 0):
+        runs = all_runs(made, [*plain, *others])
+        for number in range(rounds):
+            runs[0].add({"contender": BASE, "batch": 1, "group": 0, "round": number})
+    session = SideBySide(made, loads_of(made, runs), plain, others, [[10], [11], [12]])
+    (load,) = session.loads
+    one: Any = Batch(VERIFYING)
+    for number, text in ((0, 11), (1, 11), (2, 12), (4, 10)):
+        session.begin(one, load, number)
+        assert one.taken == [[text]] * 4
+    one.name = BASE
+    session.begin(one, load, 0)
+    assert one.taken == [[11]]
 
 
 def test_engines_of_a_process_read_one_copy_of_equal_weights(monkeypatch: pytest.MonkeyPatch) -> None:
