@@ -55,6 +55,7 @@ def test_the_kv_cache_holds_the_largest_batch(gib: int, tmp_path: Path, monkeypa
     assert cache > 1.1 * needed * token
     assert 2 * (run.SHARE * (gib << 30) + cache) < 0.9 * (gib << 30) or gib < 80
     assert "tests: exactness" in [part.name for part in others]
+    assert all(Path(part.command[-1]).exists() for part in others if part.name.startswith("tests: "))
     assert "tests: tensor_parallel" not in [part.name for part in others]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "tests: tensor_parallel" in [part.name for part in run.parts(args, shape)]
