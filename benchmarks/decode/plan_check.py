@@ -118,7 +118,7 @@ def whole_runs(file: Path, measured: Measured) -> Iterator[Row]:
 def single_steps(measured: Measured) -> Iterator[Row]:
     """Of `ppd bench closed-loop --always --verified ROWS`: a row a heads folder."""
     options = measured.run["options"]
-    (pairs,) = pairs_of(measured).values()
+    (pairs,) = pairs_of([measured]).values()
     several, one = step_seconds(pairs[VERIFYING], options["steps"])
     # A ratio of the same seconds: the machine is as fast as it is in both.
     seconds = {"1": float(np.median(one)), str(options["verified"]): float(np.median(one) * np.median(several / one))}

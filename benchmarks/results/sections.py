@@ -157,7 +157,7 @@ def _loop(path: Path, rows_of: Callable[[Sequence[Measured]], list[Row]], legend
     run = found[-1].run
     tables, plots = [], []
     for ratio, text in ratios.items():
-        interval = f"{ratio}, interval" if f"{ratio}, interval" in rows[0] else "interval"
+        interval = f"{ratio}, interval"
         cells: dict[tuple[str, str], dict[str, str]] = {}
         plain: dict[str, list[float]] = {}
         panels: dict[str, list[Bar]] = {}
