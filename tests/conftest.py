@@ -44,6 +44,13 @@ def patterned_texts(count: int, repeats: int) -> list[str]:
     return [f"the {i % 7} and the {i % 5} are {i % 3}; " * repeats for i in range(count)]
 
 
+def cells_of(table: str) -> list[list[str]]:
+    """The cells of the Markdown table in a text, its header first."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if not all(set(cell) <= set("-:") for cell in row)]
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], Any]], Path]:
     """made_once(name, make): a folder that make(folder) has filled, once for all processes that run tests."""
@@ -75,7 +82,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive."""
     from vllm import LLM
 
-    from vllm_ppd.vllm_plugins.bench.options import kv_cache
+    from vllm_ppd.benchmarks.harness.options import kv_cache
     from vllm_ppd.vllm_plugins.naming import is_ours
 
     if speculative_config is not None and is_ours(speculative_config):

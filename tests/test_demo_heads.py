@@ -55,10 +55,7 @@ def test_trained_beats_untrained_at_every_exit_and_k() -> None:
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) -> Callable[[str], Calibration]:
     """calibration(kind) on held-out files, the target found from the repository's root."""
-    import sys
-
-    sys.path.insert(0, str(ROOT / "benchmarks" / "demo"))
-    from corpus import split
+    from vllm_ppd.benchmarks.models.corpus import split
 
     monkeypatch_module.chdir(ROOT)
     data = write_texts(tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1])

@@ -12,6 +12,8 @@ from conftest import drafter_of, our_counter, runner_of
 from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
+from vllm_ppd.vllm_plugins.draft_length.controller import State
+
 pytestmark = pytest.mark.engine
 
 CUT_OFF = 2
@@ -101,20 +103,21 @@ def test_drafts_are_those_of_an_engine_that_never_skips(
     preemption, and hits on blocks with and without the draft layers' KV."""
     options = {"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0, "adaptive": True}
     llm, stock = engine(options, family=family, enable_prefix_caching=True, **settings), engine(family=family)
-    steps, adaptive = steps_of(llm), drafter_of(llm).planner.adaptive
+    steps, controller = steps_of(llm), drafter_of(llm).planner.controller
     missing_kv = drafter_of(llm).missing_kv
-    monkeypatch.setattr(adaptive, "sleeps_on", lambda *_: False)
-    monkeypatch.setattr(adaptive, "nap", lambda: 0)
+    monkeypatch.setattr(controller, "steps_off", lambda: 0)
 
     def run(is_off: Callable[[int], bool]) -> list[Step]:
         """Requests draft all they can in a step, or drafting is off; the output is that of vLLM."""
         count = iter(range(10_000))
 
         def choose(allowed: np.ndarray, *_: Any) -> np.ndarray:
-            adaptive.resting = is_off(next(count))
-            return np.zeros_like(allowed) if adaptive.resting else allowed
+            off = is_off(next(count))
+            controller.state, controller._free = State.OFF if off else State.DRAFTING, True
+            controller._drafts = np.zeros_like(allowed) if off else allowed
+            return controller._drafts
 
-        monkeypatch.setattr(adaptive, "choose", choose)
+        monkeypatch.setattr(controller, "choose", choose)
         llm.reset_prefix_cache()
         steps.clear()
         said = CASES[case](llm)
@@ -144,10 +147,9 @@ def test_requests_with_a_seed_draft_while_others_do_not(
 ) -> None:
     """How much they draft decides what they draw, so that it must not depend on measurements."""
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
-    adaptive = drafter_of(llm).planner.adaptive
-    monkeypatch.setattr(adaptive, "_choose", lambda allowed, *_: np.zeros_like(allowed))
-    monkeypatch.setattr(adaptive, "_pausing", True)
-    monkeypatch.setattr(adaptive, "resting", True)
+    controller = drafter_of(llm).planner.controller
+    monkeypatch.setattr(controller, "_choose", lambda allowed, *_: np.zeros_like(allowed))
+    monkeypatch.setattr(controller, "state", State.OFF)
     said = []
     for seed in (7, None, 7):
         drafted = llm.counts["drafted"]

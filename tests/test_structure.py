@@ -11,17 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("kernels", "heads", "model_patches", "vllm_plugins")
+FOLDERS = ("kernels", "heads", "model_patches", "vllm_plugins", "benchmarks")
 MAY_IMPORT = {
     "kernels": set(),
     "heads": {"kernels"},
     "model_patches": {"heads", "kernels"},
     "vllm_plugins": {"heads", "kernels", "model_patches"},
+    "benchmarks": {"heads", "kernels", "vllm_plugins"},
 }
-MAY_IMPORT_VLLM = {"model_patches", "vllm_plugins"}
-SOURCES = [
-    path for folder in (*FOLDERS, "tests", "benchmarks", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))
-]
+MAY_IMPORT_VLLM = {"model_patches", "vllm_plugins", "benchmarks"}
+SOURCES = [path for folder in (*FOLDERS, "tests", ".ci") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 def imports(path: Path) -> set[str]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of every kernel beside its torch reference and beside what reading and writing its numbers must take.
 
-    python benchmarks/gpu/kernels.py --out kernels.json                    # on a GPU: vocabulary 128K, hidden 4096
-    python benchmarks/gpu/kernels.py --cpu --out kernels.json              # tiny, the references alone: does it run?
+    python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json          # on a GPU: vocabulary 128K, hidden 4096
+    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json    # tiny, the references alone: does it run?
 
 The floor of a kernel is the greater of bytes / bandwidth and FLOP / peak, both measured here first, or given. Bytes are
 those that no implementation can avoid: every input once, every output once. Medians; the caches are emptied before each
@@ -17,13 +17,13 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from results import Results
-from verdict import verdict
 
+from vllm_ppd.benchmarks.gpu.entries import Entries
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import adaptive_threshold
@@ -31,6 +31,7 @@ from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.rows import load_rows, store_rows
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 
+PAYS = 0.8  # share of the floor, and of torch's time
 WIDTH = 4  # tokens a request in a step: a base token and three drafts
 
 
@@ -80,7 +81,7 @@ def peak(device: torch.device, size: int, repetitions: int, cold: torch.Tensor) 
 def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """Each kernel at one batch size, on random numbers."""
     v, d, n, r, k = args.vocab, args.hidden, args.positions, args.rank, args.top_k
-    half = {"dtype": torch.bfloat16, "device": device}
+    half: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     size = torch.bfloat16.itemsize
     hidden, unembedding = torch.randn(batch, d, **half), torch.randn(v, d, **half) * d**-0.5
     for best in (1, 4):
@@ -130,10 +131,23 @@ def measure(case: Case, args: argparse.Namespace, device: torch.device, cold: to
     if (kernel := chosen(case.function, torch.empty(0, device=device))) is not case.function:
         implementations["triton"] = kernel
     for name, function in implementations.items():
-        seconds = timed(lambda call=function: call(*case.arguments), device, args.repetitions, cold)
+        seconds = timed(partial(function, *case.arguments), device, args.repetitions, cold)
         row |= {f"{name}_us": 1e6 * seconds, f"{name}_share_of_floor": floor / seconds}
     row["verdict"] = verdict(row)
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Whether a kernel pays, by the rule of 80 %: "kept", "does not pay", or "not measured" without a GPU.
+
+    Kept is what reaches 80 % of the floor and is not slower than torch, and what takes at most 80 % of torch's time
+    where launches keep both far from the floor.
+    """
+    if "triton_us" not in row:
+        return "not measured: the reference alone runs here"
+    share, of_torch = row["triton_share_of_floor"], row["triton_us"] / row["reference_us"]
+    kept = of_torch <= PAYS or (share >= PAYS and of_torch <= 1)
+    return f"{'kept' if kept else 'does not pay'}: {share:.0%} of the floor, {of_torch:.0%} of torch's time"
 
 
 def main() -> None:
@@ -156,7 +170,7 @@ def main() -> None:
     elif not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
     device = torch.device("cpu" if args.cpu else "cuda")
-    results = Results(args.out, {key: value for key, value in vars(args).items() if key != "out"})
+    results = Entries(args.out, {key: value for key, value in vars(args).items() if key != "out"})
     cold = torch.empty((1 if args.cpu else 512) << 20, dtype=torch.uint8, device=device)
     if "machine" not in results:
         moved = args.bandwidth and 1e9 * args.bandwidth

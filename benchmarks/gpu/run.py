@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything to be known on a machine with a GPU: exactness, kernels, their times, and the speed of decoding.
 
-    python benchmarks/gpu/run.py --out build/gpu             # on a GPU, with vLLM and this package installed
-    python benchmarks/gpu/run.py --out build/gpu-cpu --cpu   # tiny, on the CPU: does it run to its end?
+    python -m vllm_ppd.benchmarks.gpu.run --out build/gpu             # on a GPU, with vLLM and this package installed
+    python -m vllm_ppd.benchmarks.gpu.run --out build/gpu-cpu --cpu   # tiny, on the CPU: does it run to its end?
 
 Parts run one after the other, each in a process of its own, and land in OUT/results.json as they end. A stopped run
 keeps them; the same command goes on with what is missing or failed. OUT holds each part's log.
@@ -19,26 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from results import Results
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+from vllm_ppd.benchmarks.gpu.entries import Entries
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 # The order in which a failure says most: the seams first, long matrices last.
-TESTS = [
-    "units",
-    "seams",
-    "kernels",
-    "triton",
-    "wiring",
-    "exactness",
-    "parallel",
-    "families",
-    "sampling",
-    "unverified",
-    "memory",
-    "tensor_parallel",
-]
+TESTS = ["units", "seams", "kernels", "triton", "wiring", "exactness", "parallel", "families", "sampling", "unverified",
+         "memory", "tensor_parallel"]  # fmt: skip
 CPU_TESTS = ["units", "kernels"]
 SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -55,23 +43,12 @@ class Part(NamedTuple):
 
 def model_shape(cpu: bool) -> dict[str, Any]:
     """A Llama-3 with as many layers as fill the GPU; a tiny one for the CPU."""
-    shape = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    }
+    shape: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14_336,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
     if cpu:
         tiny = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
         return {**shape, **tiny, "head_dim": 32, "vocab_size": 512, "num_hidden_layers": 4, "torch_dtype": "float32"}
@@ -112,9 +89,9 @@ def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
     out, model = args.out.resolve(), args.out.resolve() / "model"
     made = []
     for name in usual_tests(args.cpu) if args.tests is None else args.tests:
-        path = ROOT / "tests" / f"test_{name}.py"
+        path = next((ROOT / "tests").rglob(f"test_{name}.py"), ROOT / "tests" / f"test_{name}.py")
         made.append(Part(f"tests: {name}", [sys.executable, "-m", "pytest", "-q", "-m", "not full", str(path)]))
-    command = [sys.executable, str(HERE / "kernels.py"), "--out", str(out / "kernels.json")]
+    command = [sys.executable, "-m", "vllm_ppd.benchmarks.gpu.kernels", "--out", str(out / "kernels.json")]
     command += ["--cpu"] if args.cpu else []
     command += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
     command += ["--peak", str(args.peak)] if args.peak else []
@@ -166,7 +143,7 @@ def main() -> int:
     if not args.cpu and not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
     kept = {key: value for key, value in vars(args).items() if key in ("cpu", "bandwidth", "peak")}
-    results = Results(args.out / "results.json", kept)
+    results = Entries(args.out / "results.json", kept)
     planned = parts(args, write_model(args.out / "model", args.cpu))
     if unknown := {*args.again, *args.skip} - {part.name for part in planned}:
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in planned)}")

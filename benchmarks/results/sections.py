@@ -3,18 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import row_files
-from plots import Line, Panel, Plot, panels
-from row_files import Parts
+from vllm_ppd.benchmarks.decode import closed_loop_table, group, step_breakdown
+from vllm_ppd.benchmarks.decode import table as decode_table
+from vllm_ppd.benchmarks.harness.contenders import BASE
+from vllm_ppd.benchmarks.harness.estimates import ALL
+from vllm_ppd.benchmarks.harness.results import Measured, Row, stored
+from vllm_ppd.benchmarks.papers import PaperTable
+from vllm_ppd.benchmarks.papers.render import render
+from vllm_ppd.benchmarks.results.again import AGAIN
+from vllm_ppd.benchmarks.results.drawing import ALONE, OURS, THEIRS, Bar, Bars, Line, Plot, bars, lines, stacks
+from vllm_ppd.benchmarks.serve import open_loop_table
+from vllm_ppd.benchmarks.serve import table as serve_table
+from vllm_ppd.benchmarks.serve.run import load_rows
+from vllm_ppd.heads.calibration.tables import table as markdown
 
-from vllm_ppd.vllm_plugins.bench import group, serve_table, table
-from vllm_ppd.vllm_plugins.bench.results import Measured, Row, stored
-from vllm_ppd.vllm_plugins.bench.serve import load_rows
-from vllm_ppd.vllm_plugins.bench.serve_options import Load
+OF_VLLM = ("ngram", "suffix", "medusa", "eagle", "eagle3", "draft_model", "mtp")
 
 
 class Section(NamedTuple):
@@ -23,8 +31,11 @@ class Section(NamedTuple):
     name: str  # of the file, without .json
     title: str
     text: str  # markdown, the table in it
-    table: str  # the table alone, for the README
+    table: str  # the table alone, for a document
     plots: Sequence[Plot] = ()
+
+
+Parts = tuple[str, str, Sequence[Plot]]
 
 
 def all_sections(folder: Path) -> list[Section]:
@@ -34,9 +45,30 @@ def all_sections(folder: Path) -> list[Section]:
     order = [*(name for name in KNOWN if name in files), *(name for name in files if name not in KNOWN)]
     found = []
     for name in order:
-        title, make = KNOWN.get(name, (name.replace("_", " "), row_files.anything))
+        title, make = KNOWN.get(name, (name.replace("_", " "), any_rows))
         found.append(Section(name, title, *make(files[name])))
     return found
+
+
+def headlines(folder: Path) -> dict[str, str]:
+    """Tables that are of no file as a whole, by the name that a document asks for them by."""
+    path = folder / "decode.json"
+    return {"decode_headline": decode_table.headline(stored(path))} if path.exists() else {}
+
+
+def whose(measured: Measured, name: str) -> str:
+    """Which group of contenders one belongs to."""
+    identity = measured.contenders[name]
+    config = identity["speculative_config"]
+    if config is None:
+        return THEIRS if identity["engine"] else ALONE
+    return THEIRS if config.get("method") in OF_VLLM else OURS
+
+
+def _about(measured: Measured, what: str) -> str:
+    """A plot's title: what is measured, on which model and machine."""
+    options = measured.run["options"]
+    return f"{what}\n{options['model']}, temperature {options['temperature']:g}; {measured.run['machine']}"
 
 
 def _several(path: Path, say: Callable[[Measured], str], body: Callable[[Measured], str],
@@ -51,112 +83,200 @@ def _several(path: Path, say: Callable[[Measured], str], body: Callable[[Measure
     return "\n\n".join(texts), "\n\n".join(tables), [draw(one) for one in found]
 
 
-def _decode(path: Path) -> Parts:
-    def draw(one: Measured) -> Plot:
-        return panels([
-            Panel("tokens a second / vLLM alone (quartiles)", "requests decoded together",
-                  _by_contender(one.rows(), "batch", "speed_up"), level=1.0),
-            Panel("tokens a second", "requests decoded together",
-                  _by_contender(one.rows(), "batch", "tokens_per_second")),
-        ])  # fmt: skip
-
-    return _several(path, table.table, table.overview, draw)
-
-
-def _by_contender(rows: list[Row], x: str, y: str) -> list[Line]:
-    names = dict.fromkeys(row["contender"] for row in rows)
-    own = {name: [row for row in rows if row["contender"] == name] for name in names}
-    return [
-        Line(name, [row[x] for row in found], [row[y][0] for row in found], [row[y][1:] for row in found])
-        for name, found in own.items()
+def _speed_ups(measured: Measured, over: str) -> Plot:
+    """Speed-ups in a panel a batch size, fastest first."""
+    rows = decode_table.rows_of(measured)
+    panels = [
+        Bars(
+            f"{size} request{'s' * (size > 1)} at once",
+            [
+                Bar(row["contender"], whose(measured, row["contender"]), row["speed_up"][0], row["speed_up"][1:])
+                for row in rows
+                if row["batch"] == size and row["contender"] != BASE
+            ],
+        )
+        for size in dict.fromkeys(row["batch"] for row in rows)
     ]
+    return bars(_about(measured, f"Speed-up over {over}"), "tokens a second / base (quartiles)", panels, 1.0)
 
 
-def headlines(folder: Path) -> dict[str, str]:
-    """Tables that are of no file as a whole, by the name that a document asks for them by."""
-    path = folder / "decode.json"
-    return {"decode_headline": _one_at_a_time(stored(path))} if path.exists() else {}
+def decode(path: Path) -> Parts:
+    return _several(path, decode_table.table, decode_table.overview, lambda one: _speed_ups(one, "vLLM alone"))
 
 
-def _one_at_a_time(found: list[Measured]) -> str:
-    """Speed-ups at batch 1: a row a contender, a column a temperature."""
-    cells: dict[str, dict[str, str]] = {}
-    for one in found:
-        temperature = f"temperature {one.run['options']['temperature']:g}"
-        for row in one.rows():
-            if row["batch"] == 1:
-                cells.setdefault(row["contender"], {})[temperature] = table.with_quartiles(row["speed_up"], 2)
-    columns = list(dict.fromkeys(name for own in cells.values() for name in own))
-    return table.rows_of(
-        ["batch 1", *columns],
-        "---",
-        [[name, *(own.get(column, "-") for column in columns)] for name, own in cells.items()],
-    )
-
-
-def _group(path: Path) -> Parts:
-    def draw(one: Measured) -> Plot:
-        level = "tokens a second / vLLM's own two stages (quartiles)"
-        return panels([Panel(level, "requests", _by_contender(one.rows(), "batch", "speed_up"), level=1.0)])
-
+def group_runs(path: Path) -> Parts:
     return _several(
         path, lambda one: group.table(one, one.run["num_layers"]),
-        lambda one: group.body(one, one.run["num_layers"]), draw,
+        lambda one: group.body(one, one.run["num_layers"]), lambda one: _speed_ups(one, "vLLM's own two stages"),
     )  # fmt: skip
 
 
-def _serve(path: Path) -> Parts:
-    return _several(path, serve_table.table, serve_table.body, _serve_plot)
+def serve(path: Path) -> Parts:
+    def draw(one: Measured) -> Plot:
+        rows = load_rows(one)
+        loads = list(dict.fromkeys(row["load"] for row in rows))
+        panels = [
+            Bars(
+                f"{name}, {load}",
+                [
+                    Bar(row["contender"], whose(one, row["contender"]), row[key][0], row[key][1:])
+                    for row in rows
+                    if row["load"] == load and row["contender"] != BASE
+                ],
+            )
+            for key, name in (("faster_e2el", "latency"), ("faster_tpot", "TPOT"))
+            for load in loads
+        ]
+        what = _about(one, "Servers: times as fast as vLLM alone, medians of requests and quartiles of turns")
+        return bars(what, "vLLM / contender", panels, 1.0, across=min(4, len(loads)))
+
+    return _several(path, serve_table.table, serve_table.body, draw)
 
 
-def _serve_plot(one: Measured) -> Plot:
-    rows = load_rows(one)
-    loads: list[Load] = list(dict.fromkeys(row["load"] for row in rows))
-    ticks = [str(load) for load in loads]
+def closed_loop(path: Path) -> Parts:
+    ratios = {"overall": "tokens over those of vLLM alone in the same seconds"}
+    return _loop(path, closed_loop_table.rows_of, closed_loop_table.LEGEND, "batch", "batch {}", ratios)
 
-    def lines(value: Callable[[Row], tuple[float, float, float] | float | None]) -> list[Line]:
-        found = []
-        for name in dict.fromkeys(row["contender"] for row in rows):
-            for at_once in (False, True):  # rates and numbers at once are axes of their own
-                own = [
-                    row for row in rows
-                    if row["contender"] == name and (row["load"].concurrency is not None) == at_once
-                ]  # fmt: skip
-                points = [(loads.index(row["load"]), y) for row in own if (y := value(row)) is not None]
-                middles = [y[0] if isinstance(y, tuple) else y for _, y in points]
-                ranges = [y[1:] for _, y in points if isinstance(y, tuple)]
-                if points:
-                    found.append(Line(name, [x for x, _ in points], middles, ranges))
-        return found
 
-    return panels([
-        Panel("TTFT, ms, median of requests", "", lines(lambda row: row["ttft"][0]), ticks, log=True),
-        Panel("TPOT, ms, median of requests", "", lines(lambda row: row["tpot"][0]), ticks),
-        Panel("ITL, ms, median of messages", "", lines(lambda row: row["itl"][0]), ticks),
-        Panel("tokens a second", "", lines(lambda row: row["tokens_per_second"]), ticks),
-        Panel("TPOT: times as fast as vLLM alone (quartiles)", "", lines(lambda row: row["faster_tpot"]), ticks,
-              level=1.0),
-        Panel("latency: times as fast as vLLM alone (quartiles)", "", lines(lambda row: row["faster_e2el"]), ticks,
-              level=1.0),
-        Panel("accepted drafts / drafts made", "", lines(lambda row: row["rate"]), ticks),
-        Panel("prefix-cache hits / tokens of prompts", "", lines(lambda row: row["prefix_hits"]), ticks),
-    ])  # fmt: skip
+def open_loop(path: Path) -> Parts:
+    ratios = {
+        "engine": "seconds that vLLM alone computes for the same requests, over those with heads",
+        "latency": "seconds from arrival to last token with vLLM alone, waiting included, over those with heads",
+    }
+    return _loop(path, open_loop_table.rows_of, open_loop_table.LEGEND, "rate", "{} a second", ratios)
+
+
+def _loop(path: Path, rows_of: Callable[[Sequence[Measured]], list[Row]], legend: str, axis: str, header: str,
+          ratios: dict[str, str]) -> Parts:  # fmt: skip
+    """A table a ratio: a row a contender and temperature, a column a load; vLLM alone in one row, as what noise is."""
+    found = stored(path)
+    rows = rows_of(found)
+    loads = sorted({str(row[axis]) for row in rows} - {ALL}, key=float)
+    names = {load: "all at once" if load == "inf" else header.format(load) for load in loads}
+    columns = [*loads, ALL]
+    run = found[-1].run
+    tables, plots = [], []
+    for ratio, text in ratios.items():
+        interval = f"{ratio}, interval"
+        cells: dict[tuple[str, str], dict[str, str]] = {}
+        plain: dict[str, list[float]] = {}
+        panels: dict[str, list[Bar]] = {}
+        for row in rows:
+            load, name = str(row[axis]), row["contender"]
+            if name.startswith(BASE):
+                plain.setdefault(load, []).append(row[ratio])
+            else:
+                of_row = cells.setdefault((name, str(row["temperature"])), {})
+                of_row[load] = f"{row[ratio]:.3f} ({row[interval]})"
+            if str(row["temperature"]) == ALL and not name.startswith(BASE):
+                low, high = map(float, row[interval].split("-"))
+                panels.setdefault(load, []).append(Bar(name, OURS, row[ratio], (low, high)))
+        shown = [[*key, *(of_row.get(load, "") for load in columns)] for key, of_row in sorted(cells.items())]
+        shown.append(
+            [f"each engine of {BASE} alone", "", *(f"{min(plain[x]):.3f}-{max(plain[x]):.3f}" for x in columns)]
+        )
+        title = f"{text[0].upper()}{text[1:]} (interval at 90 %); {ALL}: of several cells, geometric mean."
+        tables.append(f"{title}\n\n{markdown(['heads', 'temperature', *names.values(), ALL], shown)}")
+        about = f"{text[0].upper()}{text[1:]}, all temperatures\n{run['options']['model']}; {run['machine']}"
+        drawn = [
+            Bars(names.get(load, ALL), [*own, Bar(ALONE, ALONE, 1.0, (min(plain[load]), max(plain[load])))])
+            for load, own in ((load, panels[load]) for load in columns if load in panels)
+        ]
+        plots.append(bars(about, "interval at 90 %; vLLM: its engines", drawn, 1.0, across=3))
+    table = "\n\n".join(tables)
+    source = _source({"model": run["options"]["model"], **run}, AGAIN[path.stem])
+    return f"{source}\n\n{table}\n\n{legend}\n\nEvery pair or request: [{path.name}]({path.name}).", table, plots
+
+
+def _source(data: dict[str, Any], again: str | None = None) -> str:
+    """Where a file comes from, and the command that measures it again."""
+    what = [data[key] for key in ("model", "machine") if key in data]
+    facts = [*what, data["time"][:10], f"commit {str(data['git'])[:7]}"]
+    return f"{', '.join(facts)}: `{again or data['command']}`"
+
+
+def breakdown(path: Path) -> Parts:
+    data = json.loads(path.read_text())
+    rows = data["rows"]
+    shown = step_breakdown.table(rows)
+    names = dict.fromkeys(name for row in rows for name in row["parts_in_passes"])
+    names = dict.fromkeys(sorted(names, key=lambda name: name.startswith("rest of")))
+    parts: dict[str, Sequence[float]] = {
+        name: [max(0.0, row["parts_in_passes"].get(name, 0.0)) for row in rows] for name in names
+    }
+    labels = [f"{row['method']}, batch {row['batch']}" for row in rows]
+    plot = stacks(f"A step that verifies and drafts\n{data['model']}; {data['machine']}", "full passes", labels, parts)
+    return f"{_source(data, AGAIN[path.stem])}\n\n{shown}", shown, [plot]
+
+
+def demo_acceptance(path: Path) -> Parts:
+    data = json.loads(path.read_text())
+    rows = data["rows"]
+    header = ("method", "setting", "drafted a step", "accepted a step", "rate", "length", "repeated 4-grams")
+    shown = markdown(header, [[row[name] for name in header] for row in rows])
+    panels = [
+        Bars(
+            setting,
+            [
+                Bar(row["method"], THEIRS if row["method"].startswith(BASE) else OURS, row["length"])
+                for row in rows
+                if row["setting"] == setting
+            ],
+        )
+        for setting in sorted({row["setting"] for row in rows}, reverse=True)
+    ]
+    plot = bars(f"Acceptance length of the demo model's heads\n{data['machine']}", "1 + accepted / drafts", panels)
+    return f"{_source(data, AGAIN[path.stem])}\n\n{shown}", shown, [plot]
+
+
+def paper_tables(path: Path) -> Parts:
+    """The papers' tables; the newest of each counts."""
+    newest = {entry["key"]: entry for entry in json.loads(path.read_text())["tables"]}
+    found = [PaperTable.from_json(entry) for entry in newest.values()]
+    shown = "\n\n".join(map(render, found))
+    drawn = [
+        _figure(one, f"ours: {entry['identity']['model']}; {entry['machine']}")
+        for one, entry in zip(found, newest.values(), strict=True)
+        if one.axes is not None and any(_curves(one))
+    ]
+    return shown, shown, drawn
+
+
+def _curves(table: PaperTable) -> Iterable[Line]:
+    for curve in table.curves:
+        for points, published in ((curve.ours, False), (curve.theirs, True)):
+            if points:
+                x, y = zip(*points, strict=True)
+                yield Line(curve.label, x, y, published)
+
+
+def _figure(table: PaperTable, ours: str) -> Plot:
+    x_label, y_label = table.axes or ("", "")
+    return lines(f"{table.paper}, {table.title}\n{ours}", x_label, y_label, list(_curves(table)))
+
+
+def any_rows(path: Path) -> Parts:
+    """Any other file: its rows as they are, or that it has none."""
+    data = json.loads(path.read_text())
+    rows = data.get("rows")
+    if not rows:
+        return f"[{path.name}]({path.name})", "", []
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    shown = markdown(columns, [[row.get(name, "") for name in columns] for row in rows])
+    return f"{_source(data, AGAIN.get(path.stem))}\n\n{shown}" if "command" in data else shown, shown, []
 
 
 KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
-    "serve": ("Servers under load", _serve),
-    "fleet_check": ("The fleets of `ppd plan`, held against servers", row_files.anything),
-    "decode": ("Offline decoding", _decode),
-    "prediction": ("What `ppd plan` predicts, and what was measured", row_files.anything),
-    "step_prediction": ("What steps with drafts cost, and what is predicted", row_files.anything),
-    "never_slower": ("Never slower: batches", row_files.never_slower),
-    "arrivals": ("Never slower: requests that arrive", row_files.arrivals),
-    "price_error": ("How far off an engine's idea of what its drafts cost is", row_files.anything),
-    "group": ("The worker group", _group),
-    "group_cut_off": ("The worker group above its cut-off", _decode),
-    "tables": ("The papers' tables", row_files.paper_tables),
-    "paradecode_ablation": ("ParaDecode's ablations", row_files.ablation),
-    "demo_acceptance": ("Acceptance of the demo model's heads", row_files.demo_acceptance),
-    "cycle_cost": ("What a cycle costs", row_files.cycle_cost),
-    "draft_cost": ("What drafting with heads costs", row_files.draft_cost),
+    "decode": ("Offline decoding", decode),
+    "closed_loop": ("Never slower: batches", closed_loop),
+    "open_loop": ("Never slower: requests that arrive", open_loop),
+    "serve": ("Servers under load", serve),
+    "fleet_check": ("The fleets of `ppd plan`, held against servers", any_rows),
+    "plan_check": ("What steps with drafts cost, and what `ppd plan` predicts", any_rows),
+    "group": ("The worker group", group_runs),
+    "group_cut_off": ("The worker group above its cut-off", decode),
+    "tables": ("The papers' tables", paper_tables),
+    "demo_acceptance": ("Acceptance of the demo model's heads", demo_acceptance),
+    "step_breakdown_early": ("What a step of early drafting costs", breakdown),
+    "step_breakdown_heads": ("What drafting with CP and DynaMo heads costs", breakdown),
 }

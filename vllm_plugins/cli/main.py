@@ -39,10 +39,9 @@ def _is_ours(error: Exception) -> bool:
     """Whether the message is meant for the user; anything else keeps its traceback."""
     from vllm_ppd.heads.checkpoint import HeadsError
     from vllm_ppd.heads.training import TrainingError
-    from vllm_ppd.vllm_plugins.bench import BenchError
     from vllm_ppd.vllm_plugins.cli.arguments import UsageError
 
-    return isinstance(error, BenchError | HeadsError | TrainingError | UsageError | OSError)
+    return isinstance(error, HeadsError | TrainingError | UsageError | OSError)
 
 
 def _one_line(error: Exception) -> str:

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks: `ppd bench KIND`, and `python -m vllm_ppd.benchmarks.FOLDER.NAME` for the rest.
+
+harness/  contenders, engines, turns, kept results, statistics: what every benchmark shares
+decode/   batches of fixed size: decode, closed_loop, group; plan_check and step_breakdown explain the speeds
+serve/    requests that arrive: serve (real servers), open_loop (engines in turns), fleet_check
+papers/   the tables and figures of the four papers
+models/   the demo corpus and model, the inflated models and the peers
+gpu/      everything to measure on a machine with a GPU
+results/  the kept results, and the page made of them
+"""
+
+from vllm_ppd.vllm_plugins.cli.arguments import UsageError
+
+
+class BenchError(UsageError):
+    """Bad input, or an engine that did not start; the message is one line: what, where, what to do instead."""

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns of `ppd bench decode`: their summary, and the tables of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quartiles
+from vllm_ppd.benchmarks.harness.results import Measured, Row, Run, Turn, paired
+from vllm_ppd.heads.calibration.tables import table as markdown
+
+SUMS = ("drafts", "draft_tokens", "accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams",
+        "all_4_grams")  # fmt: skip
+COLUMNS = (
+    "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "step ms", "length", "rate", "same tokens",
+    "repeated 4-grams", "verify + draft + host ms", "memory MB",
+)  # fmt: skip
+
+LEGEND = """\
+tokens/s: of all requests together while all decode, without prefill and the tail of a batch.
+speed-up: over vLLM without speculation, whose turn is in the same round.
+length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
+same tokens: equal to vLLM's without speculation at their place (greedy); "vLLM, again" is what numerics alone change.
+verify, draft, host: the worker but for drafting (forward pass over base token and drafts, DynaMo's layers within it,
+sampling), drafting, and the rest of the step (scheduling, output); of the host's time, "-" where workers are
+processes of their own.
+memory: the most that was held, of the GPU where there is one, else by the processes with their libraries."""
+
+
+def rows_of(measured: Measured) -> list[Row]:
+    """A row a contender and batch size."""
+    sizes = sorted(size for (size,) in measured.places("batch"))
+    found = (summarise(measured.runs_of(name), name, size) for size in sizes for name in measured.contenders)
+    return [row for row in found if row is not None]
+
+
+def summarise(runs: list[Run], name: str, batch: int) -> Row | None:
+    """Medians and quartiles over turns; ratios are to the base's turn of the same round."""
+    pairs = paired(runs, name, {"batch": batch})
+    if not pairs:
+        return None
+    turns = [turn for turn, _ in pairs]
+    sums = {key: sum(turn[key] for turn in turns) for key in SUMS}
+    ours: dict[str, float] = defaultdict(float)
+    for turn in turns:
+        for key, value in turn.get("ours", {}).items():
+            ours[key] += value
+    return {
+        "contender": name,
+        "batch": batch,
+        "turns": len(turns),
+        "tokens_per_second": quartiles([_speed(turn) for turn in turns]),
+        "speed_up": quartiles([_speed(turn) / _speed(base) for turn, base in pairs]),
+        "drafts": sums["drafts"],
+        "step_ms": 1e3 * statistics.median(turn["step_seconds"] for turn in turns),
+        "length": 1 + sums["accepted_tokens"] / sums["drafts"] if sums["drafts"] else None,
+        "rate": sums["accepted_tokens"] / sums["draft_tokens"] if sums["draft_tokens"] else None,
+        "consistency": sums["same_tokens"] / sums["compared_tokens"] if sums["compared_tokens"] else None,
+        "repeated_4_grams": sums["repeated_4_grams"] / sums["all_4_grams"] if sums["all_4_grams"] else 0.0,
+        **_split(turns),
+        "peak_bytes": max(turn["peak_bytes"] for turn in turns),
+        "ours": dict(ours),
+    }
+
+
+def _split(turns: list[Turn]) -> dict[str, float | None]:
+    """Milliseconds a step of each part: the mean of a turn's steps, the median of the turns."""
+    if any(turn["worker_seconds"] is None for turn in turns):
+        return {"verify_ms": None, "draft_ms": None, "host_ms": None}
+
+    def median(seconds: Callable[[Turn], float]) -> float:
+        return statistics.median(1e3 * seconds(turn) / turn["steps"] for turn in turns)
+
+    return {
+        "verify_ms": median(lambda turn: turn["worker_seconds"] - turn["draft_seconds"]),
+        "draft_ms": median(lambda turn: turn["draft_seconds"]),
+        "host_ms": median(lambda turn: turn["window_seconds"] - turn["worker_seconds"]),
+    }
+
+
+def _speed(turn: Turn) -> float:
+    return turn["window_tokens"] / turn["window_seconds"]
+
+
+def table(results: Measured) -> str:
+    """Markdown, with what was measured above it and what the columns mean below."""
+    run = results.run
+    options = run["options"]
+    lines = [
+        f"{options['model']}, {options['dtype']}, temperature {options['temperature']}, {options['prompt_tokens']} + "
+        f"{options['new_tokens']} tokens; {run['machine']}{results.before}",
+        "",
+        body(results),
+        "",
+        LEGEND,
+    ]
+    return "\n".join([*lines, *(f"left out: {reason}" for reason in run["failures"].values())])
+
+
+def body(results: Measured) -> str:
+    """The table alone."""
+    return markdown(COLUMNS, [_cells(row) for row in rows_of(results)])
+
+
+def overview(results: Measured) -> str:
+    """Speed-ups alone: a row a contender, a column a batch size; lengths are of the first one."""
+    rows = rows_of(results)
+    sizes = sorted({row["batch"] for row in rows})
+    cells = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        own = {row["batch"]: row for row in rows if row["contender"] == name}
+        speeds = [with_quartiles(own[size]["speed_up"], 2) if size in own else "-" for size in sizes]
+        length = number(own[sizes[0]]["length"], "{:.2f}") if sizes[0] in own else "-"
+        cells.append([name, *speeds, length])
+    return markdown(["contender", *(f"batch {size}" for size in sizes), f"length, batch {sizes[0]}"], cells)
+
+
+def headline(found: Iterable[Measured]) -> str:
+    """Speed-ups at batch 1: a row a contender, a column a temperature."""
+    cells: dict[str, dict[str, str]] = {}
+    for one in found:
+        temperature = f"temperature {one.run['options']['temperature']:g}"
+        for row in rows_of(one):
+            if row["batch"] == 1:
+                cells.setdefault(row["contender"], {})[temperature] = with_quartiles(row["speed_up"], 2)
+    columns = list(dict.fromkeys(name for own in cells.values() for name in own))
+    return markdown(
+        ["batch 1", *columns], [[name, *(own.get(column, "-") for column in columns)] for name, own in cells.items()]
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    parts = [row["verify_ms"], row["draft_ms"], row["host_ms"]]
+    return [
+        str(row["batch"]),
+        row["contender"],
+        with_quartiles(row["tokens_per_second"], 1),
+        with_quartiles(row["speed_up"], 3),
+        f"{row['step_ms']:.2f}",
+        number(row["length"], "{:.2f}"),
+        number(row["rate"], "{:.3f}"),
+        number(row["consistency"], "{:.2%}"),
+        f"{row['repeated_4_grams']:.3f}",
+        " + ".join(f"{part:.2f}" for part in parts) if None not in parts else "-",
+        f"{row['peak_bytes'] / 1e6:.0f}",
+    ]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is compared: a name and vLLM's speculative_config each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.options import BenchOptions
+from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS
+
+BASE = "vLLM"
+CONTROL = "vLLM, again"
+DRAFTS = 3  # of contenders that recommend no number
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A speculative_config (None: without speculation), and engine arguments of its own."""
+
+    name: str
+    speculative_config: dict[str, Any] | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+def contenders(options: BenchOptions) -> list[Contender]:
+    """The base first, then a control that is the base once more, then what the options name.
+
+    Raises:
+        BenchError, HeadsError: if a checkpoint is missing or a contender is not a speculative_config.
+    """
+    found = [Contender(BASE), Contender(CONTROL)]
+    found += [_heads(folder, options.drafts) for folder in options.heads]
+    found += [Contender(name, config) for name, config in _plain(options)]
+    found += [Contender(name, config) for name, config in _peers(options)]
+    found += [_further(text, options.drafts) for text in options.also]
+    names = [contender.name for contender in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise BenchError(f"two contenders are called {twice!r}; name one with --also NAME=...")
+    return found
+
+
+def _heads(folder: str, drafts: int | None) -> Contender:
+    config = load_config(folder)
+    name = " ".join(dict.fromkeys((METHOD_OF_HEADS[config.kind], Path(folder).name)))
+    options: dict[str, Any] = {"model": folder} | ({} if drafts is None else {"num_speculative_tokens": drafts})
+    if drafts is not None and config.max_drafts is not None:
+        options["num_speculative_tokens"] = min(drafts, config.max_drafts)
+    return Contender(name, options)
+
+
+def _plain(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+    drafts = options.drafts or DRAFTS
+    if "ppd" in options.plain:
+        yield "ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts}
+    if "ngram" in options.plain:
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+        yield "ngram", {"method": "ngram", "num_speculative_tokens": drafts, **lookup}
+    if "suffix" in options.plain and find_spec("arctic_inference") is not None:
+        yield "suffix", {"method": "suffix"}
+
+
+def _peers(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+    drafts = options.drafts or DRAFTS
+    for method in ("medusa", "eagle", "draft_model"):
+        folder = getattr(options, method)
+        if folder is None:
+            continue
+        if not (Path(folder) / "config.json").is_file():
+            raise BenchError(f"--{method.replace('_', '-')} {folder}: no config.json there; give a checkpoint folder")
+        if method == "eagle" and "eagle3" in (Path(folder) / "config.json").read_text().lower():
+            method = "eagle3"
+        yield method.replace("_", " "), {"method": method, "model": folder, "num_speculative_tokens": drafts}
+
+
+def _further(text: str, drafts: int | None) -> Contender:
+    name, equals, value = text.partition("=")
+    try:
+        config = json.loads(value)
+    except ValueError:
+        config = None
+    if not equals or not isinstance(config, dict):
+        raise BenchError(f'--also {text}: not NAME={{JSON}}, as \'ppd, exit 9={{"method": "ppd", "exit_layer": 9}}\'')
+    engine = config.pop("engine", {})
+    if config and drafts is not None:
+        config.setdefault("num_speculative_tokens", drafts)
+    return Contender(name, config or None, engine)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that all benchmarks of speeds share, declared once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from typing_extensions import Self
+
+Plain = Literal["ppd", "ngram", "suffix"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+
+
+class BenchOptions(BaseModel):
+    """Who is compared, on which prompts, and how often."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    benchmark: ClassVar[str]  # its name in files of results
+    apart: ClassVar[frozenset[str]] = frozenset(
+        {"heads", "plain", "medusa", "eagle", "draft_model", "also", "drafts", "rounds", "temperatures", "alive", "out"}
+    )  # what turns that are summarised together need not share
+
+    model: str = Field(description="target")
+    data: tuple[str, ...] = Field(
+        min_length=1, description="prompts: .jsonl with text, messages or prompt_token_ids; plain text; folders of them"
+    )
+    heads: tuple[str, ...] = Field((), description="heads folders, a contender each")
+    plain: tuple[Plain, ...] = Field(
+        ("ppd", "ngram", "suffix"),
+        description="contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding "
+        "where arctic-inference is installed; 'none' leaves all out",
+    )
+    medusa: str | None = Field(None, description="checkpoint of Medusa heads, for vLLM's method medusa")
+    eagle: str | None = Field(
+        None, description="checkpoint of an EAGLE or EAGLE-3 head, for vLLM's method of that name"
+    )
+    draft_model: str | None = Field(None, description="small model, for vLLM's method draft_model")
+    also: tuple[str, ...] = Field(
+        (), description="further contenders, NAME={speculative config as JSON}; its key 'engine' holds engine arguments"
+    )
+    drafts: int | None = Field(
+        None, ge=1, le=16, description="drafts a step of every contender (none: what heads recommend, else 3)"
+    )
+    rounds: int = Field(5, ge=1, description="turns of each contender at each load")
+    temperature: float = Field(0.0, ge=0, description="0 decodes greedily")
+    temperatures: tuple[float, ...] = Field(
+        (), description="measure at each of these with the same engines, instead of at one temperature; a run each"
+    )
+    dtype: Dtype = Field("auto", description="arithmetic")
+    eager: bool = Field(False, description="without compilation, which starts faster and runs slower")
+    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache of each engine")
+    engine: str = Field("{}", description="further engine arguments of all contenders, as JSON")
+    alive: int | None = Field(
+        None, ge=2, description="engines alive at once (none: as many as memory allows); only one computes at a time"
+    )
+    seed: int = Field(0, ge=0, description="seed of the engines, and of what is drawn")
+    out: str = Field("bench.json", description="results; a run adds to those that are there")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+
+    @field_validator("plain", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        return () if value == "none" else split(value)
+
+    @field_validator("engine")
+    @classmethod
+    def _is_object(cls, value: str) -> str:
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"not JSON ({error})") from None
+        if not isinstance(parsed, dict):
+            raise ValueError('must be a JSON object, as {"tensor_parallel_size": 2}')
+        return value
+
+    @field_validator("temperatures", mode="before")
+    @classmethod
+    def _split_temperatures(cls, value: Any) -> Any:
+        return split(value)
+
+    @field_validator("temperatures")
+    @classmethod
+    def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if min(value, default=0) < 0 or len(set(value)) < len(value):
+            raise ValueError("temperatures must be 0 or more, each given once")
+        return value
+
+    @property
+    def runs(self) -> list[Self]:
+        """The options of each run."""
+        return [self.model_copy(update={"temperature": one}) for one in self.temperatures or (self.temperature,)]
+
+    def essence(self) -> dict[str, Any]:
+        """What turns must share to be summarised together; contenders are told apart by their own configuration."""
+        return self.model_dump(mode="json", exclude=set(self.apart))
+
+
+PLAIN: Any = BenchOptions.model_fields["plain"]
+
+
+def kv_cache(gib: float) -> dict[str, Any]:
+    """Engine arguments for a KV cache of so many GiB, with which engines start beside others on a GPU.
+
+    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by default, also where the size of
+    the KV cache is given and nothing else comes from that share.
+    """
+    import torch
+
+    gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
+    return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}
+
+
+def split(value: Any) -> Any:
+    """The parts of a list that was written with commas."""
+    return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contender: an engine in a process of its own, which decodes when it is its turn.
+
+The engine core runs inside that process, so that its steps can be timed one by one; between turns it waits on a pipe.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.contenders import Contender
+from vllm_ppd.benchmarks.harness.machine import IN_PROCESS, huge_pages
+
+
+class EngineProcess:
+    """The parent's side of a contender."""
+
+    def __init__(self, contender: Contender, arguments: dict[str, Any], log: Path) -> None:
+        """Start it and wait until it has loaded and compiled.
+
+        Args:
+            contender: its speculative_config.
+            arguments: of vLLM's LLM.
+            log: where its output goes.
+
+        Raises:
+            BenchError: if it does not start; with the reason's last line.
+        """
+        self.name, self.log = contender.name, log
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        own = arguments | contender.engine
+        self.ranks = own.get("pipeline_parallel_size", 1) * own.get("tensor_parallel_size", 1)
+        environment = IN_PROCESS | huge_pages()
+        kept = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            given = (theirs, contender, arguments, str(log))
+            self.process = context.Process(target=_serve, args=given, name=contender.name)
+            self.process.start()
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        theirs.close()
+        self.facts: dict[str, Any] = self._receive()
+
+    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> dict[str, Any]:
+        """Decode the prompts as one batch; as decode_batch.
+
+        Raises:
+            BenchError: if the engine fails.
+        """
+        self.pipe.send((prompts, new_tokens, temperature))
+        return self._receive()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            code, last = self.process.exitcode, last_line(self.log)
+            raise BenchError(f"{self.name}: the engine ended with code {code}; its last line: {last}") from None
+        if isinstance(answer, str):
+            raise BenchError(f"{self.name}: {answer}")
+        return answer
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        self.pipe.close()
+        self.process.join(timeout=5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], log: str) -> None:
+    """The child's side: load, then a turn for each message, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    try:
+        from vllm.platforms import current_platform
+
+        from vllm_ppd.benchmarks.harness.batch import Parts, decode_batch
+        from vllm_ppd.benchmarks.harness.engine import Engine
+        from vllm_ppd.vllm_plugins.cpu_mends import mend_workers_to_come
+
+        if current_platform.is_cpu():
+            # vLLM's own methods sample wrongly on this backend; compared is what they are without that mistake.
+            mend_workers_to_come()
+        engine = Engine(contender, arguments)
+        parts = Parts(engine.worker)
+        pipe.send(engine.facts)
+        while True:
+            prompts, new_tokens, temperature = pipe.recv()
+            pipe.send(decode_batch(engine, prompts, new_tokens, temperature, parts))
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        pipe.send(" ".join(str(error).split())[:400] or type(error).__name__)
+
+
+def last_line(log: Path) -> str:
+    """The last line that a process wrote."""
+    lines = log.read_text(errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing")

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept of measurements: every turn, written as soon as it is over; runs are added, never overwritten.
+
+A turn is one contender's batch or load. Runs are summarised together where code, versions, machine, options and
+checkpoints are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
+from vllm_ppd.benchmarks.harness.options import BenchOptions
+from vllm_ppd.heads.checkpoint import write_text
+from vllm_ppd.heads.training.provenance import provenance
+
+Run = dict[str, Any]
+Turn = dict[str, Any]
+Row = dict[str, Any]
+SAME = ("git", "versions", "machine", "options", "target_stamp")
+
+
+class Measured:
+    """A run, with those like it that were before, as far as they compare the same contenders."""
+
+    def __init__(self, run: Run, earlier: list[Run], contenders: dict[str, Any]) -> None:
+        """Args: the newest run, those before it, and the identity of each contender that is shown, by name."""
+        self.run, self.earlier, self.contenders = run, earlier, contenders
+
+    def runs_of(self, name: str) -> list[Run]:
+        """The runs with a contender, as it is now."""
+        runs = [*self.earlier, self.run]
+        return [run for run in runs if run["contenders"].get(name) == self.contenders[name]]
+
+    @property
+    def before(self) -> str:
+        """How many runs there were before, for the line above a table."""
+        return f"; with {len(self.earlier)} earlier runs" if self.earlier else ""
+
+    def rounds_before(self, **place: Any) -> int:
+        """Rounds of the earlier runs at a load: a further run takes further prompts."""
+        turns = [turn for run in self.earlier for turn in run["turns"] if turn["contender"] == BASE]
+        return sum(place.items() <= turn.items() for turn in turns)
+
+    def places(self, *keys: str) -> list[tuple[Any, ...]]:
+        """Every load that has turns, in order of first appearance."""
+        runs = [*self.earlier, self.run]
+        return list(dict.fromkeys(tuple(turn[key] for key in keys) for run in runs for turn in run["turns"]))
+
+
+class Results(Measured):
+    """The JSON file, and the run that is being measured."""
+
+    def __init__(self, options: BenchOptions, contenders: Iterable[Contender], beside: Results | None = None) -> None:
+        """Add a run to the file.
+
+        Args:
+            options: of the run.
+            contenders: of the run.
+            beside: another run of the same file that is being measured.
+
+        Raises:
+            BenchError: if the file holds something else.
+        """
+        self.path = Path(options.out)
+        self.data: dict[str, Any] = {"benchmark": options.benchmark, "runs": []}
+        if beside is not None:
+            self.data = beside.data
+        elif self.path.exists():
+            self.data = _read(self.path)
+            if self.data["benchmark"] != options.benchmark:
+                raise BenchError(f"{self.path} holds results of another benchmark; give another --out")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        identities = {contender.name: _identity(contender) for contender in contenders}
+        run = provenance(
+            options=options.essence(), target_stamp=_stamp(options.model), contenders=identities,
+            finished=False, failures={}, turns=[],
+        )  # fmt: skip
+        super().__init__(run, [one for one in self.data["runs"] if _alike(one, run)], identities)
+        self.data["runs"].append(run)
+
+    def add(self, turn: Turn) -> None:
+        self.run["turns"].append(turn)
+        self.write()
+
+    def fail(self, name: str, reason: str) -> None:
+        self.run["failures"][name] = reason
+        self.write()
+
+    def finish(self) -> None:
+        self.run["finished"] = True
+        self.write()
+
+    def write(self) -> None:
+        write_text(self.path, json.dumps(self.data, indent=1) + "\n")
+
+
+def stored(path: Path) -> list[Measured]:
+    """What a file holds: for each set of options and machine the newest run that has turns, with those like it.
+
+    Raises:
+        BenchError: if the file holds something else.
+    """
+    groups: dict[str, Measured] = {}
+    for run in _read(path)["runs"]:
+        if not run["turns"]:
+            continue
+        key = json.dumps([run["options"], run["machine"]], sort_keys=True)
+        before = groups.get(key)
+        alike = [] if before is None else [one for one in [*before.earlier, before.run] if _alike(one, run)]
+        contenders = {name: identity for one in [*alike, run] for name, identity in one["contenders"].items()}
+        groups[key] = Measured(run, alike, contenders)
+    return list(groups.values())
+
+
+def all_runs(options: BenchOptions, contenders: list[Contender], **facts: Any) -> list[Results]:
+    """A run for each of the options' temperatures, in one file, with facts to be kept.
+
+    Raises:
+        BenchError: if the file holds something else.
+    """
+    runs: list[Results] = []
+    for one in options.runs:
+        runs.append(Results(one, contenders, runs[0] if runs else None))
+        runs[-1].run |= facts
+    return runs
+
+
+def write_rows(out: Path, benchmark: str, rows: list[Row], **facts: Any) -> None:
+    """A file of rows that were computed from other results, or measured at once, with its provenance."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_text(out, json.dumps(provenance(benchmark=benchmark, **facts, rows=rows), indent=1) + "\n")
+
+
+def paired(runs: Iterable[Run], name: str, place: Row) -> list[tuple[Turn, Turn]]:
+    """A contender's turns at a load, each with the base's of the same round, which is its neighbour in time."""
+    found = []
+    for run in runs:
+        there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
+        # The base has a turn in each group of a round; the last before a contender's is its neighbour.
+        base = {(turn["group"], turn["round"]): turn for turn in there if turn["contender"] == BASE}
+        found += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+        data["runs"].copy()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BenchError(f"{path} is no file of results; give another --out") from None
+    return data
+
+
+def _identity(contender: Contender) -> dict[str, Any]:
+    config = contender.speculative_config
+    return {
+        "speculative_config": config,
+        "engine": contender.engine,
+        "stamp": _stamp((config or {}).get("model")),
+    }
+
+
+def _stamp(folder: str | None) -> int | None:
+    """When a checkpoint's weights were last written: another checkpoint in the same place is another contender."""
+    times = [path.stat().st_mtime_ns for path in Path(folder).glob("*.safetensors")] if folder else []
+    return max(times, default=None)
+
+
+def _alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(run.get(key) == other[key] for key in SAME)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo's figures of generated text: n-grams by eps_b (5), the ablation (12); texts are made once for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_ppd.benchmarks.papers import Curve, PaperTable, Row, Value
+from vllm_ppd.benchmarks.papers.context import Context
+from vllm_ppd.benchmarks.papers.likelihood import SameQuality, mean_log_prob, same_quality, win_rate
+from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
+from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
+from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
+from vllm_ppd.heads.calibration.parts import dynamo_measures
+from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.joint_settings import JointSettings
+
+PAPER = "DynaMo"
+TEMPERATURE, PENALTY = 0.7, 1.1  # appendix A.1
+BASES = 8  # texts of the base a prompt
+SPARSE = 4  # one prompt of so many is written after
+EPS_B = tuple(i / 10 for i in range(11))
+ABLATED_EPS_B = (0.0, 0.3, 0.5, 0.7)
+# Appendix C.1: co-occurrence masking with its power, adaptive thresholding, Gaussian blur of that kernel.
+SCHEMES: dict[str, dict[str, float]] = {
+    "CO + AT + G-3": {},
+    "CO + AT": {"blur": 1},
+    "CO": {"adaptive": False},
+    "CO-0.5 + AT + G-3": {"alpha_c": 0.5},
+    "AT + G-3": {"alpha_c": 0.0},
+    "vanilla": {"alpha_c": 0.0, "adaptive": False},
+}
+DEFAULT = next(iter(SCHEMES))
+JUDGE = (
+    "No judge: text quality is the base model's own likelihood of the generated text. A text wins over a text of the "
+    f"base for the same prompt if its mean log-probability a token is higher; {BASES} texts of the base a prompt, "
+    "drawn from its top-k; win rate is wins / losses."
+)
+HOW = (
+    f"Ours: texts written by Algorithm 1 after prompts of the given data, unverified, temperature {TEMPERATURE}, "
+    f"repetition penalty {PENALTY}, top-k as the heads have it; speed-up is tokens a pass."
+)
+NAMES = ("unigrams", "bigrams", "trigrams")
+
+
+@dataclass
+class Point:
+    """Texts of one scheme at one threshold."""
+
+    eps_b: float
+    speed_up: float  # tokens a pass
+    shares: list[float]  # of passes that emitted 1, 2, ... n tokens
+    win_rate: float | None  # None: no losses
+    log_prob: float  # mean a text, in nats a token, by the base
+    repeated: float  # share of 4-grams that occurred before in their text
+
+
+def measures_of(context: Context, folder: str) -> DynaMoMeasures:
+    return context.once(("dynamo", folder), lambda: dynamo_measures(context.calibration(folder)))
+
+
+def sweep(context: Context, folder: str, scheme: str, eps_b: tuple[float, ...]) -> list[Point]:
+    """A scheme at some thresholds, each measured once."""
+    wanted = [eps for eps in eps_b if (folder, scheme, eps) not in _points(context)]
+    if wanted:
+        found = _measure(context, folder, scheme, wanted)
+        _points(context).update({(folder, scheme, point.eps_b): point for point in found})
+    return [_points(context)[folder, scheme, eps] for eps in eps_b]
+
+
+def _points(context: Context) -> dict[tuple[str, str, float], Point]:
+    return context.once("dynamo points", dict)
+
+
+def _measure(context: Context, folder: str, scheme: str, eps_b: list[float]) -> list[Point]:
+    measures, base = measures_of(context, folder), _base(context, folder)
+    prompts = _prompts(context, folder)
+    settings = _settings(context, folder, scheme)
+    each = torch.tensor(eps_b, device=prompts.device).repeat_interleave(len(prompts))
+    emitted = _emit(context, measures, prompts.repeat(len(eps_b), 1), settings, each, seed=context.options.seed)
+    rows = [slice(start, start + len(prompts)) for start in range(0, len(each), len(prompts))]
+    return [_point(context, folder, eps, emitted.part(part), base) for eps, part in zip(eps_b, rows, strict=True)]
+
+
+def _point(context: Context, folder: str, eps_b: float, emitted: Emitted, base: torch.Tensor) -> Point:
+    ours = _log_prob(context, folder, emitted)
+    return Point(
+        eps_b, emitted.tokens_a_pass(), emitted.shares(), win_rate(ours, base), float(ours.mean()),
+        emitted.texts.repeated_4_grams(),
+    )  # fmt: skip
+
+
+def _base(context: Context, folder: str) -> torch.Tensor:
+    """Log-probabilities of the base's own texts: [BASES, prompts]."""
+
+    def make() -> torch.Tensor:
+        prompts, settings = _prompts(context, folder), _settings(context, folder, DEFAULT)
+        again = prompts.repeat(BASES, 1)
+        ones = torch.ones(len(again), device=prompts.device)
+        emitted = _emit(context, measures_of(context, folder), again, settings, ones, seed=context.options.seed + 1)
+        return _log_prob(context, folder, emitted).view(BASES, -1)
+
+    return context.once(("dynamo base", folder), make)
+
+
+def _emit(
+    context: Context, measures: DynaMoMeasures, prompts: torch.Tensor, settings: JointSettings, eps_b: torch.Tensor,
+    seed: int,
+) -> Emitted:  # fmt: skip
+    generator = torch.Generator(prompts.device).manual_seed(seed)
+    return emit(measures, prompts, context.options.new_tokens // 2, settings, eps_b, TEMPERATURE, generator)
+
+
+def _log_prob(context: Context, folder: str, emitted: Emitted) -> torch.Tensor:
+    calibration = context.calibration(folder)
+    return mean_log_prob(calibration.target, emitted.texts, context.options.batch, calibration.autocast)
+
+
+def _prompts(context: Context, folder: str) -> torch.Tensor:
+    """Some of them, as a joint of three heads has 125,000 entries a token."""
+    return context.calibration(folder).prompts[::SPARSE]
+
+
+def _settings(context: Context, folder: str, scheme: str) -> JointSettings:
+    config = context.calibration(folder).config
+    assert isinstance(config, DynaMoConfig)
+    return JointSettings.model_validate({"k": config.sampling.k, "repetition_penalty": PENALTY, **SCHEMES[scheme]})
+
+
+def quality(context: Context, folder: str, scheme: str, eps_b: tuple[float, ...]) -> SameQuality | None:
+    """The same-quality speed-up of a scheme, from its points and the base itself."""
+    points = sweep(context, folder, scheme, eps_b)
+    pairs = [(point.speed_up, point.win_rate) for point in points if point.win_rate is not None]
+    return same_quality([(1.0, 1.0), *pairs], measures_of(context, folder).heads.tokens)
+
+
+def shares(context: Context) -> PaperTable:
+    folder = context.heads("dynamo")[0]
+    found = sweep(context, folder, DEFAULT, EPS_B)
+    n = len(found[0].shares)
+    names = (*NAMES, *(f"{size}-grams" for size in range(4, n + 1)))
+    rows = []
+    for point in found:
+        published = theirs.SHARES.get(point.eps_b)
+        ours: list[Value] = [*point.shares, *[None] * (len(names) - n)]
+        rows.append(Row(f"eps_b = {point.eps_b:g}", ours, published and [*published, *[None] * (len(names) - 3)]))
+    curves = [
+        Curve(name, [(p.eps_b, p.shares[i]) for p in found] if i < n else None,
+              [(eps, values[i]) for eps, values in theirs.SHARES.items()] if i < 3 else None)
+        for i, name in enumerate(names)
+    ]  # fmt: skip
+    return PaperTable(
+        "dynamo-fig-5", PAPER, "Figure 5: percentage of unigram, bigram and trigram generations vs. eps_b", names,
+        tuple(rows), f"{HOW} Theirs: DynaMo-70M-T3; the figure is drawn without numbers, its text names both ends.",
+        "{:.2%}", text_settings(context), ("eps_b", "share of generations"), tuple(curves),
+    )  # fmt: skip
+
+
+def ablation(context: Context) -> PaperTable:
+    folder = context.heads("dynamo")[0]
+    rows, curves = [], []
+    for scheme in SCHEMES:
+        masked = "CO" in scheme
+        if masked and measures_of(context, folder).counts is None:
+            rows.append(Row(f"{scheme}, eps_b = {theirs.ABLATION_EPS_B:g}", None, _published(scheme)))
+            continue
+        found = sweep(context, folder, scheme, ABLATED_EPS_B)
+        for point in found:
+            published = _published(scheme) if point.eps_b == theirs.ABLATION_EPS_B else None
+            ours = [point.speed_up, point.win_rate, -point.log_prob, point.repeated]
+            rows.append(Row(f"{scheme}, eps_b = {point.eps_b:g}", ours, published))
+        same = quality(context, folder, scheme, ABLATED_EPS_B)
+        best: list[Value] = ["none", None] if same is None else [f"{same.speed_up:.2f}x" + "*" * same.extrapolated, 1.0]
+        rows.append(Row(f"{scheme}, same-quality speed-up", [*best, None, None]))
+        curves.append(Curve(scheme, [(p.speed_up, p.win_rate) for p in found if p.win_rate is not None]))
+    return PaperTable(
+        "dynamo-fig-12", PAPER, "Figure 12: ablation of adaptive thresholding (with and without Gaussian blur) and "
+        "co-occurrence masking",
+        ("speed-up", "win rate", "nats a token by the base", "repeated 4-grams"), tuple(rows),
+        f"{HOW} {JUDGE} Loops are likely, so texts that repeat themselves win: see repeated 4-grams. Same-quality "
+        "speed-up: where the regression of win rates over speed-ups, the base itself (1, 1) included, is 1 (none: "
+        "worse at every speed-up; *: beyond what was measured). Theirs: the figure is drawn without numbers; beside "
+        "eps_b = 0.5 stands Table 9, of DynaMo-7.3B-T3 on the Vicuna benchmark with GPT-4 as judge. vanilla is neither "
+        "masked nor adaptive (Fig. 11).",
+        ("{:.2f}x", "{:.2f}", "{:.3f}", "{:.2%}"), text_settings(context), ("speed-up", "win rate"), tuple(curves),
+    )  # fmt: skip
+
+
+def _published(scheme: str) -> tuple[Value, ...] | None:
+    values = theirs.ABLATION.get(scheme)
+    return None if values is None else (*values, None, None)
+
+
+def text_settings(context: Context) -> dict[str, int]:
+    options = context.options
+    return {
+        "prompts": -(-options.prompts // SPARSE), "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens // 2,
+    }  # fmt: skip

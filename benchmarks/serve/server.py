@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One contender: `vllm serve` in a process of its own, on a free port of the loopback interface."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.contenders import Contender
+from vllm_ppd.benchmarks.harness.machine import free_bytes, huge_pages, peak_bytes
+from vllm_ppd.benchmarks.harness.process import last_line
+from vllm_ppd.benchmarks.harness.with_parent import command
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+START_SECONDS = 900
+STOP_SECONDS = 30
+SETTLE_SECONDS = 10.0  # until a server has counted the requests that it has answered
+
+
+class Server:
+    """A server that has loaded and compiled."""
+
+    def __init__(self, contender: Contender, model: str, arguments: dict[str, Any], log: Path) -> None:
+        """Start it and wait until it answers.
+
+        Args:
+            contender: its speculative_config, and arguments of its own.
+            model: target.
+            arguments: of every server; names as vLLM's engine arguments.
+            log: where its output goes.
+
+        Raises:
+            BenchError: if it does not start; with the last line it said.
+        """
+        self.name, self.model, self.tokenizer, self.log = contender.name, model, arguments.get("tokenizer", model), log
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        speculation = {"speculative_config": contender.speculative_config} if contender.speculative_config else {}
+        words = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(self.port)]
+        words += flags(arguments | contender.engine | speculation)
+        before = free_bytes()
+        with log.open("w") as said:
+            # Ctrl-C reaches the whole group of this process; the server is in one of its own, and ends when told.
+            self.process = subprocess.Popen(
+                command(words), stdout=said, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+            )
+        try:
+            self._wait()
+            left = free_bytes()
+            self.facts = {"peak_bytes": max(peak_bytes(self.process.pid), before - left), "free_bytes": left}
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                self._get("/health")
+                return
+            except OSError:
+                time.sleep(0.25)
+        raise BenchError(f"{self.name}: no answer after {START_SECONDS} s; its last line: {last_line(self.log)}")
+
+    def _reason(self, what: str, error: OSError) -> BenchError:
+        """Why: a server that is ending may need a moment for it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(2)
+        self.check()
+        return BenchError(f"{self.name}: {what} ({error})")
+
+    def check(self) -> None:
+        """Raises BenchError if the server has ended."""
+        code = self.process.poll()
+        if code is not None:
+            raise BenchError(f"{self.name}: the server ended with code {code}; its last line: {last_line(self.log)}")
+
+    def complete(self, prompt: str, tokens: int, temperature: float) -> None:
+        """One request by itself.
+
+        Raises:
+            BenchError: if it is not answered.
+        """
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True
+        }  # fmt: skip
+        try:
+            self._get("/v1/completions", json.dumps(body).encode())
+        except OSError as error:
+            raise self._reason("a request was not answered", error) from None
+
+    def counters(self) -> dict[str, float]:
+        """Each series of /metrics, summed over its labels, once no request is running any more.
+
+        Raises:
+            BenchError: if the server has ended.
+        """
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            try:
+                text = self._get("/metrics")
+            except OSError as error:
+                raise self._reason("/metrics did not answer", error) from None
+            values: dict[str, float] = defaultdict(float)
+            for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+                values[sample.name] += sample.value
+            busy = values["vllm:num_requests_running"] + values["vllm:num_requests_waiting"]
+            if not busy or time.monotonic() > deadline:
+                return values
+            time.sleep(0.05)
+
+    def _get(self, path: str, body: bytes | None = None) -> str:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body)
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600) as answer:
+            return str(answer.read().decode())
+
+    def close(self) -> None:
+        end(self.process, signal.SIGINT)
+
+
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Engine arguments as flags of the command line."""
+    words = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return words
+
+
+def environment() -> dict[str, str]:
+    """Of servers and load generators; without a GPU, what vLLM's CPU backend wants to know."""
+    found = {**os.environ, **huge_pages(), "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    found.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over a size that is given
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's CPU build installs it, and asks for it
+    if openmp.exists():
+        found.setdefault("LD_PRELOAD", str(openmp))
+    return found
+
+
+def end(process: subprocess.Popen[Any], how: signal.Signals) -> None:
+    """End a process that leads a session, and all that it started, kindly at first."""
+    if process.poll() is None:
+        os.killpg(process.pid, how)
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what outlived the leader
+    process.wait()

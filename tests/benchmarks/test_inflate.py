@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Width inflation: the inflated model says, drafts and accepts what the original does, at a higher cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from conftest import DEMO, start_engine
+from exactness import generate, greedy
+from transformers import AutoModelForCausalLM
+
+from vllm_ppd.benchmarks.models.inflate import count, inflate_heads, inflate_model
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.run import calibrate
+from vllm_ppd.heads.checkpoint import HeadsError
+
+HEADS = DEMO.parent / "heads"
+KINDS = ("early", "cp", "dynamo")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"tie_word_embeddings": False}),
+        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+    ],
+)
+@pytest.mark.parametrize("factor", [5.0, 12.5])
+def test_logits_are_the_originals(tmp_path: Path, family: str, changes: dict[str, Any], factor: float) -> None:
+    model = tiny.make_model(tmp_path / "small", family, **changes)
+    for weights in model.glob("*.safetensors"):
+        _fill_biases(weights)
+    _, total = inflate_model(model, tmp_path / "large", lambda own: round(factor * own))
+    small, large = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "large"))
+    sizes = [sum(p.numel() for p in m.parameters()) for m in (small, large)]
+    assert sizes[1] == total
+    assert 0.9 * factor < sizes[1] / sizes[0] <= factor
+    ids = torch.randint(2, 300, (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = (m(ids, output_hidden_states=True) for m in (small, large))
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=2e-5 * float(expected.logits.std()))
+    assert found.hidden_states[3].shape[-1] > expected.hidden_states[3].shape[-1]
+
+
+def _fill_biases(path: Path) -> None:
+    """Fresh biases are zero, and fresh norms one, which would hide a wrong rule."""
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(1)
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if tensor.dim() == 1:
+            tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_bfloat16_keeps_the_norms(tmp_path: Path) -> None:
+    """A width of 3 would multiply weights by the root of a third, which bfloat16 cannot hold."""
+    widths, _ = inflate_model(DEMO, tmp_path / "large", lambda own: 9 * own)
+    assert widths.times == 3
+    small, large = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (DEMO, tmp_path / "large"))
+    ids = torch.arange(5, 69)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(large(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fewer than the"):
+        inflate_model(DEMO, tmp_path / "large", lambda own: own // 2)
+    with pytest.raises(ValueError, match="'gpt_neox' is not one of llama"):
+        inflate_model(tiny.make_model(tmp_path / "neox", "gpt_neox"), tmp_path / "large", lambda own: 2 * own)
+    widths, _ = inflate_model(tiny.make_model(tmp_path / "tiny"), tmp_path / "large", lambda own: 4 * own)
+    with pytest.raises(HeadsError, match="are for hidden size 192, not 64"):
+        inflate_heads(HEADS / "early", tmp_path / "large", tmp_path / "heads", widths)
+    assert (count("300M"), count("1.5b"), count("12")) == (300_000_000, 1_500_000_000, 12)
+
+
+@pytest.fixture(scope="module")
+def inflated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model and its heads, five times as large."""
+    folder = tmp_path_factory.mktemp("inflated")
+    widths, _ = inflate_model(DEMO, folder / "model", lambda own: 5 * own)
+    for kind in KINDS:
+        inflate_heads(HEADS / kind, folder / "model", folder / "heads" / kind, widths)
+    return folder
+
+
+def test_calibration_lacks_the_timing_alone(inflated: Path, capsys: Any) -> None:
+    original = json.loads((HEADS / "cp" / "calibration.json").read_text())
+    data = tuple(original["options"]["data"])
+    result = calibrate(CalibrationOptions(heads=str(inflated / "heads" / "cp"), data=data))
+    assert capsys.readouterr().out.splitlines() == ["measuring timing ..."]
+    assert result["parts"]["likelihood"] == original["parts"]["likelihood"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", KINDS)
+def test_engine_says_and_accepts_what_the_originals_does(inflated: Path, kind: str) -> None:
+    """Greedy: tokens, and counts of drafted and accepted tokens, are those of the original with its heads."""
+    requests = [{"prompt_token_ids": [(11 * i + j * j) % 4000 + 2 for j in range(24)]} for i in range(8)]
+    options = {"num_speculative_tokens": 2, **({"exit_layer": 9} if kind == "early" else {})}
+    seen = []
+    for model, heads in ((DEMO, HEADS / kind), (inflated / "model", inflated / "heads" / kind)):
+        llm = start_engine(model, {**options, "model": str(heads)}, kv_cache_memory_bytes=1 << 28)
+        seen.append((generate(llm, requests, greedy(40)), llm.counts))
+    (said, counts), (said_inflated, counts_inflated) = seen
+    assert said == said_inflated
+    # Logits are equal to rounding, which decides between drafts that are as likely: a few tokens change.
+    assert counts_inflated == pytest.approx(counts, rel=0.03, abs=2)
+    assert counts["accepted"] > 20
