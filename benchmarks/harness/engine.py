@@ -121,7 +121,7 @@ def share_weights() -> None:
     """Let vLLM's CPU backend pack equal matrices once for all engines of this process.
 
     The same product takes up to a fifth longer in one engine than in another, by the memory that each happened to get.
-    Where oneDNN has no product of a type (bfloat16 needs AVX-512 or AMX), vLLM catches its error and takes torch's, over
+    Where oneDNN has no product of a type (bfloat16 needs AVX-512 or AMX), vLLM catches its error and takes torch's over
     matrices of each engine's own: a line says so.
     """
     from vllm import _custom_ops
