@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from conftest import write_texts
+from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
 
 from vllm_ppd.heads.calibration.text import take_prompts
@@ -21,6 +22,8 @@ from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.heads.training.tokens import TokenStore
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
+from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
+from vllm_ppd.vllm_plugins.bench.workload import Texts
 from vllm_ppd.vllm_plugins.cli import on_policy
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -314,3 +317,20 @@ def test_documents_and_prompts_begin_as_served_ones(tmp_path: Path, monkeypatch:
     assert served[:5] in asked
     again = list(Documents([responses], lambda: tokenizer).token_ids())
     assert [[*ids, *tokenizer("!", add_special_tokens=False)["input_ids"]] for ids in asked] == again
+
+
+def test_requests_leave_special_tokens_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = with_bos()
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
+    data = write(tmp_path / "data.jsonl", *[{"text": "some text"}, {"messages": CHAT}] * 300)
+    options = ServeOptions(
+        model="any", data=(str(data),), out="o", requests=4, context=128, prompt_tokens=20, new_tokens=10,
+        shared_tokens=16,
+    )  # fmt: skip
+    texts = Texts(options)
+    assert texts.stream
+    assert BOS not in texts.stream
+    for prompt, _ in texts.requests(0):
+        assert tokenizer(prompt)["input_ids"].count(BOS) == 1
+    with pytest.raises(ValidationError, match="leaves no room for the rest of a prompt"):
+        ServeOptions(model="any", data=(str(data),), out="o", context=128)

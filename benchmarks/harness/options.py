@@ -25,7 +25,7 @@ class BenchOptions(BaseModel):
 
     model: str = Field(description="target")
     data: tuple[str, ...] = Field(
-        min_length=1, description="prompts: .jsonl with text, messages or prompt_token_ids; plain text; folders of them"
+        min_length=1, description="prompts: .jsonl or .json with text, chats or prompt_token_ids; plain text; folders"
     )
     heads: tuple[str, ...] = Field((), description="heads folders, a contender each")
     plain: tuple[Plain, ...] = Field(

@@ -17,7 +17,7 @@ class TablesOptions(BaseModel):
 
     model: str = Field(description="target")
     data: tuple[str, ...] = Field(
-        min_length=1, description="text that the heads were not trained on: .jsonl, plain text, or folders"
+        min_length=1, description="text that the heads were not trained on: .jsonl, .json, plain text, or folders"
     )
     heads: tuple[str, ...] = Field((), description="heads folders; of one kind there may be several (CP ranks)")
     only: tuple[Name, ...] = Field(

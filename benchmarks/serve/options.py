@@ -52,7 +52,9 @@ class ServeOptions(BenchOptions):
                          "half for the answer")  # fmt: skip
     shared: float = Field(0.5, ge=0, le=1, description="share of the requests whose prompts begin alike, as a system "
                           "prompt makes them")  # fmt: skip
-    shared_tokens: int = Field(256, ge=1, description="tokens that these begin with, other ones in each round")
+    shared_tokens: int = Field(
+        256, ge=1, validate_default=True, description="tokens that these begin with, other ones in each round"
+    )
     out: str = Field("serve.json", description="results; a run adds to those that are there")
 
     @field_validator("rates", "concurrencies", mode="before")

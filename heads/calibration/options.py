@@ -15,7 +15,7 @@ class CalibrationOptions(BaseModel):
 
     heads: str = Field(description="heads folder to measure; calibration.json is written into it")
     data: tuple[str, ...] = Field(
-        min_length=1, description="text that the heads were not trained on: .jsonl, plain text, or folders"
+        min_length=1, description="text that the heads were not trained on: .jsonl, .json, plain text, or folders"
     )
     model: str | None = Field(None, description="target (none: the one that the heads name)")
     prompts: int = Field(64, ge=1, description="prompts taken from the middle of documents")

@@ -19,7 +19,7 @@ class TrainingOptions(BaseModel):
 
     model: str = Field(description="target: a causal LM folder or hub name that transformers can load")
     data: tuple[str, ...] = Field(
-        min_length=1, description=".jsonl files ('text', or chat 'messages'), plain text files, or folders of them"
+        min_length=1, description=".jsonl or .json files (text, chats, prompt and completion), plain text, or folders"
     )
     out: str = Field(description="heads folder to write; a stopped run continues from what it left there")
     epochs: float = Field(1.0, gt=0, description="passes over the data")
