@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,7 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         (["-sc", '{"method": ["ppd"]}'], r"method=\['ppd'\] is not a name; give a string, such as 'ppd'"),
         (["-sc", '{"method": {"ppd": 1}}'], "method={'ppd': 1} is not a name"),
         (["-sc", '{"model": ["ppd"]}'], r"model=\['ppd'\] is not a name"),
+        (["-sc", '{"method": "ppd", "exit_layr": null}'], "unknown option 'exit_layr'; did you mean 'exit_layer'"),
         (["-sc", '{"method": "PPD"}'], "unknown method 'PPD'; did you mean 'ppd'"),
         (["-sc", '{"method": "paradecod"}'], "unknown method 'paradecod'; did you mean 'paradecode'"),
         (["-sc", "[1]"], r"speculative_config=\[1\] is not a JSON object; give one, such as"),
@@ -290,6 +292,18 @@ def test_refused_before_the_model_loads(tiny_model: Model, flags: list[str], mes
     with pytest.raises((OptionError, HeadsError), match=message) as caught:
         from_flags(tiny_model(), *flags)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [["--ppd-gamma", "much"], ["-sc", '{"gamma": "0.5"}']])
+def test_a_refusal_ends_a_process_with_its_one_line(
+    tiny_model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    """Also a flag's, which is read before vLLM asks for a speculative configuration."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(OptionError) as caught:
+        from_flags(tiny_model(), "--speculative-model", "ppd", *flags)
+    sys.excepthook(OptionError, caught.value, None)
+    assert capsys.readouterr().err == f"vllm-ppd: error: {caught.value}\n"
 
 
 def test_the_same_value_twice_is_no_conflict(tiny_model: Model) -> None:

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--speculative-model", "ppd", "--ppd-exit-layer", "4", "--spec-tokens", "2", "--ppd-adaptive", "false"]
+    options += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
     running = Server(tiny_model(), log, *options)
     yield running
     running.stop()
@@ -67,6 +68,7 @@ def test_request_switch(server: Server) -> None:
     ("body", "message"),
     [
         ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe' is not a truth value"),
+        ({"vllm_xargs": {"ppd_drafts": False}}, "vllm_xargs has no key 'ppd_drafts'; did you mean 'ppd_draft'?"),
         ({"min_p": 0.2, "temperature": 1.0}, "min_p"),
         ({"prompt": "x" * 1000}, "maximum context length"),
         ({"temperature": -1}, "temperature"),
@@ -77,6 +79,26 @@ def test_bad_request_is_400_and_the_server_stays(server: Server, body: dict[str,
     assert answer.status_code == 400
     assert message in answer.text
     assert server.complete(max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["def", "import"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "def"}]}),
+        ("/v1/responses", {"input": "def", "max_output_tokens": 4}),
+    ],
+)
+def test_bad_options_are_refused_before_a_stream_begins(server: Server, path: str, body: dict[str, Any]) -> None:
+    body = {"model": server.model, "max_tokens": 4, "stream": True, **body}
+    for xargs in ({"ppd_draft": "maybe"}, {"PPD_DRAFT": 0}, {"ppd_eps_b": 0.5}, {"ppd_draft": "x" * 10**6}):
+        answer = server.http.post(path, json={**body, "vllm_xargs": xargs})
+        assert answer.status_code == 400, answer.text[:500]
+        assert "vllm_xargs" in answer.json()["error"]["message"]
+        assert len(answer.json()["error"]["message"]) <= 300
+    answer = server.http.post(path, json={**body, "vllm_xargs": {"ppd_draft": False}})
+    assert answer.status_code == 200
+    assert "error" not in answer.text.replace('"error":null', ""), answer.text[:500]
 
 
 def test_streamed_and_aborted(server: Server) -> None:

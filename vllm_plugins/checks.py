@@ -53,7 +53,8 @@ def resolve_options(
         given["method"] = METHOD_OF_HEADS[kind]
     if given.get("method") in METHOD_OF_HEADS:
         given["method"] = METHOD_OF_HEADS[given["method"]]
-    given = {key: value for key, value in given.items() if value is not None}
+    known = DraftingOptions.model_fields
+    given = {key: value for key, value in given.items() if value is not None or key not in known}
     options = parse_options(given)
     method = METHODS[options.method]
     if options.model in METHODS:

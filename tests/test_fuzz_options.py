@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options and requests damaged at random by rules: each is taken as it was meant, or refused in one short line."""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exactness import greedy, prompts
+from vllm import EngineArgs
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_ppd.vllm_plugins import activation, metrics, register
+from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.methods import METHODS
+
+register()
+LONGEST = 300
+DICTIONARIES, COMMAND_LINES, BATCHES = 3000, 300, 25
+
+FITTING: dict[str, list[Any]] = {
+    "num_speculative_tokens": [1, 4, 16], "exit_layer": [2, [2, 4], "3", "4, 2", ["5"]], "gamma": [0, 0.3],
+    "adaptive": [True, False], "prompt_lookup_min": [2, 32], "prompt_lookup_drafts": [1, 16],
+    "max_drafting_requests": [1, 100], "disable_by_batch_size": [9], "draft_sample_method": ["greedy"],
+}  # fmt: skip
+
+
+def one_line(error: BaseException) -> str:
+    text = str(error)
+    assert len(text) <= LONGEST and "\n" not in text, text[:1000]
+    return text
+
+
+def damaged(rng: random.Random, name: str) -> str:
+    """A name with one thing wrong, or only spelt otherwise."""
+    at = rng.randrange(len(name))
+    return rng.choice([
+        name.upper(), name.replace("_", "-"), name.replace("_", ""), name[:at] + name[at + 1 :], name + "s",
+        name[:at] + rng.choice(string.printable) + name[at:], " " + name, name * 1000, "", "\n", "\ud800" + name,
+    ])  # fmt: skip
+
+
+def odd_value(rng: random.Random, depth: int = 0) -> Any:
+    """A value of any type that JSON or Python may hold: small and ordinary ones more often."""
+    plain: list[Any] = [
+        None, True, False, 0, 1, 2, 3, 5, 8, 16, -1, 2**31, 2**63, 10**30, 10**5000, 0.0, 0.5, 1.0, 3.0, 4.5, -0.5,
+        1e308, float("nan"), float("inf"), "", "3", "0.5", "4,2", "true", "False", "ppd", "deferred", "greedy", "\n",
+        "\x00\ud800",
+        "é" * 10, "x" * 10**5, "2" * 5000, b"3", object(), 3 + 0j,
+    ]  # fmt: skip
+    if depth < 3 and rng.random() < 0.3:
+        inner = [odd_value(rng, depth + 1) for _ in range(rng.choice([0, 1, 2, 3]))]
+        return rng.choice([inner, tuple(inner), {str(i): value for i, value in enumerate(inner)}, inner * 200])
+    return rng.choice(plain)
+
+
+def options(rng: random.Random) -> Any:
+    """A speculative_config: some options at their own or odd values, some names damaged."""
+    if rng.random() < 0.02:
+        return odd_value(rng)
+    given: dict[Any, Any] = {"method": rng.choice(["ppd", "paradecode"])}
+    for name in rng.sample(list(DraftingOptions.model_fields), rng.randrange(4)):
+        given[name] = rng.choice(FITTING[name]) if name in FITTING and rng.random() < 0.7 else odd_value(rng)
+        if name == "model" and isinstance(given[name], str):  # a name or a folder, not an option's type
+            del given[name]
+    for name in list(given):
+        if rng.random() < 0.15:
+            given[damaged(rng, name) if rng.random() < 0.9 else odd_value_as_key(rng)] = given[name]
+    return given
+
+
+def odd_value_as_key(rng: random.Random) -> Any:
+    return rng.choice([None, 1, 2.5, True, b"gamma", ("gamma",)])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Path]) -> Any:
+    return EngineArgs(
+        model=str(tiny_model()), dtype="float32", kv_cache_memory_bytes=1 << 24
+    ).create_engine_config()  # fmt: skip
+
+
+@pytest.fixture
+def activated(target: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], DraftingConfig | None]:
+    """What EngineArgs.create_speculative_config does with its arguments before vLLM reads them."""
+    monkeypatch.setattr(metrics, "publish", lambda parallel_config: None)  # shared memory for every configuration
+
+    def activate(engine_args: Any) -> DraftingConfig | None:
+        target.parallel_config.worker_cls = "auto"
+        config = activation.activate(engine_args, target.model_config, target.parallel_config)
+        if config is not None:
+            assert "\n" not in config.summary()
+            assert activation.active_config(engine_args) == config
+            json.dumps(engine_args.speculative_config)
+        return config
+
+    return activate
+
+
+def as_meant(given: Any, got: Any) -> bool:
+    """Whether an option is what was given, type included."""
+    if isinstance(got, tuple):  # exit layers
+        text = (
+            given
+            if isinstance(given, str)
+            else ",".join(map(str, given if isinstance(given, list | tuple) else [given]))
+        )
+        return got == tuple(sorted({int(layer) for layer in text.split(",")}))
+    return given == got and (type(given) is type(got) or (type(given) is int and type(got) is float))
+
+
+def test_dictionaries(tiny_model: Callable[..., Path], activated: Callable[[Any], DraftingConfig | None]) -> None:
+    rng = random.Random(34)
+    accepted = refused = 0
+    args = EngineArgs(model=str(tiny_model()))
+    for _ in range(DICTIONARIES):
+        given = options(rng)
+        args.speculative_config, args.additional_config = given, {}
+        args.spec_method = args.spec_model = None
+        args.spec_tokens = rng.choice([None] * 20 + [2])
+        tokens = args.spec_tokens
+        try:
+            config = activated(args)
+        except OptionError as error:
+            one_line(error)
+            refused += 1
+            continue
+        if config is None:
+            assert not given or given.get("method") not in METHODS
+            continue
+        accepted += 1
+        for name, value in given.items():
+            got = getattr(config, name.replace("-", "_"))
+            assert value is None or as_meant(value, got), (name, value, got)
+        assert tokens in (None, config.num_speculative_tokens)
+    assert accepted > DICTIONARIES // 10 and refused > DICTIONARIES // 4, (accepted, refused)
+
+
+def test_command_lines(tiny_model: Callable[..., Path], activated: Callable[[Any], DraftingConfig | None]) -> None:
+    rng = random.Random(35)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    accepted = refused = 0
+    odd = ["", "0", "3", "0.4", "2,4", "true", "greedy", "3.0", "nan", "1e400", "9" * 5000, "x" * 10**5, "\n", "é"]
+    for _ in range(COMMAND_LINES):
+        flags = ["--speculative-model", "ppd"]
+        for name in rng.sample(flag_fields(), rng.randrange(1, 3)):
+            fits = name in FITTING and rng.random() < 0.7
+            text = str(rng.choice(FITTING[name])).strip("[]").replace("'", "") if fits else rng.choice(odd)
+            flags.append(f"{flag_name(name)}={text}")
+        if rng.random() < 0.3:
+            name = rng.choice(flag_fields())
+            flags += [
+                "-sc",
+                json.dumps({damaged(rng, name) if rng.random() < 0.3 else name: rng.choice([3, 0.5, "4", True])}),
+            ]
+        args = parser.parse_args(["--model", str(tiny_model()), *flags])
+        try:
+            config = activated(EngineArgs.from_cli_args(args))
+        except OptionError as error:
+            one_line(error)
+            refused += 1
+        else:
+            assert config is not None
+            accepted += 1
+    assert accepted > COMMAND_LINES // 10 and refused > COMMAND_LINES // 4, (accepted, refused)
+
+
+def body(rng: random.Random) -> dict[str, Any]:
+    """A request with odd options of ours and odd sampling parameters."""
+    given: dict[str, Any] = {"temperature": 0, "max_tokens": rng.choice([1, 2, 12]), "prompt": "x"}
+    if rng.random() < 0.7:
+        xargs: dict[str, Any] = {}
+        for name in rng.sample(["ppd_draft", "ppd_eps_b", "session_id"], rng.randrange(1, 3)):
+            fits = name == "ppd_draft" and rng.random() < 0.6
+            value = rng.choice([0, 1, True, False, "true", "False"]) if fits else odd_value(rng)
+            xargs[damaged(rng, name) if rng.random() < 0.2 else name] = value
+        given["vllm_xargs"] = xargs if rng.random() < 0.95 else odd_value(rng)
+    some = {
+        "logprobs": [0, 3, 400, -1], "logprob_token_ids": [[5], [7, 7, 9], [], [999], list(range(200))], "n": [1, 2],
+        "prompt_logprobs": [0, 2], "allowed_token_ids": [[9, 30, 44], [], [1000]], "bad_words": [["a", "b c"], [""]],
+        "min_tokens": [1, 5], "repetition_penalty": [1.3, 0], "presence_penalty": [1.0], "frequency_penalty": [-2.0],
+        "min_p": [0.5], "logit_bias": [{"5": 3.0}], "stop": ["a", ["e", "i"], ""], "top_k": [0, 5, -1],
+        "top_p": [0.5, 0.0], "stop_token_ids": [[40, 50]], "seed": [3], "temperature": [1.0, 0.7, 5.0],
+        "ignore_eos": [True], "skip_special_tokens": [False], "include_stop_str_in_output": [True],
+        "thinking_token_budget": [3],
+        "structured_outputs": [{"regex": "[a-f]{3}"}, {"choice": ["ab", "ac"]}, {"json": "{"}, {}],
+        "repetition_detection": [{"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 2}],
+    }  # fmt: skip
+    for name in rng.sample(list(some), rng.randrange(4)):
+        given[name] = rng.choice(some[name]) if rng.random() < 0.85 else odd_value(rng)
+    return given
+
+
+def parameters(given: dict[str, Any]) -> Any:
+    """vLLM's SamplingParams of a request to /v1/completions, or None where vLLM refuses it before we see it."""
+    try:
+        request = CompletionRequest.model_validate(given)
+    except Exception:  # stock vLLM answers structured_outputs=3 with HTTP 500
+        return None
+    try:
+        return request.to_sampling_params(request.max_tokens or 12, {})
+    except Exception as error:
+        assert create_error_response(error).error.code == 400, repr(error)
+        return None
+
+
+@pytest.mark.engine
+def test_requests(engine: Callable[..., Any]) -> None:
+    """Each ends in an answer or in HTTP 400; those beside it are answered as by vLLM alone, and so is it if greedy."""
+    rng = random.Random(36)
+    llm, alone = engine({"method": "ppd"}), engine()
+    witnesses, witness = prompts(2, 60), greedy(12)
+    expected = [list(one.outputs[0].token_ids) for one in alone.generate(witnesses, witness, use_tqdm=False)]
+    answered = refused = 0
+
+    def run(which: Any, requests: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+        nonlocal refused
+        kept = set()
+        for name, (prompt, params) in requests.items():
+            try:
+                which.llm_engine.add_request(name, prompt, params)
+                kept.add(name)
+            except Exception as error:
+                answer = create_error_response(error).error
+                assert answer.code == 400, repr(error)
+                assert len(answer.message) <= LONGEST or "ppd" not in answer.message, answer.message[:1000]
+                refused += which is llm
+        done = {}
+        while which.llm_engine.has_unfinished_requests():
+            done |= {output.request_id: output for output in which.llm_engine.step() if output.finished}
+        assert set(done) == kept
+        return done
+
+    for batch in range(BATCHES):
+        odd = [params for params in (parameters(body(rng)) for _ in range(8)) if params is not None]
+        plain = {f"{batch}-plain-{i}": (one, witness) for i, one in enumerate(witnesses)}
+        asked = {f"{batch}-{i}": (prompts(8, 40)[i], params) for i, params in enumerate(odd)}
+        done = run(llm, {**asked, **plain})
+        assert [list(done[name].outputs[0].token_ids) for name in plain] == expected
+        answered += len(done) - len(plain)
+        exact = {name: asked[name] for name in asked if name in done and asked[name][1].temperature == 0}
+        for name, output in run(alone, exact).items():
+            ours, theirs = done[name].outputs[0], output.outputs[0]
+            assert list(ours.token_ids) == list(theirs.token_ids), asked[name][1]
+            assert len(ours.logprobs or ()) == len(theirs.logprobs or ()), asked[name][1]
+    assert answered > BATCHES and refused > BATCHES, (answered, refused)
