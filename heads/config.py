@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.fingerprint import TargetFingerprint
-from vllm_ppd.heads.joint_settings import JointSettings
 from vllm_ppd.heads.layout import Drafts, Layout, TargetLayers, TargetName
 from vllm_ppd.heads.quote import quoted
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.checkpoint import check_target
 from vllm_ppd.heads.config import DynaMoConfig, HeadsConfig, Shapes
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.io import check_target
 from vllm_ppd.heads.quote import quoted
 
 

@@ -83,7 +83,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     from vllm import LLM
 
     from vllm_ppd.benchmarks.harness.options import kv_cache
-    from vllm_ppd.vllm_plugins.naming import is_ours
+    from vllm_ppd.vllm_plugins.config.naming import is_ours
 
     if speculative_config is not None and is_ours(speculative_config):
         speculative_config = {"adaptive": False, **speculative_config}
@@ -167,7 +167,7 @@ def drafter_of(llm: Any) -> Any:
 
 def our_counter(name: str) -> float:
     """The value of one of our counters, as Prometheus would scrape it from this process (all engines together)."""
-    from vllm_ppd.vllm_plugins.metrics import _Collector
+    from vllm_ppd.vllm_plugins.integration.metrics import _Collector
 
     return sum(
         sample.value for family in _Collector().collect() if family.name == f"ppd:{name}" for sample in family.samples
@@ -184,10 +184,10 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
     """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
     import torch
 
-    from vllm_ppd.heads.checkpoint import save_heads
     from vllm_ppd.heads.config import EarlyConfig, TargetLayers
-    from vllm_ppd.heads.early import EarlyHeads
+    from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.heads.fingerprint import fingerprint
+    from vllm_ppd.heads.io import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
         target = tiny_model()

@@ -11,9 +11,9 @@ import tiny
 import torch
 from transformers import AutoConfig
 
-from vllm_ppd.heads.checkpoint import save_heads
 from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConfig, TargetLayers, is_count
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target_check import decoder_layer
 
 KINDS = ("early", "cp", "dynamo")

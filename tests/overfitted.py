@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.heads.checkpoint import save_heads
-from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.training.options import OPTIONS
-from vllm_ppd.heads.training.recipes import make_recipe
+from vllm_ppd.heads.training.recipe import make_recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 

@@ -20,9 +20,9 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.vllm_plugins import register
-from vllm_ppd.vllm_plugins.activation import activate
 from vllm_ppd.vllm_plugins.cli.main import main
-from vllm_ppd.vllm_plugins.config import OptionError
+from vllm_ppd.vllm_plugins.config.activation import activate
+from vllm_ppd.vllm_plugins.config.options import OptionError
 
 register()
 Damage = Callable[[Path], Any]

@@ -11,10 +11,10 @@ import pytest
 from conftest import drafter_of, runner_of
 from exactness import CASES, generate, greedy, prompts
 
-from vllm_ppd.vllm_plugins.bypass import Bypass
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.integration.v1.bypass import Bypass
 
 ADAPTIVE = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3, "adaptive": True}
 

@@ -15,12 +15,12 @@ from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads import draft_vocabulary
 from vllm_ppd.heads.calibration import parts, run
-from vllm_ppd.heads.calibration.early import match_exits
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import Calibration, calibrate
 from vllm_ppd.heads.calibration.walk import walk
-from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.heads.early.measures import match_exits
+from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -213,7 +213,7 @@ def test_bad_input(heads: Callable[..., Path], data: Path, capsys: Any, more: tu
 
 
 def test_heads_of_another_target(heads: Callable[..., Path], tiny_model: Callable[..., Path], data: Path) -> None:
-    from vllm_ppd.heads.checkpoint import HeadsError
+    from vllm_ppd.heads.io import HeadsError
 
     with pytest.raises(HeadsError, match="hidden_size is 64 there and 128"):
         Calibration(options(heads("early"), data, model=str(tiny_model("qwen2"))))

@@ -16,14 +16,14 @@ from heads_folders import blank_tensors, config_of
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_ppd.heads.checkpoint import HeadsError, save_heads
+from vllm_ppd.heads.io import HeadsError, save_heads
 from vllm_ppd.heads.quote import quoted, shortened
 from vllm_ppd.vllm_plugins import register
-from vllm_ppd.vllm_plugins.activation import active_config
-from vllm_ppd.vllm_plugins.checks import WORKER
-from vllm_ppd.vllm_plugins.config import DraftingConfig, OptionError, flag_fields, parse_options
-from vllm_ppd.vllm_plugins.flags import options_table
-from vllm_ppd.vllm_plugins.resolve import resolve
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.checks import WORKER
+from vllm_ppd.vllm_plugins.config.flags import options_table
+from vllm_ppd.vllm_plugins.config.options import DraftingConfig, OptionError, flag_fields, parse_options
+from vllm_ppd.vllm_plugins.config.resolve import resolve
 
 register()
 Model = Callable[..., Path]
@@ -431,7 +431,7 @@ def test_flags_and_table_come_from_the_model() -> None:
 
 
 def test_flags_are_added_once() -> None:
-    from vllm_ppd.vllm_plugins.flags import add_flags
+    from vllm_ppd.vllm_plugins.config.flags import add_flags
 
     parser = argparse.ArgumentParser()
     actions = len(add_flags(parser)._actions)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.kernels.cp_mixture import (
     balance_loss,
     chain_log_likelihood,

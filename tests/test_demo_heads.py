@@ -92,7 +92,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     if kind == "early":
         return _matches(calibration, _early_heads(calibration), texts).drafted(1, EXIT, 3)
     if kind == "cp":
-        from vllm_ppd.heads.calibration import cp
+        from vllm_ppd.heads.cp import measures as cp
 
         return cp.drafted(calibration.target, _cp_head(calibration), texts, 8, calibration.autocast, short)[2]
     return dynamo_measures(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,), short)[0.4, 2]

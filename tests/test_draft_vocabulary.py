@@ -75,7 +75,7 @@ def test_calibration_takes_the_vocabulary_that_pays(accepted_short: float, expec
 
 def test_recommendation_reaches_the_config(tmp_path: Path) -> None:
     from vllm_ppd.heads.calibration.run import _write_config
-    from vllm_ppd.heads.checkpoint import load_config
+    from vllm_ppd.heads.io import load_config
 
     config = CPConfig(
         verifier="m", positions=2, rank=2, num_speculative_tokens=1, token_counts=True,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_ppd.heads.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo_joint import select
-from vllm_ppd.heads.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.joint import select
+from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.kernels import joint_threshold as kernels
 
 VOCAB = 7
@@ -165,7 +165,7 @@ def test_mask_is_the_ratio_of_eq_3() -> None:
 
 
 def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ppd.heads import cooccurrence
+    from vllm_ppd.heads.dynamo import cooccurrence
 
     documents = [np.array([1, 2] * 40), *corpus(3)]
     whole = CoOccurrence.from_tokens(documents, VOCAB, 2)

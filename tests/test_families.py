@@ -15,11 +15,11 @@ import torch
 from conftest import ROOT, drafter_of, start_engine, step_tokens
 from exactness import CASES, generate, greedy, prompts
 
-from vllm_ppd.heads.checkpoint import save_heads
 from vllm_ppd.heads.config import CPConfig, TargetLayers
-from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.io import save_heads
 from vllm_ppd.model_patches.families import FAMILIES, adapter_path
-from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
+from vllm_ppd.vllm_plugins.methods.early_exit.proposer import EarlyProposer
 
 pytestmark = pytest.mark.engine
 
@@ -135,7 +135,7 @@ def test_cp_heads_need_no_adapter(
 
 
 def test_token_heads_are_refused_where_vllm_has_no_layer_class(tiny_model: Callable[..., Any]) -> None:
-    from vllm_ppd.vllm_plugins.config import OptionError
+    from vllm_ppd.vllm_plugins.config.options import OptionError
 
     with pytest.raises(OptionError, match=r"GPTNeoXForCausalLM is served by .* use early or CP heads"):
         start_engine(tiny_model("gpt_neox"), {"method": "dynamo", "model": "/any"})

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ppd.heads.checkpoint import load_config
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.io import load_config
 
 DEMO = Path(__file__).resolve().parent.parent / "benchmarks" / "demo"
 SAME_DTYPE = "the dtype of its lm_head differs"

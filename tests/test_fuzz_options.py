@@ -17,9 +17,11 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_ppd.vllm_plugins import activation, metrics, register
-from vllm_ppd.vllm_plugins.config import DraftingConfig, DraftingOptions, OptionError, flag_fields, flag_name
-from vllm_ppd.vllm_plugins.methods import METHODS
+from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins.config import activation
+from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.integration import metrics
+from vllm_ppd.vllm_plugins.registry import METHODS
 
 register()
 LONGEST = 300

@@ -18,18 +18,18 @@ from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ppd.heads.checkpoint import HeadsError
-from vllm_ppd.vllm_plugins import checks
-from vllm_ppd.vllm_plugins.activation import active_config
-from vllm_ppd.vllm_plugins.checks import GROUP_SCHEDULER, PARTITION, check_group
-from vllm_ppd.vllm_plugins.config import OptionError, parse_options
-from vllm_ppd.vllm_plugins.group.first_stage import FirstStage
-from vllm_ppd.vllm_plugins.group.progress import Limits, Progress
-from vllm_ppd.vllm_plugins.group.runner import GroupRunnerMixin
-from vllm_ppd.vllm_plugins.group.scheduler import PLACEHOLDER, GroupScheduler
-from vllm_ppd.vllm_plugins.group.stage import Stage
-from vllm_ppd.vllm_plugins.methods import METHODS
-from vllm_ppd.vllm_plugins.resolve import resolve
+from vllm_ppd.heads.io import HeadsError
+from vllm_ppd.vllm_plugins.config import checks
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.checks import GROUP_SCHEDULER, PARTITION, check_group
+from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.integration.v1.pipeline_runner import GroupRunnerMixin
+from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER, GroupScheduler
+from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
+from vllm_ppd.vllm_plugins.methods.pipeline.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
+from vllm_ppd.vllm_plugins.registry import METHODS
 
 Model = Callable[..., Path]
 STAGES = ["--speculative-model", "ppd", "--pipeline-parallel-size", "2"]

@@ -13,7 +13,9 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_ppd.heads.checkpoint import (
+from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.io import (
     HeadsError,
     check_folder,
     check_target,
@@ -21,8 +23,6 @@ from vllm_ppd.heads.checkpoint import (
     load_config,
     load_early_heads,
 )
-from vllm_ppd.heads.early import EarlyHeads
-from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 
 
 def test_fresh_heads_are_the_untrained_exit() -> None:

@@ -12,9 +12,9 @@ import heads_folders
 import pytest
 import torch
 
-from vllm_ppd.heads.checkpoint import save_heads
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import read_json, write_tensors, write_text
+from vllm_ppd.heads.io import save_heads
 
 Model = Callable[..., Path]
 

@@ -18,11 +18,11 @@ from refusals import SERVE, Damage, Ways, config_text, edited, tensor, with_valu
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_ppd.heads.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.target_check import check_layers, decoder_layer
-from vllm_ppd.vllm_plugins.config import OptionError
-from vllm_ppd.vllm_plugins.naming import is_ours
+from vllm_ppd.vllm_plugins.config.naming import is_ours
+from vllm_ppd.vllm_plugins.config.options import OptionError
 
 Model = Callable[..., Path]
 

@@ -19,12 +19,12 @@ from vllm import EngineArgs
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.calibration.stored import calibration_of
-from vllm_ppd.heads.checkpoint import check_folder, load_config
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.target_path import find_target, stored_name
-from vllm_ppd.vllm_plugins.activation import active_config
 from vllm_ppd.vllm_plugins.cli.main import main
-from vllm_ppd.vllm_plugins.config import OptionError
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.options import OptionError
 
 Model = Callable[..., Path]
 

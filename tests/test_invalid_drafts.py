@@ -17,9 +17,9 @@ from exactness import generate, greedy, prompts
 from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, are_distributions
-from vllm_ppd.vllm_plugins.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.proposers.base import Proposer
-from vllm_ppd.vllm_plugins.reader import sampled_reading
+from vllm_ppd.vllm_plugins.drafting.exit_reader import sampled_reading
+from vllm_ppd.vllm_plugins.drafting.proposer import Proposer
+from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
 
 NAN, INF = float("nan"), float("inf")
 SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
@@ -48,7 +48,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
 
     monkeypatch.setattr(module, name, load)
     if kind == "early":
-        monkeypatch.setattr("vllm_ppd.vllm_plugins.proposers.parallel.load_early_heads", load)
+        monkeypatch.setattr("vllm_ppd.vllm_plugins.methods.paradecode.proposer.load_early_heads", load)
 
 
 @pytest.mark.engine

@@ -15,7 +15,7 @@ from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shall
 from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
-from vllm_ppd.vllm_plugins.lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Found, find
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Found, find
 
 
 def found(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:

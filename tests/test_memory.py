@@ -13,8 +13,8 @@ import torch
 from conftest import drafter_of, start_engine
 from exactness import CASES
 
-from vllm_ppd.vllm_plugins.proposers.early import EarlyProposer
-from vllm_ppd.vllm_plugins.states import SavedStates
+from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
+from vllm_ppd.vllm_plugins.methods.early_exit.proposer import EarlyProposer
 
 pytestmark = pytest.mark.engine
 
@@ -31,7 +31,7 @@ def test_saved_states_are_n_plus_1_rows_a_request() -> None:
 def test_allocated_before_the_kv_cache_is_sized(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_ppd.vllm_plugins.worker import DraftingWorker
+    from vllm_ppd.vllm_plugins.integration.v1.worker import DraftingWorker
 
     order: list[str] = []
     load, size = EarlyProposer.load_model, DraftingWorker.determine_available_memory

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_ppd.vllm_plugins import ngram_match
-from vllm_ppd.vllm_plugins.lookup import LONGEST_LOOKUP, find
-from vllm_ppd.vllm_plugins.ngram_match import longest_matches
+from vllm_ppd.vllm_plugins.drafting import ngram_match
+from vllm_ppd.vllm_plugins.drafting.ngram_match import longest_matches
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import LONGEST_LOOKUP, find
 
 
 def brute_force(text: list[int], longest: int) -> tuple[int, int]:

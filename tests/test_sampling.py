@@ -16,7 +16,7 @@ from scipy.stats import chi2_contingency
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.vllm_plugins.proposers.base import Proposer
+from vllm_ppd.vllm_plugins.drafting.proposer import Proposer
 
 pytestmark = pytest.mark.engine
 SAMPLES = 3000

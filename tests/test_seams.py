@@ -33,9 +33,11 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_ppd.vllm_plugins import activation, register, seams
-from vllm_ppd.vllm_plugins.config import OptionError
-from vllm_ppd.vllm_plugins.undrafted_steps import UndraftedSteps
+from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins.config import activation
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.integration import patches as seams
+from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import UndraftedSteps
 
 register()
 

@@ -15,10 +15,10 @@ from exactness import CASES, generate, greedy, prompts
 from test_bypass import ADAPTIVE, with_costs
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins import warm_up
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
-from vllm_ppd.vllm_plugins.dummy_steps import most_requests, time_steps
+from vllm_ppd.vllm_plugins.integration.v1 import warm_up
+from vllm_ppd.vllm_plugins.integration.v1.dummy_steps import most_requests, time_steps
 
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=[[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]])
 

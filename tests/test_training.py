@@ -21,7 +21,7 @@ from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads import files
-from vllm_ppd.heads.checkpoint import check_folder, kind_of, load_config
+from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli import on_policy

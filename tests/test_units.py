@@ -14,12 +14,12 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins.acceptance import AcceptanceWatch
-from vllm_ppd.vllm_plugins.config import DraftingConfig
-from vllm_ppd.vllm_plugins.metrics import COUNTERS, Counters, _Collector, publish
-from vllm_ppd.vllm_plugins.plan import DraftPlanner, Plan
-from vllm_ppd.vllm_plugins.request_options import back_off_threshold, check_names, drafting_allowed
-from vllm_ppd.vllm_plugins.states import SavedStates, flat_ranges
+from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, check_names, drafting_allowed
+from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
+from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
+from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges
+from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS, Counters, _Collector, publish
 
 ONE_ENGINE = SimpleNamespace(
     data_parallel_size=1, data_parallel_index=0, rank=0, world_size=1, pipeline_parallel_size=1

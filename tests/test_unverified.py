@@ -16,12 +16,12 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
-from vllm_ppd.heads.checkpoint import load_tensors
-from vllm_ppd.heads.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo import DynaMoHeads
-from vllm_ppd.heads.dynamo_joint import JointChoice, select
-from vllm_ppd.heads.training.recipes.dynamo import new_layers
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.joint import JointChoice, select
+from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
+from vllm_ppd.heads.dynamo.module import DynaMoHeads
+from vllm_ppd.heads.dynamo.recipe import new_layers
+from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 

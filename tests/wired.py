@@ -49,10 +49,10 @@ def same(run: Callable[[], Any], *kernels: str) -> Any:
 
 def reader() -> None:
     """Early exits: no heads, T, classifiers; one best token with its confidence, several candidates, exits together."""
-    from vllm_ppd.heads.early import EarlyHeads
+    from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.kernels.early_topk import merge_topk
-    from vllm_ppd.vllm_plugins.lm_head import LMHead, Unembedding
-    from vllm_ppd.vllm_plugins.reader import EarlyReader
+    from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+    from vllm_ppd.vllm_plugins.integration.lm_head import LMHead, Unembedding
 
     weight, bias = torch.randn(320, 64), torch.randn(320)
 
@@ -104,9 +104,9 @@ def reader() -> None:
 
 def heads() -> None:
     """CP's chain and DynaMo's thresholds."""
-    from vllm_ppd.heads.cp import CPHead
-    from vllm_ppd.heads.dynamo_joint import select
-    from vllm_ppd.heads.joint_settings import JointSettings
+    from vllm_ppd.heads.cp.module import CPHead
+    from vllm_ppd.heads.dynamo.joint import select
+    from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 
     head, unembedding = CPHead(48, positions=4, rank=3), torch.randn(300, 48)
     for parameter in head.parameters():
@@ -131,7 +131,7 @@ def heads() -> None:
 
 def lanes() -> None:
     """The winner's block goes into the request's own and into the other lanes', in two groups of layers."""
-    from vllm_ppd.vllm_plugins.group.lanes import Lanes
+    from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Lanes
 
     tables = [SimpleNamespace(block_table=SimpleNamespace(np=np.arange(24).reshape(4, 6) + gid), block_size=16)
               for gid in range(2)]  # fmt: skip

@@ -26,7 +26,7 @@ from vllm_ppd.benchmarks.harness.machine import restart_for_engines, undisturbed
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Session
-from vllm_ppd.vllm_plugins.naming import is_ours
+from vllm_ppd.vllm_plugins.config.naming import is_ours
 
 VERIFYING = f"{BASE}, several requests"  # as many as --verified says
 

@@ -13,7 +13,7 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.estimates import with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row
 from vllm_ppd.heads.calibration.tables import table as markdown
-from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.heads.io import load_config
 
 RANKS = {"tensor_parallel_size": 2}
 
@@ -183,8 +183,8 @@ def splits_of(everyone: list[Contender], num_layers: int) -> dict[str, int]:
 
 def split_of(config: dict[str, Any], num_layers: int) -> int:
     """Where a contender's stages are split, as the server resolves it."""
-    from vllm_ppd.vllm_plugins.config import parse_options
-    from vllm_ppd.vllm_plugins.resolve import resolve
+    from vllm_ppd.vllm_plugins.config.options import parse_options
+    from vllm_ppd.vllm_plugins.config.resolve import resolve
 
     heads = load_config(config["model"], "early") if "model" in config else None
     return resolve(parse_options(config), num_layers, heads, stages=2).split

@@ -36,13 +36,13 @@ from vllm_ppd.benchmarks.decode.table import rows_of as decode_rows
 from vllm_ppd.benchmarks.harness.estimates import quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row, stored, write_rows
 from vllm_ppd.heads.calibration.tables import table
-from vllm_ppd.heads.checkpoint import HeadsError, load_config
 from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.io import HeadsError, load_config
 from vllm_ppd.heads.planning.machine import Served
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import all_ways, calibration_of
 from vllm_ppd.heads.planning.predict import Drafting
-from vllm_ppd.vllm_plugins.naming import is_ours
+from vllm_ppd.vllm_plugins.config.naming import is_ours
 
 
 def ways_of(config: dict[str, Any], heads: HeadsConfig, options: dict[str, Any],

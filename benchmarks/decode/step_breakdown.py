@@ -55,8 +55,8 @@ def model_of(args: argparse.Namespace) -> Any:
 
 def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace) -> str:
     """A heads folder of random weights."""
-    from vllm_ppd.heads.checkpoint import save_heads
     from vllm_ppd.heads.config import CPConfig, DynaMoConfig, TargetLayers
+    from vllm_ppd.heads.io import save_heads
 
     target = TargetLayers(
         model_type="llama", hidden_size=args.hidden, vocab_size=args.vocab, num_hidden_layers=args.layers

@@ -12,8 +12,8 @@ from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import BenchOptions
-from vllm_ppd.heads.checkpoint import load_config
-from vllm_ppd.vllm_plugins.methods import METHOD_OF_HEADS
+from vllm_ppd.heads.io import load_config
+from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS
 
 BASE = "vLLM"
 CONTROL = "vLLM, again"

@@ -27,7 +27,7 @@ from vllm_ppd.benchmarks.harness.results import Row, write_rows
 from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.benchmarks.models.train import DEMO
 from vllm_ppd.heads.calibration.tables import table
-from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.heads.io import load_config
 
 SETTINGS = {"greedy": 0.0, "T 0.8": 0.8}
 COLUMNS = ("method", "setting", "drafted a step", "accepted a step", "rate", "length", "repeated 4-grams")

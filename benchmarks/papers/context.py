@@ -18,7 +18,7 @@ from vllm_ppd.benchmarks.papers import Missing
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.training.target import Target
 
 Made = TypeVar("Made")

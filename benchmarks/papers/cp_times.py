@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
 from vllm_ppd.heads.calibration.text import Texts
-from vllm_ppd.heads.dynamo_joint import select
-from vllm_ppd.heads.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.joint import select
+from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 
 @dataclass

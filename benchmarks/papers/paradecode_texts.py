@@ -9,7 +9,7 @@ import torch
 
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import Texts, logits_at
-from vllm_ppd.heads.early import EarlyHeads
+from vllm_ppd.heads.early.module import EarlyHeads
 
 
 class Predictions(NamedTuple):

@@ -15,8 +15,8 @@ from vllm_ppd.benchmarks.papers import Measure, PaperTable, cp, dynamo, paradeco
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.render import render
-from vllm_ppd.heads.checkpoint import write_text
 from vllm_ppd.heads.data.files import expand
+from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.training.provenance import provenance
 
 PAPERS = {"ppd": ppd, "paradecode": paradecode, "cp": cp, "dynamo": dynamo}

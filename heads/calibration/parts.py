@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.calibration import cp as cp_measures
-from vllm_ppd.heads.calibration.dynamo import DynaMoMeasures
-from vllm_ppd.heads.calibration.early import FORMS, ExitMatches, match_exits, position_buckets
 from vllm_ppd.heads.calibration.run import Calibration, Part
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
 from vllm_ppd.heads.config import DynaMoConfig, EarlyConfig
-from vllm_ppd.heads.cooccurrence import CoOccurrence
-from vllm_ppd.heads.cp import CPHead
+from vllm_ppd.heads.cp import measures as cp_measures
+from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.draft_vocabulary import candidate_sizes, covered, most_frequent
-from vllm_ppd.heads.dynamo import DynaMoHeads
-from vllm_ppd.heads.early import EarlyHeads
-from vllm_ppd.heads.joint_settings import JointSettings
-from vllm_ppd.heads.training.recipes.dynamo import new_layers
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
+from vllm_ppd.heads.dynamo.module import DynaMoHeads
+from vllm_ppd.heads.dynamo.recipe import new_layers
+from vllm_ppd.heads.early.measures import FORMS, ExitMatches, match_exits, position_buckets
+from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.training.tokens import Batch
 
 TOP_K, TOP_P = 3, 0.95  # PPD, appendix B

@@ -17,10 +17,10 @@ from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
-from vllm_ppd.heads.checkpoint import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.training import TrainingError

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from vllm_ppd.heads.checkpoint import first_problem, load_config
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import named, read_json_object
+from vllm_ppd.heads.io import first_problem, load_config
 from vllm_ppd.heads.quote import quoted
 
 NAME = "calibration.json"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.heads.planning.options import PlanOptions
 
 # Of safetensors' types.

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from vllm_ppd.heads.calibration.recommend import Setting, settings
 from vllm_ppd.heads.calibration.stored import calibration_of
-from vllm_ppd.heads.checkpoint import HeadsError, check_folder
 from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.io import HeadsError, check_folder
 from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from vllm_ppd.heads.checkpoint import CONFIG_NAME, save_heads, write_text
 from vllm_ppd.heads.data.files import expand
+from vllm_ppd.heads.io import CONFIG_NAME, save_heads, write_text
 from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
-from vllm_ppd.heads.training.recipes import Recipe, make_recipe
+from vllm_ppd.heads.training.recipe import Recipe, make_recipe
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.token_files import check_same_tokens

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_ppd.heads.checkpoint import first_problem
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object
+from vllm_ppd.heads.io import first_problem
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes

@@ -13,7 +13,7 @@ from vllm import SamplingParams
 
 from vllm_ppd.benchmarks.models.acceptance import texts_of, variants
 from vllm_ppd.benchmarks.models.corpus import is_validation, sources
-from vllm_ppd.heads.checkpoint import load_config
+from vllm_ppd.heads.io import load_config
 
 LIMIT_BYTES = 16 << 20
 

@@ -15,7 +15,7 @@ from vllm_ppd.benchmarks.decode.group import contenders, split_of, table, theore
 from vllm_ppd.benchmarks.decode.options import GroupOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE
 from vllm_ppd.benchmarks.harness.results import Results
-from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.heads.io import HeadsError
 
 
 def options(**changes: Any) -> GroupOptions:

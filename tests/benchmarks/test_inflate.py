@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from vllm_ppd.benchmarks.models.inflate import count, inflate_heads, inflate_model
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate
-from vllm_ppd.heads.checkpoint import HeadsError
+from vllm_ppd.heads.io import HeadsError
 
 HEADS = DEMO.parent / "heads"
 KINDS = ("early", "cp", "dynamo")

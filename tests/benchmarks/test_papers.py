@@ -21,7 +21,7 @@ from vllm_ppd.benchmarks.papers.paradecode_texts import predictions, unverified
 from vllm_ppd.benchmarks.papers.published import PARADECODE, PPD, rates_of
 from vllm_ppd.benchmarks.papers.render import render
 from vllm_ppd.benchmarks.papers.run import chosen, make_tables
-from vllm_ppd.heads.early import EarlyHeads
+from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.vllm_plugins.cli.main import main
 
 EXITS = (1, 2, 3)

@@ -22,7 +22,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
-    from vllm_ppd.heads.checkpoint import WEIGHTS_NAME, HeadsError, check_folder
+    from vllm_ppd.heads.io import WEIGHTS_NAME, HeadsError, check_folder
     from vllm_ppd.heads.target_path import find_target
 
     config = check_folder(args.folder)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _is_ours(error: Exception) -> bool:
     """Whether the message is meant for the user; anything else keeps its traceback."""
-    from vllm_ppd.heads.checkpoint import HeadsError
+    from vllm_ppd.heads.io import HeadsError
     from vllm_ppd.heads.training import TrainingError
     from vllm_ppd.vllm_plugins.cli.arguments import UsageError
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CP heads measured: joint likelihood, perplexities by position (DynaMo, eq. 4), and expected acceptance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
+from vllm_ppd.heads.calibration.walk import Drafted, walk
+from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.draft_vocabulary import columns
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, joint_log_likelihood, mixture, posterior
+from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
+
+
+def _chunk(target: Target, head: CPHead) -> int:
+    return max(1, rows_a_chunk(target.unembedding) // (head.positions * head.rank))
+
+
+@torch.no_grad()
+def perplexities(target: Target, head: CPHead, batches: list[Batch], autocast: Any) -> dict[str, Any]:
+    """Teacher-forced on the batches: joint nats, PPL_s of each position alone, PPL_1:s of the joint of the first s."""
+    n = head.positions
+    sums = torch.zeros(3, n, dtype=torch.float64)
+    first = rows = 0.0
+    for batch in batches:
+        with autocast():
+            hidden = target.run(batch).final
+        tokens, valid = batch.ahead(n)
+        hidden, tokens = hidden[valid], tokens[valid]
+        for start in range(0, len(hidden), _chunk(target, head)):
+            part = slice(start, start + _chunk(target, head))
+            with autocast():
+                logits = head.logits(hidden[part], target.unembedding, target.bias)
+                weights = head.log_weights(hidden[part])
+            index = tokens[part, :, None, None].expand(-1, -1, head.rank, 1)
+            observed = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
+            sums[0] += chain_log_likelihood(weights, observed).sum(0).cpu()
+            alone = torch.logsumexp(weights[:, None] + observed, dim=-1)
+            sums[1] += alone.sum(0).cpu()
+            upto = torch.stack([joint_log_likelihood(weights, observed[:, :s]) for s in range(1, n + 1)], dim=1)
+            sums[2] += upto.sum(0).cpu()
+        first -= float(token_log_probs(hidden, tokens[:, 0], target.unembedding, target.bias).sum())
+        rows += len(hidden)
+    means = (-sums / max(rows, 1)).tolist()
+    return {
+        "joint_nats": round(means[2][-1], 4),
+        "target_ppl_1": round(math.exp(first / max(rows, 1)), 3),
+        "ppl_n": [round(math.exp(value), 3) for value in means[1]],
+        "ppl_1:n": [round(math.exp(value / s), 3) for s, value in enumerate(means[2], start=1)],
+        "conditional_nats": [round(value, 4) for value in means[0]],
+    }
+
+
+def drafted(
+    target: Target,
+    head: CPHead,
+    texts: Texts,
+    batch: int,
+    autocast: Any,
+    token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
+) -> list[Drafted]:
+    """What an engine would count on these texts with 1, 2, ... n-1 drafts."""
+    accept = acceptance(target, head, texts, batch, autocast, token_ids)
+    return [walk(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, head.positions)]
+
+
+@torch.no_grad()
+def acceptance(
+    target: Target,
+    head: CPHead,
+    texts: Texts,
+    batch: int,
+    autocast: Any,
+    token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
+) -> torch.Tensor:
+    """Probability that each draft is accepted if those before it were: [texts, generated tokens, n-1]."""
+    n = head.positions - 1
+    steps = texts.generated.shape[1]
+    accept = torch.zeros(len(texts.ids), steps, n)
+    for part, windows in texts.batches(batch):
+        with autocast():
+            final = target.run(windows).final
+        generated = texts.generated[part]
+        hidden = texts.reading(final)
+        log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
+        if token_ids is not None:
+            generated = columns(token_ids, target.vocab_size)[generated]
+        tokens = ahead(generated, range(n + 1)).flatten(0, 1)
+        targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
+        for start in range(0, len(hidden), _chunk(target, head)):
+            rows = slice(start, start + _chunk(target, head))
+            with autocast():
+                logits = head.logits(hidden[rows], target.unembedding, target.bias)
+                weights = head.log_weights(hidden[rows])
+            if token_ids is not None:
+                logits = logits[..., token_ids]
+            chance = _chances(logits, weights, tokens[rows], targets[rows], texts.temperature)
+            index = torch.arange(start, start + len(chance))
+            accept[part][index // steps, index % steps] = chance.cpu()
+    return accept
+
+
+def _chances(
+    logits: torch.Tensor,  # [rows, positions, r, vocabulary]
+    weights: torch.Tensor,  # [rows, r] log weights before the first position
+    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and those after it; -1 outside
+    log_p: torch.Tensor,  # [rows, positions - 1] the target's log-probability of the latter
+    temperature: float,
+) -> torch.Tensor:
+    """Probability that each draft is accepted if those before it were: [rows, positions - 1]."""
+    chances = []
+    for position, raw in enumerate(logits.unbind(dim=1)):
+        factors = raw.float().log_softmax(-1)
+        inside, token = tokens[:, position] >= 0, tokens[:, position].clamp(min=0)
+        if position:
+            log_q = mixture(weights, factors)
+            if temperature:
+                log_q = torch.log_softmax(log_q / temperature, dim=-1).gather(1, token[:, None]).squeeze(1)
+                chances.append((log_q - log_p[:, position - 1]).exp().clamp(max=1) * inside)
+            else:
+                chances.append((log_q.argmax(-1) == tokens[:, position]).float())
+        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+        weights = posterior(weights, seen.masked_fill(~inside[:, None], 0.0))
+    return torch.stack(chances, dim=1)

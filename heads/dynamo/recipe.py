@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo: modified CLM (eq. 1) for the token heads; the base model frozen, or trained along as in the paper (A.1)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.draft_vocabulary import first_guess
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.module import DynaMoHeads
+from vllm_ppd.heads.training.options import DynaMoOptions
+from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.kernels.unembedding_loss import token_log_probs
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is scaled: the heads' pull on the stem is LR_MB / LR_B of the base model's own."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0] * ctx.scale, None
+
+
+def new_layers(target: Target, tokens: int, start: str = "copy") -> list[nn.Module]:
+    """Decoder layers for heads 2..tokens, of the target's own class, in float32."""
+    layers = []
+    for _ in range(2, tokens + 1):
+        layer = copy.deepcopy(target.layers[-1]).float().requires_grad_(True)
+        if start == "random":
+            layer.apply(target.model._init_weights)
+        layers.append(layer)
+    return layers
+
+
+class DynaMoRecipe(Recipe):
+    """Heads alone by default; the full recipe trains the base model with three learning rates and writes it too."""
+
+    def __init__(self, options: DynaMoOptions, target: Target) -> None:
+        super().__init__(options, target)
+        self.options = options
+        self.full = options.recipe == "full"
+        self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
+        self.base = target.model if self.full else None
+        self.cooccurrence: CoOccurrence | None = None
+
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = [{"params": list(self.heads.parameters()), "peak": learning_rate}]
+        if self.base is not None:
+            groups.append({"params": list(self.base.parameters()), "peak": self.options.base_learning_rate})
+        return groups
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        target, options = self.target, self.options
+        with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
+            states = target.run(batch, stem=True)
+        assert states.stem is not None
+        args, kwargs = states.stem
+        if self.full:
+            scale = options.stem_learning_rate / options.base_learning_rate if options.base_learning_rate else 0.0
+            args = (_ScaleGradient.apply(args[0], scale), *args[1:])
+        # The final norm and the unembedding serve the first token: later heads read them and do not move them.
+        norm = {name: p.detach() for name, p in target.norm.named_parameters()}
+        total = torch.zeros((), device=target.device)
+        counts: Counts = {}
+        for token in range(1, options.tokens + 1):
+            following, valid = batch.ahead(token)
+            following = following[valid, -1]
+            if token == 1:
+                nll = -self._first(states.final[valid], following)
+            else:
+                hidden = functional_call(target.norm, norm, (self.heads(token, args, kwargs),)).flatten(0, 1)
+                nll = -token_log_probs(hidden[valid], following, target.unembedding.detach(), target.bias)
+            if token > 1 or self.full:
+                total = total + nll.mean()
+            counts[f"nll.{token}"] = nll.detach().sum()
+            counts[f"rows.{token}"] = valid.sum()
+        return total, counts
+
+    def _first(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Head 1; in the full recipe the unembedding learns, so its logits stay in the graph."""
+        target = self.target
+        if not self.full:
+            return token_log_probs(hidden, tokens, target.unembedding, target.bias)
+        logits = target.model.get_output_embeddings()(hidden)
+        return -nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
+
+    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
+        return {
+            f"head {token} nats": round(counts[f"nll.{token}"] / counts[f"rows.{token}"], 4)
+            for token in range(1, self.options.tokens + 1)
+        }
+
+    def prepare_output(self, store: TokenStore, folder: Path) -> None:
+        options, target = self.options, self.target
+        if options.mask_entries:
+            self.cooccurrence = CoOccurrence.from_tokens(
+                store.documents("train"), target.vocab_size, options.tokens, options.mask_entries
+            )
+        if self.base is not None:
+            target.model.save_pretrained(folder / "base")
+            target.tokenizer.save_pretrained(folder / "base")
+            target.name = str((folder / "base").resolve())
+
+    def config(self) -> DynaMoConfig:
+        entries = {}
+        if self.cooccurrence is not None:
+            tensors = self.cooccurrence.tensors()
+            orders = range(2, self.options.tokens + 1)
+            entries = {order: len(tensors[f"cooccurrence.{order}.keys"]) for order in orders}
+        return DynaMoConfig(
+            **self.target.description(),
+            tokens=self.options.tokens,
+            layer_tensors=self.heads.layer_shapes(),
+            cooccurrence_entries=entries,
+            draft_vocab_size=None if self.cooccurrence is None else first_guess(self.cooccurrence.unigram),
+            num_speculative_tokens=min(self.options.num_speculative_tokens, self.options.tokens - 1),
+            dtype=self.options.stored_dtype,
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        masks = {} if self.cooccurrence is None else self.cooccurrence.tensors()
+        return self.heads.tensors() | masks

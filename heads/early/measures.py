@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early heads measured: p(layer, k, position) trained and not (PPD, Tables 2, 5 to 8), and expected acceptance."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
+from vllm_ppd.heads.calibration.walk import Drafted, walk
+from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
+
+FORMS = ("N", "Y")  # PPD's "trained" column
+BUCKETS = 8  # token positions, as in PPD's Tables 6 to 8
+
+
+@dataclass
+class ExitMatches:
+    """Raw results on some texts; forms are untrained and trained, positions are generated tokens."""
+
+    layers: tuple[int, ...]
+    ks: tuple[int, ...]
+    hits: torch.Tensor  # [forms, layers, ks, positions] texts whose token was among the exit's k best
+    count: torch.Tensor  # [positions] texts that have a token there
+    accept: torch.Tensor  # [forms, layers, texts, positions] probability that a draft of that token is accepted
+    lengths: torch.Tensor  # [texts]
+
+    def rate(self, form: int, layer: int, k: int, positions: slice | None = None) -> float:
+        """p_correct: share of tokens among the k best of the exit."""
+        positions = positions or slice(None)
+        hits = self.hits[form, self.layers.index(layer), self.ks.index(k), positions].sum()
+        return float(hits / self.count[positions].sum().clamp(min=1))
+
+    def drafted(self, form: int, layer: int, n: int) -> Drafted:
+        """What an engine with n drafts at this exit would count on these texts."""
+        accept = self.accept[form, self.layers.index(layer)]  # [texts, positions]
+        return walk(ahead(accept, range(1, n + 1)), self.lengths)
+
+
+@torch.no_grad()
+def match_exits(
+    target: Target, heads: EarlyHeads, texts: Texts, ks: tuple[int, ...], batch: int, autocast: Any
+) -> ExitMatches:
+    """Read every exit that has a head at every generated token, with and without the head.
+
+    The token is what the target wrote, greedy or sampled, so the match rate is PPD's p_correct of that way of
+    decoding; `accept` is 0 or 1 for greedy texts and min(1, q/p) at the texts' temperature for sampled ones.
+    """
+    layers = heads.exit_layers
+    steps = texts.generated.shape[1]
+    valid = texts.valid()
+    hits = torch.zeros(len(FORMS), len(layers), len(ks), steps)
+    accept = torch.zeros(len(FORMS), len(layers), len(texts.ids), steps)
+    for part, windows in texts.batches(batch):
+        with autocast():
+            states = target.run(windows, layers)
+        rows = len(windows.input_ids)
+        tokens, real = texts.generated[part].flatten(), valid[part]
+        log_p = log_prob_of(target, texts.reading(states.final), tokens, texts.temperature)
+        for index, layer in enumerate(layers):
+            hidden = texts.reading(states.exits[layer])
+            for form in range(len(FORMS)):
+                with autocast():
+                    read = hidden if form == 0 else heads(hidden, layer)
+                whole = form == 1 and heads.form == "classifier"
+                rank, log_q = _rank_and_log_prob(target, read, tokens, texts.temperature, whole)
+                rank = rank.view(rows, steps)
+                for at, k in enumerate(ks):
+                    hits[form, index, at] += ((rank < k) & real).sum(0).cpu()
+                chance = (log_q - log_p).exp().clamp(max=1).view(rows, steps) if texts.temperature else (rank == 0)
+                accept[form, index, part] = (chance.float() * real).cpu()
+    return ExitMatches(layers, ks, hits, valid.sum(0).cpu(), accept, texts.lengths.cpu())
+
+
+def _rank_and_log_prob(
+    target: Target, read: torch.Tensor, tokens: torch.Tensor, temperature: float, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens are likelier than the given one, and its log-probability at the temperature: [rows] each."""
+    ranks, log_probs = [], []
+    step = rows_a_chunk(target.unembedding)
+    for start in range(0, len(read), step):
+        part = slice(start, start + step)
+        logits = read[part].float() / (temperature or 1.0) if whole else logits_at(target, read[part], temperature)
+        chosen = logits.gather(1, tokens[part, None])
+        ranks.append((logits > chosen).sum(1))
+        log_probs.append(chosen[:, 0] - torch.logsumexp(logits, dim=-1))
+    return torch.cat(ranks), torch.cat(log_probs)
+
+
+def position_buckets(steps: int) -> list[tuple[str, slice]]:
+    """Eight ranges of generated positions, counted from 1."""
+    edges = [round(steps * i / BUCKETS) for i in range(BUCKETS + 1)]
+    pairs = itertools.pairwise(edges)
+    return [(f"{a + 1}-{b}" if b - a > 1 else str(b), slice(a, b)) for a, b in pairs if b > a]

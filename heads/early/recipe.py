@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early heads: every exit layer learns in one pass what the frozen final layer says (ParaDecode, section 2.1)."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from vllm_ppd.heads.config import EarlyConfig
+from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.options import EarlyOptions
+from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, rows_a_chunk, token_log_probs
+
+
+class EarlyRecipe(Recipe):
+    """KL to the final layer, or cross-entropy of the next token (PPD, Table 4), summed over the exits."""
+
+    def __init__(self, options: EarlyOptions, target: Target) -> None:
+        super().__init__(options, target)
+        self.options = options
+        exits = tuple(sorted(set(options.exit_layers))) or tuple(range(1, target.num_layers))
+        outside = [layer for layer in exits if not 1 <= layer < target.num_layers]
+        if outside:
+            raise TrainingError(
+                f"--exit-layers {outside[0]} is outside 1..{target.num_layers - 1}: "
+                f"this model has {target.num_layers} layers"
+            )
+        whole = target.unembedding if options.head == "classifier" else None
+        self.heads = EarlyHeads(exits, target.hidden_size, options.head, whole).to(target.device)
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        target, exits = self.target, self.heads.exit_layers
+        with torch.no_grad():
+            states = target.run(batch, exits)
+        following, valid = batch.ahead(1)
+        if self.heads.form == "classifier":
+            loss, match = self._classifiers(states.exits, states.final, following[:, 0])
+        else:
+            students = torch.stack([self.heads(states.exits[layer], layer) for layer in exits])
+            loss, match = kl_to_teacher(
+                students, states.final, target.unembedding, target.bias, compare=not self.training
+            )
+            if self.options.loss == "ce":
+                rows = students[:, valid].flatten(0, 1)
+                tokens = following[valid, 0].repeat(len(exits))
+                loss = -token_log_probs(rows, tokens, target.unembedding, target.bias).view(len(exits), -1)
+        if self.options.loss == "ce" and self.heads.form == "classifier":
+            loss = loss[:, valid]
+        counts = {"rows": torch.tensor(match.shape[1], device=match.device)}
+        counts["loss_rows"] = torch.tensor(loss.shape[1], device=match.device)
+        counts |= {f"match.{layer}": match[i].sum() for i, layer in enumerate(exits)}
+        counts |= {f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)}
+        return loss.mean(dim=1).sum(), counts
+
+    def _classifiers(
+        self, exits: dict[int, torch.Tensor], final: torch.Tensor, following: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole classifiers get a gradient of their own: logits of a chunk of rows are made again in the backward."""
+        target, cross_entropy = self.target, self.options.loss == "ce"
+
+        def chunk(hidden: torch.Tensor, layer: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            log_q = functional.log_softmax(self.heads(hidden, layer).float(), dim=-1)
+            with torch.no_grad():
+                log_p = functional.log_softmax(
+                    functional.linear(
+                        final[rows].to(target.unembedding.dtype), target.unembedding, target.bias
+                    ).float(),
+                    dim=-1,
+                )
+            match = log_q.argmax(-1) == log_p.argmax(-1)
+            if cross_entropy:
+                return -log_q.gather(1, following[rows, None]).squeeze(1), match
+            return (log_p.exp() * (log_p - log_q)).sum(-1), match
+
+        step = rows_a_chunk(target.unembedding)
+        losses, matches = [], []
+        for layer in self.heads.exit_layers:
+            parts = [
+                cast(
+                    tuple[torch.Tensor, torch.Tensor],
+                    checkpoint(chunk, exits[layer][s : s + step], layer, slice(s, s + step), use_reentrant=False),
+                )
+                for s in range(0, len(final), step)
+            ]
+            losses.append(torch.cat([part[0] for part in parts]))
+            matches.append(torch.cat([part[1] for part in parts]))
+        return torch.stack(losses), torch.stack(matches)
+
+    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
+        return {
+            f"exit {layer}": {
+                f"{self.options.loss}_nats": round(counts[f"loss.{layer}"] / counts["loss_rows"], 4),
+                "match": round(counts[f"match.{layer}"] / counts["rows"], 4),
+            }
+            for layer in self.heads.exit_layers
+        }
+
+    def config(self) -> EarlyConfig:
+        return EarlyConfig(
+            **self.target.description(),
+            exit_layers=list(self.heads.exit_layers),
+            head=self.options.head,
+            num_speculative_tokens=self.options.num_speculative_tokens,
+            dtype=self.options.stored_dtype,
+        )
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.heads.tensors()

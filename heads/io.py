@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing in it is ever executed.
+
+The config names the target and what of it the heads depend on, so that a mismatch is refused before a model loads.
+Whoever takes a heads folder comes through here: the server, however it is named, and every command of `ppd`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from vllm_ppd.heads.config import KINDS, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
+from vllm_ppd.heads.fingerprint import TargetFingerprint
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.weights import WEIGHTS_NAME, read_weights
+
+__all__ = [
+    "CONFIG_NAME", "WEIGHTS_NAME", "HeadsError", "check_folder", "check_target", "kind_of", "load_config",
+    "load_early_heads", "load_tensors", "save_heads", "write_tensors", "write_text",
+]  # fmt: skip
+
+CONFIG_NAME = "config.json"
+LONGEST_CONFIG = 1 << 20  # bytes
+
+
+def kind_of(path: str | os.PathLike[str]) -> str | None:
+    """The kind of heads that a folder's config names, or None if it names none of ours."""
+    try:
+        kind = read_json_object(Path(path) / CONFIG_NAME, LONGEST_CONFIG).get("speculators_model_type")
+    except HeadsError:
+        return None
+    return kind if isinstance(kind, str) and kind in KINDS else None
+
+
+def load_config(folder: str | os.PathLike[str], kind: str | None = None) -> HeadsConfig:
+    """Read and check `config.json`.
+
+    Args:
+        folder: the heads folder.
+        kind: refuse heads of any other kind.
+
+    Raises:
+        HeadsError: if the folder or the file is missing or of another sort, is not a JSON object, is of another kind,
+            or lacks or mistypes a field.
+    """
+    check_is_folder(folder)
+    path = Path(folder) / CONFIG_NAME
+    data = read_json_object(path, LONGEST_CONFIG)
+    found = data.get("speculators_model_type")
+    if not isinstance(found, str) or found not in KINDS or kind not in (None, found):
+        wanted = repr(kind) if kind is not None else ", ".join(map(repr, KINDS))
+        raise HeadsError(f"{named(path)} holds heads of kind {quoted(found)}; expected kind {wanted}")
+    try:
+        return HeadsConfig.from_json(data)
+    except ValidationError as error:
+        raise HeadsError(f"{named(path)}: {first_problem(error)}; correct it, or write the heads again") from None
+
+
+def check_folder(folder: str | os.PathLike[str], kind: str | None = None) -> HeadsConfig:
+    """Check all of a heads folder: its configuration, and every number of its weights.
+
+    Raises:
+        HeadsError: as load_config and weights.read_weights.
+    """
+    config = load_config(folder, kind)
+    read_weights(config, folder)
+    return config
+
+
+def check_target(
+    config: HeadsConfig,
+    folder: str | os.PathLike[str],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    num_hidden_layers: int,
+    fingerprint: TargetFingerprint,
+) -> None:
+    """Refuse heads of another target, naming the field that differs.
+
+    Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
+
+    Raises:
+        HeadsError: on the first difference.
+    """
+    ours = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_hidden_layers}
+    other = f"heads in {quoted(str(folder))} were made for another target ({quoted(config.verifier)})"
+    for field, value in ours.items():
+        trained_for = getattr(config.target, field)
+        if trained_for != value:
+            raise HeadsError(
+                f"{other}: {field} is {trained_for} there and {value} in this model; use the heads of this model"
+            )
+    if difference := config.fingerprint.difference(fingerprint):
+        raise HeadsError(f"{other}: {difference}; use the heads of this model")
+
+
+def load_tensors(
+    folder: str | os.PathLike[str], kind: str | None = None
+) -> tuple[HeadsConfig, dict[str, torch.Tensor]]:
+    """Load a checked heads folder: its configuration and its tensors by name.
+
+    Raises:
+        HeadsError: as check_folder.
+    """
+    config = load_config(folder, kind)
+    return config, read_weights(config, folder)
+
+
+def load_early_heads(folder: str | os.PathLike[str]) -> tuple[EarlyConfig, EarlyHeads]:
+    """Load a folder of early heads.
+
+    Raises:
+        HeadsError: as load_tensors.
+    """
+    config, tensors = load_tensors(folder, EarlyConfig.kind)
+    assert isinstance(config, EarlyConfig)
+    return config, EarlyHeads.from_tensors(tensors, config.exit_layers, config.head)
+
+
+def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a heads folder; each file appears whole or not at all, the config last.
+
+    Floating-point tensors are stored in the config's dtype.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = getattr(torch, config.dtype)
+    stored = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    write_tensors(folder / WEIGHTS_NAME, stored, {"format": "pt"})
+    write_text(folder / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n")
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's problems in one line: which field, and what is wrong with it."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    place = shortened(".".join(str(part) for part in problem["loc"]), LONGEST_VALUE)
+    return f"{place}: {shortened(message, 120)}" if place else shortened(message, 120)

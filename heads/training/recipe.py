@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One recipe a kind of heads: what is trained, by which loss, and what is written at the end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+
+Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches and processes
+
+
+class Recipe(nn.Module, ABC):
+    """Trainable parts are registered; the frozen target is not."""
+
+    def __init__(self, options: TrainingOptions, target: Target) -> None:
+        super().__init__()
+        self._outside = (options, target)  # a tuple: the target must not become a submodule
+
+    @property
+    def target(self) -> Target:
+        return self._outside[1]
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        """The loss to minimise (a mean over tokens), and counts of what was seen."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, Counts]:
+        return self.loss(Batch(input_ids, position_ids))
+
+    @abstractmethod
+    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
+        """Readable figures from summed counts."""
+
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        """The optimiser's parameter groups; `peak` is each group's highest learning rate."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad], "peak": learning_rate}]
+
+    def prepare_output(self, store: TokenStore, folder: Path) -> None:
+        """Whatever is made once at the end, before the heads are written (nothing by default)."""
+        return None
+
+    @abstractmethod
+    def config(self) -> HeadsConfig:
+        """The heads' `config.json`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The heads' `model.safetensors`."""
+
+
+# Kind of heads -> recipe; imported when asked for, since each brings its own modules.
+RECIPES = {
+    "early": "vllm_ppd.heads.early.recipe.EarlyRecipe",
+    "cp": "vllm_ppd.heads.cp.recipe.CPRecipe",
+    "dynamo": "vllm_ppd.heads.dynamo.recipe.DynaMoRecipe",
+}
+
+
+def make_recipe(options: TrainingOptions, target: Target) -> Recipe:
+    """The recipe of the options' kind."""
+    module, _, name = RECIPES[options.kind].rpartition(".")
+    return getattr(import_module(module), name)(options, target)

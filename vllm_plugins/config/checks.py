@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before a model loads: the options, the heads folder, and what the target's settings allow."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.io import check_target, kind_of, load_config
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.target_check import check_layers
+from vllm_ppd.heads.weights import read_weights
+from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
+from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions, OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, Method
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig
+
+WORKER = "vllm_ppd.vllm_plugins.integration.v1.worker.DraftingWorker"
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
+GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler.GroupScheduler"
+
+# What changes a layer of Llama's build where a model's configuration has it.
+_NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
+
+
+def is_vllms(option: str) -> bool:
+    """Whether vLLM's own methods have an option of this name, too."""
+    from vllm.config import SpeculativeConfig
+
+    return option in SpeculativeConfig.__dataclass_fields__
+
+
+def resolve_options(
+    speculative_config: dict[str, Any], model_config: ModelConfig, parallel_config: ParallelConfig
+) -> DraftingConfig:
+    """Check a speculative_config of ours against the target and fill in what it leaves open.
+
+    Raises:
+        OptionError, HeadsError: one line each: what is wrong, where, what to do instead.
+    """
+    given = dict(speculative_config)
+    if given.get("method") is None and given.get("model") in METHODS:
+        given["method"] = given.pop("model")  # `--speculative-model ppd` names the method, not a folder
+    if isinstance(given.get("model"), str):
+        given["model"] = os.path.expanduser(given["model"])
+    kind = kind_of(given["model"]) if isinstance(given.get("model"), str) else None
+    if given.get("method") is None and kind is not None:
+        given["method"] = METHOD_OF_HEADS[kind]
+    if given.get("method") in METHOD_OF_HEADS:
+        given["method"] = METHOD_OF_HEADS[given["method"]]
+    known = DraftingOptions.model_fields
+    given = {key: value for key, value in given.items() if value is not None or key not in known}
+    options = parse_options(given)
+    method = METHODS[options.method]
+    if options.model in METHODS:
+        raise OptionError(
+            f"speculative_config: model={quoted(options.model)} is a method name; leave model out, or give a "
+            "heads folder"
+        )
+    if options.model is None and method.needs_heads:
+        raise OptionError(
+            f"speculative_config: method {options.method!r} drafts with heads; give model=DIR, "
+            f"a folder that `ppd train {method.heads}` wrote"
+        )
+    check_supported(method, model_config, parallel_config)
+    if options.schedule == "parallel":
+        check_stacking(model_config, parallel_config)
+    stages = parallel_config.pipeline_parallel_size
+    if stages > 1:
+        check_group(options, method, model_config, parallel_config)
+    heads = None if options.model is None else _check_heads(options, method, model_config)
+    return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages)
+
+
+def check_stacking(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Refuse targets whose layers cannot be views of one storage and run in one product.
+
+    Raises:
+        OptionError: naming what stands against it.
+    """
+    name, config = model_config.architectures[0], model_config.hf_text_config
+    odd = [key for key in _NOT_STACKABLE if getattr(config, key, None)]
+    instead = "with schedule 'parallel'; use 'deferred'"
+    _refuse({
+        f"{name} is not supported {instead}; it runs {', '.join(STACKABLE)}": name not in STACKABLE,
+        f"quantised weights ({model_config.quantization}) are not supported {instead}": bool(model_config.quantization),
+        f"tensor parallelism is not supported {instead}": parallel_config.tensor_parallel_size > 1,
+        f"{', '.join(odd)} in the model's configuration is not supported {instead}": bool(odd),
+    })  # fmt: skip
+
+
+def check_group(
+    options: DraftingOptions, method: Method, model_config: ModelConfig, parallel_config: ParallelConfig
+) -> None:
+    """Refuse what a worker group over pipeline stages would get wrong.
+
+    Raises:
+        OptionError: naming the setting and what to do instead.
+    """
+    from vllm import envs
+
+    _refuse({
+        f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
+        "--tensor-parallel-size": not method.group,
+        f"a worker group has 2 pipeline stages, not {parallel_config.pipeline_parallel_size}; use "
+        "--pipeline-parallel-size 2 with --tensor-parallel-size N": parallel_config.pipeline_parallel_size != 2,
+        f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by starting "
+        "an unsure token; leave it out": options.gamma > 0,
+        "max_drafting_requests is not supported with pipeline parallelism; use disable_by_batch_size": (
+            options.max_drafting_requests is not None
+        ),
+        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, whose first pipeline stage cannot "
+        "hold an LM head; use --tensor-parallel-size": adapter_path(model_config.architectures) == NEOX,
+        "data parallelism is not supported with a worker group": parallel_config.data_parallel_size > 1,
+        "the external_launcher executor is not supported with a worker group; use mp or ray": (
+            parallel_config.distributed_executor_backend == "external_launcher"
+        ),
+        "vLLM's older Ray executor is not supported with a worker group: its first stage never samples; leave out "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
+            parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+        ),
+    })  # fmt: skip
+
+
+def check_lanes(config: DraftingConfig, max_num_seqs: int) -> None:
+    """Refuse more lanes at once than a GPU's attention backends have room for: a row of their buffers each.
+
+    Raises:
+        OptionError: with the number that it takes.
+    """
+    from vllm.platforms import current_platform
+
+    requests = min(config.disable_by_batch_size or 1, max_num_seqs)
+    needed = config.lanes * requests
+    _refuse({
+        f"lanes={config.lanes} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; raise it, or "
+        "lower lanes or disable_by_batch_size": needed > max_num_seqs and not current_platform.is_cpu(),
+    })  # fmt: skip
+
+
+def _check_heads(options: DraftingOptions, method: Method, model_config: ModelConfig) -> HeadsConfig:
+    """Check a heads folder against the target.
+
+    Raises:
+        HeadsError: if they do not fit.
+    """
+    folder, text_config = str(options.model), model_config.hf_text_config
+    heads = load_config(folder, method.heads)
+    check_target(
+        heads,
+        folder,
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        num_hidden_layers=text_config.num_hidden_layers,
+        fingerprint=_target_fingerprint(model_config),
+    )
+    check_layers(heads, folder, text_config)
+    read_weights(heads, folder)
+    return heads
+
+
+def check_supported(method: Method, model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+    """Refuse what a method would get wrong.
+
+    Raises:
+        OptionError: naming the setting and what to do instead.
+    """
+    from vllm.platforms import current_platform
+
+    if method.cuts:
+        _check_family(method, model_config)
+    worker = quoted(parallel_config.worker_cls)
+    refusals = {
+        f"platform {current_platform.device_name!r} is not supported with {method.name}; use CUDA, ROCm or CPU": (
+            not (current_platform.is_cpu() or current_platform.is_cuda_alike())
+        ),
+        f"data parallelism of mixture-of-experts models is not supported with {method.name}": (
+            parallel_config.data_parallel_size > 1 and model_config.is_moe
+        ),
+        f"decode context parallelism is not supported with {method.name}": (
+            getattr(parallel_config, "decode_context_parallel_size", 1) > 1
+        ),
+        f"micro-batching (--enable-dbo) is not supported with {method.name}": parallel_config.use_ubatching,
+        f"prompt embeddings (--enable-prompt-embeds) are not supported with {method.name}": (
+            model_config.enable_prompt_embeds
+        ),
+        f"multimodal models are not supported with {method.name}": model_config.is_multimodal_model,
+        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.name}": (
+            model_config.has_inner_state
+        ),
+        "custom logits processors are not supported while drafting: vLLM applies none to drafted positions": (
+            bool(model_config.logits_processors)
+        ),
+        "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
+        f"worker class {worker} cannot be combined with {method.name}, which brings its own": (
+            parallel_config.worker_cls not in ("auto", WORKER)
+        ),
+    }
+    _refuse(refusals)
+
+
+def _check_family(method: Method, model_config: ModelConfig) -> None:
+    try:
+        adapter = adapter_path(model_config.architectures)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
+    _refuse({
+        "this family is not supported with vLLM's Transformers backend; leave out --model-impl": (
+            model_config.using_transformers_backend() != (adapter == NEOX)
+        ),
+        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, in which {method.name} cannot add "
+        "layers; use early or CP heads": adapter == NEOX and method.heads == "dynamo",
+    })  # fmt: skip
+
+
+def check_engine_args(engine_args: Any) -> None:
+    """Refuse engine arguments that have no place in the model's or the parallel configuration.
+
+    Raises:
+        OptionError: naming the argument.
+    """
+    scheduler = shortened(str(engine_args.scheduler_cls), LONGEST_VALUE)
+    refusals = {
+        "LoRA (--enable-lora) is not supported with vllm-ppd; merge the adapter first": engine_args.enable_lora,
+        "--async-scheduling is not supported with vllm-ppd; leave it out": engine_args.async_scheduling,
+        "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
+        "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
+        "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
+        f"--scheduler-cls {scheduler} cannot be combined with a worker group, which brings its own": (
+            engine_args.pipeline_parallel_size > 1 and engine_args.scheduler_cls not in (None, GROUP_SCHEDULER)
+        ),
+    }
+    _refuse(refusals)
+
+
+def _refuse(refusals: dict[str, Any]) -> None:
+    """Raise the first message whose condition holds."""
+    for message, refused in refusals.items():
+        if refused:
+            raise OptionError(message)
+
+
+def _target_fingerprint(model_config: ModelConfig) -> TargetFingerprint:
+    """Hashes of the target, as far as it is on this disk."""
+    model = model_config.model
+    if os.path.isdir(model):
+        return fingerprint(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return fingerprint(snapshot_download(model, revision=model_config.revision, local_files_only=True))
+    except (OSError, ValueError):
+        return TargetFingerprint()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our options, declared once: the command-line flags, the documentation and the errors come from here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from vllm_ppd.heads.quote import quoted, shortened
+from vllm_ppd.vllm_plugins.registry import GROUP, METHODS, PARALLEL, Method
+
+# Where our resolved options travel inside VllmConfig.additional_config.
+CONFIG_KEY = "vllm_ppd"
+
+
+LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
+LARGEST = 2**31 - 1  # of counts that have no other bound
+LONGEST_NAME = 64  # characters that are compared with the options' names
+
+
+class OptionError(ValueError):
+    """A bad option; the message is one line of at most 300 characters: what, where, what to do instead."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
+
+class DraftingOptions(BaseModel):
+    """Options of the drafting methods, as given by the user.
+
+    They come as keys of --speculative-config / speculative_config, or as --ppd-... flags (the fields marked so). A
+    field marked with methods is refused with any other. Types are strict: true is not 1, and 3.0 is not 3.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
+
+    method: Literal["ppd", "paradecode", "cp", "dynamo"] = Field(
+        "ppd",
+        description="drafting method: ppd or paradecode (early drafting with deferred KV completion), cp (a CP head), "
+        "dynamo (token heads)",
+    )
+    model: str | None = Field(
+        None,
+        description="heads folder; early drafting does without: the exit is then read through the target's own final "
+        "norm and LM head",
+    )
+    num_speculative_tokens: int = Field(
+        3,
+        ge=1,
+        le=16,
+        description="drafts per request and step (default 3, or what the heads recommend); with pipeline parallelism "
+        "the worker group emits up to one token more than this a step",
+    )
+    exit_layer: tuple[int, ...] | None = Field(
+        None,
+        description="layer after which drafts are read, or several such layers: the earliest whose confidence "
+        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model); with pipeline "
+        "parallelism the layer at which the stages are split, from the middle on",
+        json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
+    )
+    gamma: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        allow_inf_nan=False,
+        description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
+        json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
+    )
+    schedule: Literal["deferred", "parallel"] = Field(
+        "deferred",
+        description="deferred: drafts run through the shallow layers, and the next step's pass completes their deeper "
+        "ones; parallel: ParaDecode's own, a token's deep layers and the next token's shallow ones in the same batched "
+        "products, verified and restarted within the step (fewer launches, not fewer bytes)",
+        json_schema_extra={"flag": True, "methods": ["paradecode"]},
+    )
+    eps_b: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
+        "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
+        json_schema_extra={"flag": True, "methods": ["dynamo"]},
+    )
+    verify: bool = Field(
+        True,
+        description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output",
+        json_schema_extra={"flag": True, "methods": ["dynamo"]},
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] = Field(
+        "probabilistic",
+        description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample whose "
+        "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
+        json_schema_extra={"flag": True},
+    )
+    draft_vocab_size: int | None = Field(
+        None,
+        ge=16,
+        le=LARGEST,
+        description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
+        "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
+        json_schema_extra={"flag": True, "methods": ["cp", "dynamo"]},
+    )
+    lanes: int = Field(
+        1,
+        ge=1,
+        le=8,
+        description="candidates for the next token that idle pipeline stages start at once (PPD's k); a batch of r "
+        "requests computes r * lanes rows",
+        json_schema_extra={"flag": True, "methods": ["ppd"]},
+    )
+    adaptive: bool = Field(
+        True,
+        description="draft as many tokens as pay, down to none and back, by the acceptance that the engine counts and "
+        "step costs measured at start-up; false always drafts num_speculative_tokens. Sampling requests with a seed "
+        "always do, so that they repeat",
+        json_schema_extra={"flag": True},
+    )
+    step_costs: Literal["cached", "measure"] = Field(
+        "cached",
+        description="cached: step costs (adaptive) are measured at the first start with a model, settings and machine, "
+        "and kept beside vLLM's compile cache for later starts; measure: measure them anew, as after a change that "
+        "makes the machine faster or slower",
+        json_schema_extra={"flag": True},
+    )
+    prompt_lookup_min: int | None = Field(
+        None,
+        ge=1,
+        le=LONGEST_LOOKUP,
+        description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
+        "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
+        "drafts promise more (default: no lookup; try 2 or 3)",
+        json_schema_extra={"flag": True},
+    )
+    prompt_lookup_drafts: int | None = Field(
+        None,
+        ge=1,
+        le=16,
+        description="drafts of the prompt lookup per request and step, which may be more than the method's (default: "
+        "num_speculative_tokens)",
+        json_schema_extra={"flag": True},
+    )
+    max_drafting_requests: int | None = Field(
+        None,
+        ge=1,
+        le=LARGEST,
+        description="soft batch cut-off: only the first so many requests of a batch draft",
+        json_schema_extra={"flag": True},
+    )
+    disable_by_batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=LARGEST,
+        description="hard batch cut-off: in batches of more requests than this none drafts, and decode steps skip "
+        "dynamo's heads unless verify is false (default: none; 8 with pipeline parallelism)",
+        json_schema_extra={"flag": True},
+    )
+
+    @field_validator("exit_layer", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        """Accept 3, "3", "3,6", [3, 6]; store ascending and without repetition."""
+        if value is None:
+            return None
+        layers = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        try:
+            if not all(type(layer) in (int, str) for layer in layers):  # True is an int, too
+                raise TypeError
+            return tuple(sorted({int(layer) for layer in layers}))
+        except (TypeError, ValueError):
+            raise ValueError("must be a layer number or a list of layer numbers, such as 6 or 4,8") from None
+
+    @field_validator("exit_layer")
+    @classmethod
+    def _positive(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (not value or value[0] < 1):
+            raise ValueError("layers count from 1; the exit lies after that many layers")
+        return value
+
+
+class DraftingConfig(DraftingOptions):
+    """The options as resolved for one target: exit layers are known and within the model (None: of no use here)."""
+
+    num_layers: int
+    stages: int = 1  # pipeline stages; with 2 the method is a worker group
+    heads_summary: str = ""
+
+    @property
+    def how(self) -> Method:
+        """The method's entry in the table of methods."""
+        return METHODS[self.method]
+
+    @property
+    def most_lookup_drafts(self) -> int:
+        """Drafts of the prompt lookup per request and step; 0 without it."""
+        if self.prompt_lookup_min is None:
+            return 0
+        return self.prompt_lookup_drafts or self.num_speculative_tokens
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts per request and step, of whichever source."""
+        return max(self.num_speculative_tokens, self.most_lookup_drafts)
+
+    @property
+    def proposer(self) -> str:
+        """Dotted path of the class that vLLM starts."""
+        if self.schedule == "parallel":
+            return PARALLEL
+        return self.how.proposer if self.stages == 1 else GROUP
+
+    @property
+    def split(self) -> int:
+        """The layer behind which a worker group's first stage ends, d_bar."""
+        assert self.stages > 1 and self.exit_layer is not None
+        return self.exit_layer[0]
+
+    @property
+    def partition(self) -> str:
+        """Layers of each pipeline stage, as VLLM_PP_LAYER_PARTITION has it."""
+        return f"{self.split},{self.num_layers - self.split}"
+
+    def summary(self) -> str:
+        """The start-up line: what drafts, from which layer, with which heads."""
+        parts = []
+        if self.stages > 1:
+            parts.append(f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers")
+            parts.append(f"{self.lanes} lane{'s' * (self.lanes > 1)}")
+        elif self.exit_layer:
+            parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")
+        if self.model is None:
+            parts.append("no heads (final norm and LM head of the target)")
+        else:
+            parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
+        if self.stages > 1:
+            parts.append(f"{self.num_speculative_tokens + 1} ticks a step")
+        else:
+            most = "up to " if self.adaptive else ""
+            parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+        if self.prompt_lookup_min is not None:
+            drafts = f"up to {self.most_lookup_drafts} drafts"
+            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on ({drafts})")
+        if self.draft_vocab_size is not None:
+            parts.append(f"draft vocabulary {self.draft_vocab_size}")
+        if self.exit_layer and self.stages == 1:
+            parts.append(f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel"))
+        if self.eps_b is not None:
+            parts.append(f"eps_b {self.eps_b:g}")
+        soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"
+        hard = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
+        return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-offs: soft {soft}, hard {hard}"
+
+
+def flag_fields() -> list[str]:
+    """Fields that have a --ppd-... flag of their own."""
+    return [
+        name
+        for name, field in DraftingOptions.model_fields.items()
+        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("flag")
+    ]
+
+
+def flag_name(field: str) -> str:
+    return "--ppd-" + field.replace("_", "-")
+
+
+def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
+    """Check a speculative_config of ours.
+
+    Raises:
+        OptionError: on the first problem, naming the option and, for an unknown one, the nearest known.
+    """
+    known = DraftingOptions.model_fields
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(str(key)[:LONGEST_NAME], known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+            raise OptionError(f"speculative_config: unknown option {quoted(key)}; {hint}")
+    try:
+        parsed = DraftingOptions(**options)
+    except ValidationError as error:
+        raise OptionError(f"speculative_config: {error.errors()[0]['loc'][0]}={first_problem(error)}") from None
+    for key in options:
+        methods = methods_of(key)
+        if parsed.method not in methods:
+            raise OptionError(
+                f"speculative_config: {key} belongs to method {' and '.join(methods)}; "
+                f"leave it out with method {parsed.method!r}"
+            )
+    return parsed
+
+
+def first_problem(error: ValidationError) -> str:
+    """The value that is wrong, and what is wrong with it."""
+    problem = error.errors()[0]
+    return f"{quoted(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def methods_of(field: str) -> list[str]:
+    """The methods that read an option."""
+    extra = DraftingOptions.model_fields[field].json_schema_extra
+    return list(extra.get("methods", METHODS)) if isinstance(extra, dict) else list(METHODS)  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a single request, in vLLM's `vllm_xargs` (offline: SamplingParams(extra_args={...})).
+
+ppd_draft   false: do not draft for this request
+ppd_eps_b   0..1: back-off threshold of this request (method dynamo)
+
+JSON's true and false reach us as 1 and 0: vLLM's request model knows strings, numbers and lists only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_ppd.heads.quote import quoted, shortened
+
+if TYPE_CHECKING:
+    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+
+DRAFT, EPS_B = "ppd_draft", "ppd_eps_b"
+OPTIONS, PREFIX = (DRAFT, EPS_B), "ppd"
+NEAR = 0.85  # difflib's ratio from which a key without our prefix is one of ours, misspelt
+LONGEST_NAME = 32  # characters that are compared
+_TEXTS = {"true": True, "false": False}
+
+
+def drafting_allowed(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request wants drafts.
+
+    Raises:
+        ValueError: if the value is not a truth value: a bool, 0, 1, "true" or "false".
+    """
+    if not extra_args or DRAFT not in extra_args:
+        return True
+    value = extra_args[DRAFT]
+    if isinstance(value, str) and value.lower() in _TEXTS:
+        return _TEXTS[value.lower()]
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ValueError(f"vllm_xargs[{DRAFT!r}]={quoted(value)} is not a truth value; use true or false")
+
+
+def back_off_threshold(extra_args: Mapping[str, Any] | None) -> float | None:
+    """A request's own eps_b, or None.
+
+    Raises:
+        ValueError: if the value is not a number in 0..1.
+    """
+    if not extra_args or EPS_B not in extra_args:
+        return None
+    value = extra_args[EPS_B]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"vllm_xargs[{EPS_B!r}]={quoted(value)} is not a number from 0 to 1")
+    return float(value)
+
+
+def check_names(extra_args: Mapping[str, Any] | None) -> None:
+    """Refuse a key that is one of ours but for its spelling: a misspelt opt-out would draft on.
+
+    Raises:
+        ValueError: naming the nearest key.
+    """
+    for key in extra_args or ():
+        if key in OPTIONS or not isinstance(key, str):
+            continue
+        name = key.strip()[:LONGEST_NAME].lower()
+        if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0 if name.startswith(PREFIX) else NEAR):
+            raise ValueError(f"vllm_xargs has no key {quoted(key)}; did you mean {near[0]!r}?")
+
+
+def sees_each_token(params: Any) -> bool:
+    """Whether what a request may say next depends on each token said before, as the engine keeps it."""
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.min_tokens
+        or params.bad_words
+        or params.structured_outputs
+        or params.thinking_token_budget is not None
+    )
+
+
+def one_token_at_a_time(params: Any) -> bool:
+    """Whether a request asks for what n-grams emitted at once cannot give: its own draws, or a say in each token."""
+    return params is None or bool(
+        params.seed is not None
+        or params.num_logprobs is not None
+        or params.min_p
+        or params.logit_bias
+        or params.allowed_token_ids
+        or sees_each_token(params)
+    )
+
+
+def check(params: Any, config: DraftingConfig) -> None:
+    """Refuse a request that the server's method cannot serve as asked; vLLM's front end answers HTTP 400.
+
+    Raises:
+        VLLMValidationError: naming the key and the value.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    extra_args = getattr(params, "extra_args", None)
+    try:
+        check_names(extra_args)
+        drafting_allowed(extra_args)
+        if back_off_threshold(extra_args) is not None and config.method != "dynamo":
+            raise ValueError(f"vllm_xargs[{EPS_B!r}] belongs to method 'dynamo'; this server drafts with another")
+    except ValueError as error:
+        raise VLLMValidationError(shortened(str(error)), parameter="vllm_xargs") from None
+    if not config.verify and getattr(params, "structured_outputs", None) is not None:
+        raise VLLMValidationError(
+            "structured outputs need verified tokens, and this server emits unverified ones (verify: false)",
+            parameter="structured_outputs",
+        )

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every proposer does: vLLM builds it, our runner drives it, one call a phase of the engine step.
+
+begin_step      the scheduler's output is about to be taken in
+forward         the target runs, or part of it
+after_sampling  tokens were sampled, and are not yet emitted
+draft           tokens were emitted: draft those that may follow
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.distributed import get_tp_group
+
+from vllm_ppd.kernels.sampling import INVALID
+from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
+from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
+from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding, measured
+from vllm_ppd.vllm_plugins.integration.metrics import Counters
+from vllm_ppd.vllm_plugins.integration.v1.bypass import Bypass
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+
+class Step(NamedTuple):
+    """What an engine step came to."""
+
+    sampled_token_ids: list[list[int]]  # emitted tokens a batch row; empty where the prompt is not done
+    verified: Any  # vLLM's SpecDecodeMetadata; None if the batch had no drafts to verify
+    sampling: Any  # the batch's SamplingMetadata
+    sample_hidden_states: torch.Tensor  # [sampled rows, hidden] normed
+
+    @property
+    def num_draft_tokens(self) -> list[int] | None:
+        """Drafts that each batch row verified; None if there were none in the batch."""
+        return None if self.verified is None else self.verified.num_draft_tokens
+
+    def last_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Of batch rows [requests], the sampled row that gave the last emitted token: [requests]."""
+        if self.num_draft_tokens is None:
+            return rows
+        emitted = np.fromiter(map(len, self.sampled_token_ids), dtype=np.int64, count=len(self.sampled_token_ids))
+        widths = np.array(self.num_draft_tokens, dtype=np.int64) + 1
+        starts = np.cumsum(widths) - widths
+        return (starts + emitted - 1)[rows]
+
+    def last_tokens(self, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Of batch rows [requests], the token of the step that gave the last emitted token: [requests].
+
+        Args:
+            rows: [requests]
+            starts: [batch rows + 1] the first token of each row, and the number of all.
+        """
+        last = starts[rows + 1].astype(np.int64) - 1
+        if self.num_draft_tokens is None:
+            return last
+        emitted = np.array([len(self.sampled_token_ids[row]) for row in rows], dtype=np.int64)
+        return last - np.array(self.num_draft_tokens, dtype=np.int64)[rows] + emitted - 1
+
+
+class Proposer(ABC):
+    """The base of all drafting methods."""
+
+    runner: Any
+    padding: RowPadding = NONE  # of steps that verify drafts, and of passes between steps
+    decoding = False  # whether the step that runs now takes no prompt in
+    probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
+    looked_up = False  # whether the latest drafts stood in the requests' own text, and have no q(x)
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.config = own_config(vllm_config, self)
+        self.counters = Counters(vllm_config.parallel_config)
+        self.watch = AcceptanceWatch()
+        self.bypass = Bypass()
+        self._warned = False  # of drafts that were dropped as INVALID
+        self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
+
+    def bind(self, runner: Any) -> None:
+        """Take the model runner that will drive this proposer."""
+        self.runner = runner
+        config, sources = self.config, None
+        if config.prompt_lookup_min is not None:
+            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts)
+        self.planner = DraftPlanner(config, runner, sources)
+
+    @property
+    def drafting_off(self) -> bool:
+        """Whether no drafts are meant to follow the step that runs now: what only drafts need may be left out."""
+        controller = self.planner.controller
+        return self.bypass.active or (controller is not None and controller.off)
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
+        raise RuntimeError(f"{self.config.how.name} needs vllm-ppd's worker; remove --worker-cls")
+
+    @abstractmethod
+    def load_model(self, model: Any) -> None:
+        """Take the loaded target and allocate everything, before vLLM measures the memory left for its KV cache."""
+
+    def allocate_probs(self) -> None:
+        """Allocate q(x) if drafts are to be sampled."""
+        if self.config.draft_sample_method == "probabilistic":
+            self.probs = torch.zeros(
+                self.vllm_config.scheduler_config.max_num_seqs,
+                self.config.num_speculative_tokens,
+                self.vllm_config.model_config.get_vocab_size(),
+                device=self.runner.device,
+            )
+
+    def pad_rows(self, model: Any) -> None:
+        """Find how many rows passes of few tokens have best."""
+        self.padding = measured(model, self.vllm_config, _agreement())
+
+    def draft_all(self, on: bool) -> None:  # noqa: B027
+        """Make drafts however unsure of them, as while steps are timed."""
+
+    def begin_step(self, scheduler_output: Any) -> bool:
+        """Forget what was looked up if a request is new or came back from preemption; returns whether one was."""
+        scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        tokens = len(scheduled) + sum(map(len, drafts.values()))
+        self.decoding = scheduler_output.total_num_scheduled_tokens == tokens
+        changed = bool(scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+        if changed:
+            self.planner.forget()
+        self.bypass.begin_step(scheduler_output)
+        self._scheduled = scheduled
+        return changed
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """Run the target for this step: normed hidden states [tokens, hidden], or None for vLLM's own forward."""
+        return None
+
+    def after_sampling(self, logits: torch.Tensor | None, sample: Callable[[], Any]) -> Any:
+        """What the step emits: vLLM's own SamplerOutput, which sample() gives, or a method's change of it."""
+        return sample()
+
+    def drafting_rows(self) -> np.ndarray | None:
+        """Which rows of the batch have what it takes to draft: [batch rows] bool; None: all."""
+        return None
+
+    def draft(self, step: Step) -> list[list[int]]:
+        """Draft token ids, a list a batch row; empty where a request does not draft."""
+        started, planner = time.perf_counter(), self.planner
+        drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
+        controller, bypassed = planner.controller, self.bypass.take_steps()
+        if controller is not None and bypassed:
+            controller.skip(bypassed)
+            self.counters.add("suppressed_drafts", controller.suppressed * bypassed)
+        self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
+        plan = planner.plan(step.sampled_token_ids, self.drafting_rows())
+        self.looked_up = plan is not None and plan.looked_up is not None
+        if plan is not None:
+            if plan.looked_up is None:
+                tokens, made = self.draft_plan(plan, step)
+                made = self._valid(tokens, made)
+            else:
+                tokens, made = plan.looked_up, plan.max_drafts
+            for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
+                drafts[row] = ids[:count]
+        if controller is not None:
+            self.counters.add("suppressed_drafts", controller.suppressed)
+            self.counters.add("exploration_steps", controller.drafting and controller.gain == np.inf)
+            # An unfinished prompt may end in a chunk of one token, which looks like a step of decoding.
+            if self.decoding and planner.all_emitted and planner.sources is None:
+                self.bypass.begin(controller.steps_off(), self._scheduled.keys())
+        self.counters.add("lookup_steps", self.looked_up)
+        self.counters.add("drafting_seconds", time.perf_counter() - started)
+        return drafts
+
+    @abstractmethod
+    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Draft for the requests of a plan.
+
+        Returns:
+            (tokens [requests, at least as many as made], INVALID where what a draft was taken from is not a
+            distribution; drafts made [requests]).
+        """
+
+    def _valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
+        """Drafts made [requests], none where any of them is INVALID: the rejection sampler must not see its q(x)."""
+        invalid = ((tokens == INVALID) & (np.arange(tokens.shape[1]) < made[:, None])).any(axis=1)
+        if not invalid.any():
+            return made
+        self.counters.add("invalid_drafts", int(invalid.sum()))
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "vllm-ppd: dropped drafts, as what they were taken from is not a distribution (NaN or infinite "
+                "logits): the heads are damaged, or of another model; train or copy them anew, see ppd inspect. "
+                "Said once, ppd:invalid_drafts counts on"
+            )
+        return np.where(invalid, 0, made)
+
+    def index(self, values: np.ndarray) -> torch.Tensor:
+        """An array of indices on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
+
+    def temperature(self, rows: np.ndarray, sampling: Any) -> torch.Tensor | None:
+        """Temperatures [requests] at which drafts are sampled; 0 where they must be greedy, None if all must.
+
+        A seed promises the same output on every run, and drafts are drawn from a generator that requests share. A
+        grammar cuts drafts off by what was drawn, after which q(x) is not what they were drawn from.
+        """
+        if self.probs is None or sampling.all_greedy:
+            return None
+        greedy = np.isin(rows, list(sampling.generators)) | self.planner.structured[rows]
+        return sampling.temperature[self.index(rows)].masked_fill(self.index(greedy), 0.0)
+
+
+def _agreement() -> Callable[[np.ndarray], np.ndarray] | None:
+    """Makes the first rank's numbers those of all; None where there is one rank."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return None
+
+    def first_ranks(numbers: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(numbers.copy())
+        torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.cpu_group)
+        return tensor.numpy()
+
+    return first_ranks

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with room for what a worker group emits in one step, and one batch at a time while it works.
+
+A request that decodes in the group is given placeholder drafts: they reserve its KV slots and token budget, and what
+the group emits beyond one token counts as so many accepted. Above the cut-off, and while any prompt is being read,
+nothing differs from vLLM's own scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_ppd.vllm_plugins.config import checks
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed, sees_each_token
+
+PLACEHOLDER = 0
+
+
+class GroupScheduler(Scheduler):
+    """Schedules small batches of decoding requests for several ticks a step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = active_config(self.vllm_config)
+        assert config is not None and config.disable_by_batch_size is not None
+        checks.check_lanes(config, self.max_num_running_reqs)  # a default is known no sooner
+        self.most_requests = config.disable_by_batch_size
+        self.placeholders = config.num_speculative_tokens
+
+    def has_requests(self) -> bool:
+        # A second batch in flight would wait for the group, and its requests could never join the first one's.
+        return super().has_requests() and not (self._is_small() and self._in_flight())
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        ticks = self._is_small() and self._all_decode()
+        for request in self.running:
+            request.spec_token_ids = [PLACEHOLDER] * self._room(request) if ticks else []
+        return super().schedule(*args, **kwargs)
+
+    def _is_small(self) -> bool:
+        return sum(self.get_request_counts()) <= self.most_requests
+
+    def _in_flight(self) -> bool:
+        return any(request.num_in_flight_tokens > 0 for request in self.running)
+
+    def _all_decode(self) -> bool:
+        return self.get_request_counts()[1] == 0 and all(
+            request.num_computed_tokens >= request.num_tokens - 1 and not _needs_own_steps(request)
+            for request in self.running
+        )
+
+    def _room(self, request: Request) -> int:
+        """Tokens that a request may emit beyond the first."""
+        params = request.sampling_params
+        if params is None or sees_each_token(params) or not drafting_allowed(params.extra_args):
+            return 0
+        return max(0, min(self.placeholders, request.max_tokens - request.num_output_tokens - 1))
+
+
+def _needs_own_steps(request: Request) -> bool:
+    """Whether nobody may go on in a step with a request: ticks make no logprobs, and a thinking budget counts steps."""
+    params = request.sampling_params
+    return params is None or params.num_logprobs is not None or params.thinking_token_budget is not None

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early drafting on ParaDecode's own schedule: tokens at different depths in the same batched products (section 2.2).
+
+One engine step for every decoding request:
+
+    verify     vLLM's rejection sampler, from the final hidden states of [b, d1..dn] that the step before left
+    schedule   b' and n tokens behind it through all layers, as many in flight as the exits predict
+
+The target itself is not cut: prompts and steps without saved states are vLLM's own forward over the same weights.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.heads.io import load_early_heads
+from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.model_patches.families import adapter_path
+from vllm_ppd.model_patches.stacked_layers import StackedLayers
+from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+from vllm_ppd.vllm_plugins.drafting.planner import Plan
+from vllm_ppd.vllm_plugins.drafting.proposer import Step
+from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
+from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.methods.early_exit.proposer import EarlyProposer
+from vllm_ppd.vllm_plugins.methods.paradecode.schedule import ParallelSchedule
+from vllm_ppd.vllm_plugins.methods.paradecode.token_groups import ParallelLayers
+
+
+class ParallelProposer(EarlyProposer):
+    """Drafts at exit layers, completes and verifies the drafts in the same step."""
+
+    def load_model(self, model: Any) -> None:
+        config, vllm_config = self.config, self.vllm_config
+        model_config, device = vllm_config.model_config, self.runner.device
+        module, _, name = adapter_path(model_config.architectures).rpartition(".")
+        adapter = getattr(import_module(module), name)(model)
+        heads = None
+        if config.model is not None:
+            heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=model_config.dtype)
+        self.saved = SavedStates(
+            vllm_config.scheduler_config.max_num_seqs,
+            config.num_speculative_tokens + 1,
+            model_config.hf_text_config.hidden_size,
+            model_config.dtype,
+            device,
+            has_residual=False,
+        )
+        self.allocate_probs()
+        layers = ParallelLayers(self.runner, StackedLayers(adapter.layers))
+        reader = EarlyReader(adapter, TargetLMHead(model), heads)
+        self.schedule = ParallelSchedule(config, adapter, layers, reader, self.saved, device)
+
+    def draft_all(self, on: bool) -> None:
+        self.schedule.gamma = 0.0 if on else self.config.gamma
+
+    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
+        """The states are the final ones already."""
+        return state[0]
+
+    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        tokens, made = self.schedule.run(plan, self.temperature(plan.rows, step.sampling), self.probs)
+        self.saved.keep(self.runner.input_batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
+        self.counters.add("early_predictions", self.schedule.predictions)
+        self.counters.add("early_rejections", self.schedule.rejections)
+        return tokens[:, 1:], made

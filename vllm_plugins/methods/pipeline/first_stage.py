@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first stage: the sub-processes. While the last stage ends a token, it starts the k likeliest next ones."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from vllm_ppd.heads.io import load_early_heads
+from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
+from vllm_ppd.vllm_plugins.integration.lm_head import CopiedLMHead
+from vllm_ppd.vllm_plugins.integration.v1.passes import StackPasses
+from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.methods.pipeline.candidates import NONE, Lanes
+from vllm_ppd.vllm_plugins.methods.pipeline.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
+
+# Rows, the lane of each whose token was right, and where it stands.
+_NOTHING = tuple(np.zeros(0, dtype=np.int64) for _ in range(3))
+
+
+class FirstStage(Stage):
+    """Layers 0..d_bar, in two stacks where d_bar > d/2, with the early head and copies of norm and LM head."""
+
+    def load_model(self, model: Any) -> None:
+        config, vllm_config, device = self.config, self.vllm_config, self.runner.device
+        model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        dtype, hidden_size = model_config.dtype, model_config.hf_text_config.hidden_size
+        early = config.num_layers - self.split  # lanes need not go further before the last stage has chosen
+        exits = (early,) if early < self.split else ()
+        self.cut = ModelCut(model, vllm_config, exits, layers=(0, self.split))
+        adapter = self.cut.adapter
+        if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
+        self.connect()
+        norm, shard, bias, place = self.wire.receive_weights()
+        adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
+        adapter.decoder.norm.weight.data = norm
+        lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
+        self.reader = EarlyReader(adapter, lm_head, None)
+        self.passes = StackPasses(self.runner, self.cut)
+        self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
+        # A row a request: the state behind d_bar of the token that the last stage is to take next.
+        self.states = SavedStates(self.requests, 1, hidden_size, dtype, device, adapter.has_residual)
+        self.lanes = Lanes(self.runner, self.cut, config.lanes, self.requests)
+        self.limits = Limits(self.runner)
+        self._unsettled = _NOTHING
+
+    def _with_head(
+        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """This rank's shard of the early head as one matrix, E* T or a classifier, read at the cost of E*.
+
+        Args:
+            shard, bias: of E*, [shard_size, hidden] and [shard_size].
+            place: tokens of the vocabulary, the shard's first, and how many it holds.
+        """
+        if self.config.model is None:
+            return shard, bias, place
+        heads = load_early_heads(self.config.model)[1]
+        weight = heads.weights[str(self.split)].detach().to(shard.device)
+        if heads.form == "transform":
+            return (shard.float() @ weight.float()).to(shard.dtype), bias, place
+        _, first, count = place
+        rows = functional.pad(weight[first : first + count], (0, 0, 0, len(shard) - count))
+        return rows.to(shard.dtype), torch.zeros_like(bias), place
+
+    def begin_step(self, scheduler_output: Any) -> Any:
+        """A state carried over is good for the next group step alone, of the same requests."""
+        output = super().begin_step(scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids or self._allowed is None:
+            self.states.clear()
+            self.lanes.forget()
+            self.limits.forget()
+        return output
+
+    def carried(self) -> CutState | None:
+        """The states of a group step's first tokens if the step before has computed them all: no layer runs then."""
+        batch = self.runner.input_batch
+        count, base = batch.num_reqs, self.base_positions()
+        tokens = batch.token_ids_cpu[np.arange(count), base].astype(np.int64)
+        rows = self.states.match(batch.req_ids, base, np.ones(count, dtype=np.int64), tokens)
+        return None if rows is None else self.states.load(rows)
+
+    @torch.inference_mode()
+    def run_ticks(self, state: CutState) -> None:
+        """Go on after the first tick's states went to the last stage.
+
+        Args:
+            state: those states, a row a request of the batch; not overwritten.
+        """
+        assert self.allowance is not None
+        started, waited = time.perf_counter(), self.wire.seconds_waited
+        count = self.runner.input_batch.num_reqs
+        self.states.clear()
+        self.states.store(np.arange(count), 0, *state)
+        progress = Progress(self.base_positions(), self.allowance, self.ticks, self.limits)
+        sent = np.arange(count)
+        for tick in range(self.ticks):
+            if tick > 0:
+                sent = self._next(progress)
+                self._send(sent, count)  # no rows: the step ends
+                if not len(sent):
+                    break
+            self.counters.add("group_ticks")
+            self._tick(progress, sent, tick)
+        # What missed last would be the next step's first work; it is done while the engine ends this one.
+        self._run_missed(progress)
+        self._settle_lanes()
+        self._keep(progress)
+        self.counters.add("group_first_stage_seconds", time.perf_counter() - started)
+        self.counters.add("group_first_stage_idle_seconds", self.wire.seconds_waited - waited)
+
+    def _next(self, progress: Progress) -> np.ndarray:
+        """Rows of the next tick; the last stage waits while every request's token has still to come through."""
+        sent = progress.sendable()
+        if not len(sent) and progress.waits_for_missed():
+            self._run_missed(progress)
+            sent = progress.sendable()
+        return sent
+
+    def _send(self, rows: np.ndarray, count: int) -> None:
+        self.wire.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
+
+    def _tick(self, progress: Progress, sent: np.ndarray, tick: int) -> None:
+        """While the last stage ends the tokens that were sent: lanes for the next ones, and what missed before."""
+        self.wire.expect_tokens(len(progress.position))
+        self._settle_lanes()
+        laned, k = progress.with_lanes(sent), self.lanes.count
+        missed = np.flatnonzero(progress.missed)
+        candidates = np.zeros((len(laned), k), dtype=np.int64)
+        state = None
+        if len(laned) or len(missed):
+            state, candidates = self._run_lanes(progress, laned, missed)
+        tokens = self.wire.tokens()[sent]
+        goes_on = np.zeros(len(progress.position), dtype=bool)
+        goes_on[sent] = progress.emit(sent, tokens)
+
+        hits = candidates == progress.token[laned, None]
+        matched = hits.any(axis=1)
+        self._count(tick, len(laned), int(matched.sum()))
+        won = np.flatnonzero(matched & goes_on[laned])
+        winners, winning_lane = laned[won], hits.argmax(axis=1)[won]
+        goes_on[winners] = False
+        self._advance(
+            progress,
+            np.concatenate([winners, missed]),
+            state,
+            np.concatenate([won * k + winning_lane, len(laned) * k + np.arange(len(missed))]),
+        )
+        progress.missed[goes_on] = True
+        self._unsettled = (
+            np.concatenate([winners, missed]),
+            np.concatenate([winning_lane, np.zeros(len(missed), dtype=np.int64)]),
+            progress.position[np.concatenate([winners, missed])],
+        )
+
+    def _run_lanes(self, progress: Progress, laned: np.ndarray, missed: np.ndarray) -> tuple[CutState, np.ndarray]:
+        """The first stack over k candidates of some rows, lane by lane, and over the missed tokens of others.
+
+        Returns:
+            (states [len(laned) * k + len(missed), hidden], candidates [len(laned), k]).
+        """
+        k = self.lanes.count
+        if len(laned):
+            candidates = self.reader.candidates(self.split, self.states.load(laned), k)
+        else:
+            candidates = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
+        starts = progress.position[laned] + 1
+        self.lanes.prepare(laned, starts)
+        lanes = self.lanes.tails_of(laned)
+        own = np.full((len(missed), lanes.shape[2]), NONE, dtype=np.int64)
+        span = Span(
+            np.concatenate([np.repeat(laned, k), missed]),
+            np.concatenate([np.repeat(starts, k), progress.position[missed]]),
+            np.ones(len(laned) * k + len(missed), dtype=np.int64),
+            np.concatenate([lanes.reshape(len(laned) * k, lanes.shape[2]), own]),
+        )
+        ids = torch.cat([candidates.flatten(), self.index(progress.token[missed])])
+        return self.passes.first(span, ids), candidates.cpu().numpy()
+
+    def _run_missed(self, progress: Progress) -> None:
+        """Bring the missed tokens through the first stage."""
+        missed = np.flatnonzero(progress.missed)
+        if len(missed):
+            self._settle_lanes()
+            state, _ = self._run_lanes(progress, missed[:0], missed)
+            self._advance(progress, missed, state, np.arange(len(missed)))
+            self._unsettled = (missed, np.zeros(len(missed), dtype=np.int64), progress.position[missed])
+
+    def _advance(self, progress: Progress, rows: np.ndarray, state: CutState | None, places: np.ndarray) -> None:
+        """Take rows whose states behind the first stack are at some places on to d_bar."""
+        if not len(rows):
+            return
+        assert state is not None
+        index = self.index(places)
+        state = state[0].index_select(0, index), None if state[1] is None else state[1].index_select(0, index)
+        if len(self.cut.stacks) > 1:
+            span = Span(rows, progress.position[rows], np.ones(len(rows), dtype=np.int64))
+            state = self.passes.deeper(1, span, state)
+        self.states.store(rows, 0, *state)
+        progress.ready[rows], progress.missed[rows] = True, False
+
+    def _settle_lanes(self) -> None:
+        """Have all lanes hold what the target chose; done while the last stage computes."""
+        rows, lanes, positions = self._unsettled
+        self.lanes.choose(rows, positions, lanes)
+        self._unsettled = _NOTHING
+
+    def _keep(self, progress: Progress) -> None:
+        """Keep the states for the next step, and the emitted tokens where the last stage's runner keeps its own."""
+        batch, ready = self.runner.input_batch, np.flatnonzero(progress.ready)
+        ones = np.ones(len(ready), dtype=np.int64)
+        self.states.keep(batch.req_ids, ready, progress.position[ready], progress.token[ready, None], ones)
+        starts = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)
+        for row, (req_id, count) in enumerate(zip(batch.req_ids, progress.emitted.tolist(), strict=True)):
+            tokens = progress.tokens[row, :count].tolist()
+            where = slice(starts[row], starts[row] + count)
+            batch.token_ids_cpu[row, where] = tokens
+            batch.is_token_ids[row, where] = True
+            batch.num_tokens_no_spec[row] = where.stop
+            self.runner.requests[req_id].output_token_ids.extend(tokens)
+
+    def _count(self, tick: int, requests: int, hits: int) -> None:
+        lanes = requests * self.lanes.count
+        self.counters.add("group_hits", hits, tick)
+        self.counters.add("group_misses", requests - hits, tick)
+        self.counters.add("group_lanes", lanes)
+        self.counters.add("group_lanes_discarded", lanes - hits)

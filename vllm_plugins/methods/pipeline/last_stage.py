@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last stage: the main process. It ends every token, samples as vLLM samples, and tells the first stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.integration.v1.passes import StackPasses
+from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
+
+NO_TOKEN = -1  # vLLM's mark of a place without a token
+
+
+class LastStage(Stage):
+    """Layers d_bar..d, the final norm, the LM head and the sampler."""
+
+    def load_model(self, model: Any) -> None:
+        self.model = model
+        self.cut = ModelCut(model, self.vllm_config, (), layers=(self.split, self.config.num_layers))
+        model_config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
+        hidden_size, dtype, device = model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device
+        if self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
+        self.passes = StackPasses(self.runner, self.cut)
+        self.connect()
+        # The first stage reads its candidates through the target's own norm and LM head, which vLLM loads here alone.
+        lm_head = TargetLMHead(model)
+        place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
+        shard, bias = lm_head.own_shard(self.vllm_config, device)
+        self.wire.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
+
+    @torch.inference_mode()
+    def run_ticks(self, first: Any) -> Any:
+        """Go on after a group step's first token.
+
+        Args:
+            first: the SamplerOutput of the first tick.
+
+        Returns:
+            A SamplerOutput with all ticks' tokens, [batch rows, ticks], NO_TOKEN where a row has no more.
+        """
+        assert self.allowance is not None
+        started, waited = time.perf_counter(), self.wire.seconds_waited
+        sampled = first.sampled_token_ids[:, 0].cpu().numpy().astype(np.int64)
+        count = len(sampled)
+        tokens = np.full((count, self.ticks), NO_TOKEN, dtype=np.int64)
+        tokens[:, 0] = sampled
+        emitted = np.ones(count, dtype=np.int64)
+        base = self.base_positions()
+        self._expect_frame(1, count)
+        self.wire.send_tokens(sampled)
+        for tick in range(1, self.ticks):
+            rows, state = self.wire.frame(count)
+            if not len(rows):
+                break
+            self._expect_frame(tick + 1, count)
+            span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
+            sampled = self._sample(rows, self.model.compute_logits(self.passes.final(span, state)))
+            tokens[rows, emitted[rows]] = sampled[rows]
+            emitted[rows] += 1
+            self.wire.send_tokens(sampled)
+        self.counters.add("group_last_stage_seconds", time.perf_counter() - started)
+        self.counters.add("group_last_stage_idle_seconds", self.wire.seconds_waited - waited)
+        ids = torch.from_numpy(tokens).to(first.sampled_token_ids)
+        return dataclasses.replace(first, sampled_token_ids=ids)
+
+    def _expect_frame(self, tick: int, count: int) -> None:
+        if tick < self.ticks:
+            self.wire.expect_frame(count)
+
+    def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:
+        """A token of each row, by vLLM's sampler with the batch's own parameters: [batch rows]; other rows are 0."""
+        runner = self.runner
+        metadata = runner.input_batch.sampling_metadata
+        count = runner.input_batch.num_reqs
+        if len(rows) < count:
+            whole = logits.new_zeros(count, logits.shape[-1])
+            logits = whole.index_copy_(0, self.index(rows), logits)
+            # A seeded request draws once a token that it emits, and no more.
+            chosen = set(rows.tolist())
+            metadata = dataclasses.replace(
+                metadata, generators={row: g for row, g in metadata.generators.items() if row in chosen}
+            )
+        return runner.sampler(logits=logits, sampling_metadata=metadata).sampled_token_ids[:, 0].cpu().numpy()
