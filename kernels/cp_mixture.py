@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.sampling import divisor, draw, is_greedy
+from vllm_ppd.kernels.sampling import Sampling, divisor, draw, is_greedy, truncated
 
 # Log-probability below which experts that rule a token out are not told apart, so that their weights stay finite.
 RULED_OUT = -1e5
@@ -95,7 +95,7 @@ def draft_chain(
     log_weights: torch.Tensor,  # [rows, r], before position 1
     logits: torch.Tensor,  # [rows, n, r, vocab], W_a^(s) e of positions 1 to n
     first_token: torch.Tensor,  # [rows] int64, position 1; -1 where the logits do not cover it
-    temperature: torch.Tensor | None = None,  # [rows]
+    sampling: Sampling | None = None,  # of each row
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
@@ -107,8 +107,8 @@ def draft_chain(
         log_weights: the experts' weights given the context alone.
         logits: before eq. 6's softmax, in any floating-point type.
         first_token: what the target sampled; -1 says nothing about the experts.
-        temperature: rows from 1e-5 on sample in proportion to mixture^(1/temperature), the others take the arg-max
-            (None: all).
+        sampling: rows at a temperature from 1e-5 on sample in proportion to mixture^(1/temperature), cut to their top-k
+            and top-p; the others take the arg-max (None: all).
         generator: where the samples come from, on the device of logits.
 
     Returns:
@@ -126,11 +126,11 @@ def draft_chain(
     for left, factors in zip(reversed(range(every.shape[1])), every.unbind(dim=1), strict=True):
         probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
         token = probs.argmax(dim=-1)
-        if temperature is not None:
+        if sampling is not None:
             # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
-            probs = (probs / probs.amax(dim=-1, keepdim=True)).pow(1 / divisor(temperature).to(probs.dtype))
-            probs = probs / probs.sum(dim=-1, keepdim=True)
-            token = torch.where(is_greedy(temperature), token, draw(probs, generator))
+            probs = (probs / probs.amax(dim=-1, keepdim=True)).pow(1 / divisor(sampling.temperature).to(probs.dtype))
+            probs = truncated(probs / probs.sum(dim=-1, keepdim=True), sampling)
+            token = torch.where(is_greedy(sampling.temperature), token, draw(probs, generator))
         tokens.append(token)
         distributions.append(probs)
         if left:

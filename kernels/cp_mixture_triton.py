@@ -19,6 +19,7 @@ import triton.language as tl
 
 from vllm_ppd.kernels import cp_mixture
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
+from vllm_ppd.kernels.sampling import Sampling
 
 BLOCK_V = 2048  # of the vocabulary a program
 COLDEST = tl.constexpr(1e-5)  # the reference takes the arg-max below
@@ -171,13 +172,18 @@ def draft_chain(
     log_weights: torch.Tensor,
     logits: torch.Tensor,
     first_token: torch.Tensor,
-    temperature: torch.Tensor | None = None,
+    sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference, in float32; float64 goes through it. Ties, and rows of NaN, give the lowest id."""
+    """As the reference, in float32. Ties, and rows of NaN, give the lowest id.
+
+    The reference itself runs for float64, and where a row asks for top-k or top-p: those need the mixture sorted.
+    """
     rows, positions, rank, vocab = logits.shape
-    if logits.dtype == torch.float64 or rows == 0 or positions < 2:
-        return cp_mixture.draft_chain(log_weights, logits, first_token, temperature, generator)
+    cut = sampling is not None and (sampling.top_k is not None or sampling.top_p is not None)
+    if cut or logits.dtype == torch.float64 or rows == 0 or positions < 2:
+        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, generator)
+    temperature = None if sampling is None else sampling.temperature
     device, drafts, parts = logits.device, positions - 1, triton.cdiv(vocab, BLOCK_V)
     # Lines of equal distance are read as they lie: an LM head pads its vocabulary.
     step = logits.stride(2) if rank > 1 else logits.stride(1)

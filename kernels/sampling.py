@@ -3,11 +3,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 GREEDY_BELOW = 1e-5  # temperature, as vLLM's sampler has it
 INVALID = -1  # in place of a draft: what it was taken from is not a distribution
 SUM_TOLERANCE = 1e-3  # float32 sums of 2^18 probabilities are off by less
+
+
+class Sampling(NamedTuple):
+    """How each row asks to be sampled: as vLLM applies them, temperature first, then top-k, then top-p."""
+
+    temperature: torch.Tensor  # [rows] float32; below 1e-5 the row takes the best token
+    top_k: torch.Tensor | None = None  # [rows] int; the vocabulary's size where a row has no limit
+    top_p: torch.Tensor | None = None  # [rows] float32 in (0, 1]
+
+    def at(self, index: torch.Tensor) -> Sampling:
+        """The settings of the rows at an index."""
+        return Sampling(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
 
 
 def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
@@ -18,6 +32,34 @@ def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
 def divisor(temperature: torch.Tensor) -> torch.Tensor:
     """What logits are divided by: the temperature [rows], 1 where it is greedy; [rows, 1] for a row of logits each."""
     return torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(-1)
+
+
+def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Distributions [rows, entries] cut to the rows' top-k and top-p and renormalised.
+
+    The k most probable entries are kept, then the fewest of those that together have p of their mass; entries that tie
+    with the last one kept stay, too. Without top-k and top-p the distributions are returned as they are.
+    """
+    if sampling.top_k is None and sampling.top_p is None:
+        return probs
+    entries = probs.shape[-1]
+    ascending = probs.sort(dim=-1).values
+    if sampling.top_k is not None:
+        last = (entries - sampling.top_k.long()).clamp(min=0, max=entries - 1)
+        ascending = torch.where(ascending < ascending.gather(-1, last[:, None]), 0.0, ascending)
+    if sampling.top_p is not None:
+        below = ascending.cumsum(dim=-1)
+        dropped = below <= (1 - sampling.top_p.to(below.dtype))[:, None] * below[:, -1:]
+        dropped[:, -1] = False
+        ascending = ascending.masked_fill(dropped, 0.0)
+    least = torch.where(ascending > 0, ascending, torch.inf).amin(dim=-1, keepdim=True)
+    kept = torch.where(probs >= least, probs, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(kept.dtype).tiny)
+
+
+def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Softmax of logits [rows, entries] at the rows' temperatures, cut to their top-k and top-p: float32."""
+    return truncated(torch.softmax(logits.float() / divisor(sampling.temperature), dim=-1), sampling)
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_ppd.kernels import cp_mixture_triton, joint_threshold_triton, paged_copy_triton, rows_triton
+from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk_triton import unembed_topk
 
 MOST_SHARED = 99 << 10  # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6 and 8.9)
@@ -51,9 +52,9 @@ def main() -> None:
     paged_copy_triton.copy_blocks([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
     for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
         unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
-    for temperature in (None, torch.ones(2)):
+    for sampling in (None, Sampling(torch.ones(2))):
         logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, temperature)
+        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling)
     for sizes in ((1, 50, 50), (50, 50, 50)):
         joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
     print(*sorted(compiled))

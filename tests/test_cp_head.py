@@ -19,6 +19,7 @@ from vllm_ppd.kernels.cp_mixture import (
     mixture,
     posterior,
 )
+from vllm_ppd.kernels.sampling import Sampling
 
 ROWS, POSITIONS, RANK, VOCAB, SIZE = 3, 3, 4, 5, 6
 F64 = torch.float64
@@ -135,7 +136,7 @@ def test_extreme_logits_stay_finite() -> None:
     joint.sum().backward()
     assert weights.grad is not None
     assert all(tensor.isfinite().all() for tensor in [*found, weights.grad])
-    tokens, probs = draft_chain(weights, logits, torch.tensor([1, 1]), torch.tensor([0.0, 1.0]))
+    tokens, probs = draft_chain(weights, logits, torch.tensor([1, 1]), Sampling(torch.tensor([0.0, 1.0])))
     torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
     assert tokens.tolist() == [[1, 1], [1, 1]]  # expert 1 alone explains token 1
 
@@ -148,7 +149,7 @@ def test_tokens_that_all_experts_rule_out() -> None:
     logits[..., 3] = -math.inf
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        tokens, probs = draft_chain(weights, logits, torch.tensor([3]), torch.ones(1), generator)
+        tokens, probs = draft_chain(weights, logits, torch.tensor([3]), Sampling(torch.ones(1)), generator)
         log_probs = probs.log()
         assert tokens.max() < 3
         torch.testing.assert_close(log_probs.exp(), torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]).expand(1, 2, 4))
@@ -301,7 +302,7 @@ def test_no_rows() -> None:
     head, unembedding, bias = head_of(True)
     hidden, none = torch.zeros(0, SIZE, dtype=F64), torch.zeros(0, POSITIONS, dtype=torch.int64)
     joint, chain = head.log_likelihood(hidden, none, unembedding, bias)
-    tokens, probs = head.draft(hidden, none[:, 0], unembedding, bias, torch.zeros(0))
+    tokens, probs = head.draft(hidden, none[:, 0], unembedding, bias, Sampling(torch.zeros(0)))
     log_probs = probs.log()
     assert (joint.shape, chain.shape, tokens.shape) == ((0,), (0, 3), (0, 2))
     assert log_probs.shape == (0, 2, VOCAB)
@@ -312,8 +313,8 @@ def test_greedy_draft_is_the_arg_max_of_the_conditionals(factorised: bool) -> No
     head, unembedding, bias = head_of(factorised)
     hidden, first = seeded(8, SIZE, seed=5), torch.arange(8) % VOCAB
     weights, factors = head.log_weights(hidden).exp(), head.log_factors(hidden, unembedding, bias).exp()
-    for temperature in (None, torch.full((8,), 1e-6)):
-        tokens, probs = head.draft(hidden, first, unembedding, bias, temperature)
+    for sampling in (None, Sampling(torch.full((8,), 1e-6))):
+        tokens, probs = head.draft(hidden, first, unembedding, bias, sampling)
         log_probs = probs.log()
         assert not log_probs.requires_grad
         for row in range(8):
@@ -342,7 +343,7 @@ def test_sampled_drafts_follow_the_mixture(temperature: float) -> None:
         torch.full((draws,), first),
         unembedding,
         bias,
-        torch.full((draws,), temperature),
+        Sampling(torch.full((draws,), temperature)),
         torch.Generator().manual_seed(11),
     )
     log_probs = probs.log()
@@ -369,7 +370,9 @@ def test_rows_have_a_temperature_each() -> None:
     temperature = torch.where(torch.arange(400) % 2 == 0, 0.0, 2.0)
     greedy, mixtures = head.draft(hidden[:1], first[:1], unembedding, bias)
     mixtures = mixtures.log()
-    tokens, probs = head.draft(hidden, first, unembedding, bias, temperature, torch.Generator().manual_seed(0))
+    tokens, probs = head.draft(
+        hidden, first, unembedding, bias, Sampling(temperature), torch.Generator().manual_seed(0)
+    )
     log_probs = probs.log()
     assert (tokens[::2] == greedy).all()
     torch.testing.assert_close(log_probs[::2], mixtures.expand(200, -1, -1))
@@ -382,7 +385,7 @@ def test_the_same_generator_drafts_the_same() -> None:
     head, unembedding, bias = head_of(True)
     hidden, first = seeded(50, SIZE, seed=5), torch.zeros(50, dtype=torch.int64)
     drafts = [
-        head.draft(hidden, first, unembedding, bias, torch.ones(50), torch.Generator().manual_seed(seed))[0]
+        head.draft(hidden, first, unembedding, bias, Sampling(torch.ones(50)), torch.Generator().manual_seed(seed))[0]
         for seed in (0, 0, 1)
     ]
     assert torch.equal(drafts[0], drafts[1])
@@ -471,6 +474,6 @@ def test_low_temperatures_draw_the_best() -> None:
     weights, first = torch.zeros(5, 2).log_softmax(-1), torch.tensor([3, 9, 0, 7, 1])
     best, _ = draft_chain(weights, logits, first)
     for temperature in (0.01, 0.001):
-        tokens, probs = draft_chain(weights, logits, first, torch.full((5,), temperature))
+        tokens, probs = draft_chain(weights, logits, first, Sampling(torch.full((5,), temperature)))
         torch.testing.assert_close(probs.sum(-1), torch.ones(5, 2))
         assert (tokens == best).float().mean() > 0.7

@@ -17,6 +17,7 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import select
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.kernels import joint_threshold as kernels
+from vllm_ppd.kernels.sampling import Sampling
 
 VOCAB = 7
 
@@ -328,7 +329,7 @@ def test_conditioning_is_the_joint_given_the_first_token(first: int) -> None:
         conditional = whole.joints[3][row, at]
         if conditional.sum() > 0:
             torch.testing.assert_close(given.joints[3][row, 0], conditional / conditional.sum())
-    draws = [given.draw(torch.zeros(4, dtype=torch.bool)) for _ in range(20)]
+    draws = [given.draw(Sampling(torch.ones(4))) for _ in range(20)]
     for tokens, (second, third) in draws:
         rows = [row for row in range(4) if given.order[row] == 3]
         for row in rows:
@@ -345,9 +346,9 @@ def test_drawn_tokens_follow_the_distributions_given_with_them() -> None:
     heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
     settings = JointSettings(k=3, eps_b=0.0, adaptive=False)
     choice = select(heads, settings, first_token=torch.full((20_000,), 5))
-    greedy = torch.zeros(20_000, dtype=torch.bool)
-    greedy[:10] = True
-    tokens, (second, third) = choice.draw(greedy)
+    temperature = torch.ones(20_000)
+    temperature[:10] = 0.0
+    tokens, (second, third) = choice.draw(Sampling(temperature))
     assert (tokens[:, 0] == 5).all()
     assert torch.equal(tokens[:10], choice.best()[:10])
     assert ((second[:10] == 1).sum(1) == 1).all()
@@ -361,7 +362,7 @@ def test_probabilities_of_given_tokens_are_those_they_are_drawn_with() -> None:
     torch.manual_seed(0)
     heads = log_probs(300, 2, sharp=1.0)
     choice = select(heads, JointSettings(k=4, eps_b=0.3), first_token=torch.full((300,), 2))
-    tokens, drawn = choice.draw(torch.zeros(300, dtype=torch.bool))
+    tokens, drawn = choice.draw(Sampling(torch.ones(300)))
     found = choice.probabilities(tokens.clamp(min=0))
     for position, q in enumerate(drawn, start=1):
         of_token = (q * (choice.token_ids[position] == tokens[:, position : position + 1])).sum(1)

@@ -29,6 +29,7 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import adaptive_threshold
 from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.rows import load_rows, store_rows
+from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 
 PAYS = 0.8  # share of the floor, and of torch's time
@@ -97,7 +98,7 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
     weights = torch.zeros(batch, r, device=device)
     first = torch.zeros(batch, dtype=torch.int64, device=device)
     moved = size * batch * n * r * v + 4 * batch * (n - 1) * v
-    for name, heat in (("greedy", None), ("sampled", torch.full((batch,), 0.7, device=device))):
+    for name, heat in (("greedy", None), ("sampled", Sampling(torch.full((batch,), 0.7, device=device)))):
         yield Case(f"draft_chain, {name}", draft_chain, (weights, logits, first, heat), bytes=moved)
     del logits
     joint = torch.rand(batch, 1, k, k, device=device)

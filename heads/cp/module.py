@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.kernels.cp_mixture import at_least_float32, chain_log_likelihood, draft_chain, joint_log_likelihood
 from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.sampling import Sampling
 
 NOISE = 0.01  # of fresh experts, relative to the norm of what they start from; with 0.1 a toy mixture trained worse
 
@@ -181,14 +182,14 @@ class CPHead(nn.Module):
         first_token: torch.Tensor,  # [rows] int64, position 1, sampled by the target
         unembedding: torch.Tensor | None,  # [V, d]
         bias: torch.Tensor | None = None,  # [V]
-        temperature: torch.Tensor | None = None,  # [rows]
+        sampling: Sampling | None = None,  # of each row
         generator: torch.Generator | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft positions 2 to n, as kernels.cp_mixture.draft_chain: ([rows, n - 1], [rows, n - 1, V])."""
         with torch.no_grad():
             logits = self.logits(hidden, unembedding, bias)
             draft = chosen(draft_chain, logits)
-            return draft(self.log_weights(hidden), logits, first_token, temperature, generator)
+            return draft(self.log_weights(hidden), logits, first_token, sampling, generator)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""

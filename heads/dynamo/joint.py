@@ -18,7 +18,7 @@ from vllm_ppd.kernels.joint_threshold import (
     joints,
     penalise_repetition,
 )
-from vllm_ppd.kernels.sampling import draw, drawn_from
+from vllm_ppd.kernels.sampling import Sampling, draw, drawn_from, is_greedy, truncated
 
 
 @dataclass
@@ -40,30 +40,31 @@ class JointChoice:
         """The likeliest n-gram of each row's order: [rows, n] int64, -1 past the order."""
         return self._tokens(self._places(self.peaks))
 
-    def sample(
-        self,
-        generator: torch.Generator | None = None,
-        greedy: torch.Tensor | None = None,  # [rows] bool: rows that take the likeliest
-    ) -> torch.Tensor:
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
         """An n-gram of each row's order, in proportion to its entry: [rows, n] int64, -1 past the order."""
-        return self.draw(torch.zeros_like(self.order).bool() if greedy is None else greedy, generator)[0]
+        return self.draw(Sampling(torch.ones_like(self.order, dtype=torch.float32)), generator)[0]
 
     def draw(
-        self, greedy: torch.Tensor, generator: torch.Generator | None = None
+        self, sampling: Sampling, generator: torch.Generator | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """As sample, token after token, with the distribution that each one from the second on was drawn from.
+        """An n-gram of each row's order, token after token, with the distribution that each one was drawn from.
+
+        Args:
+            sampling: of each row; the joint is at the rows' temperatures already, and rows at 0 take the likeliest
+                n-gram. Each token's distribution given those before it is cut to the row's top-k and top-p.
+            generator: where the samples come from.
 
         Returns:
-            (tokens [rows, n], of each position from 2 the probabilities of its head's top-k given the tokens before
-            it [rows, k_i]: one-hot where greedy, all zero past the order).
+            (tokens [rows, n], -1 past the order; of each position from 2 the probabilities of its head's top-k
+            [rows, k_i]: one-hot where greedy, all zero past the order).
         """
-        best = self._places(self.peaks)
+        greedy, best = is_greedy(sampling.temperature), self._places(self.peaks)
         places, result = torch.zeros_like(best), []
         for position in range(len(self.token_ids)):
             if self.token_ids[position].shape[1] == 1:  # a token that is emitted already: nothing to draw
                 found = torch.ones_like(self.token_ids[position], dtype=torch.float32)
             else:
-                found = self._conditional(places, position)
+                found = truncated(self._conditional(places, position), sampling)
                 places[:, position] = torch.where(greedy, best[:, position], draw(found, generator))
             if position:
                 q = drawn_from(found, places[:, position], greedy)

@@ -12,6 +12,7 @@ from scipy.stats import chi2
 from vllm_ppd.kernels import cp_mixture_triton
 from vllm_ppd.kernels.cp_mixture import draft_chain as reference
 from vllm_ppd.kernels.cp_mixture_triton import _exponential, draft_chain
+from vllm_ppd.kernels.sampling import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -72,7 +73,7 @@ def test_ties_masks_and_nan() -> None:
 def test_greedy_rows_beside_sampling_ones() -> None:
     weights, logits, first = case(4, 3, 3, 70, torch.float32)
     temperature = torch.tensor([0.0, 1.0, 0.5, 0.9e-5], device=DEVICE)
-    tokens, probs = draft_chain(weights, logits, first, temperature)
+    tokens, probs = draft_chain(weights, logits, first, Sampling(temperature))
     greedy, plain = reference(weights, logits, first)
     for row in (0, 3):
         assert tokens[row].tolist() == greedy[row].tolist()
@@ -84,14 +85,14 @@ def test_greedy_rows_beside_sampling_ones() -> None:
 
 def test_a_cold_row_is_still_a_distribution() -> None:
     weights, logits, first = case(2, 2, 2, 50, torch.float32)
-    tokens, probs = draft_chain(weights, logits, first, torch.full((2,), 0.01, device=DEVICE))
+    tokens, probs = draft_chain(weights, logits, first, Sampling(torch.full((2,), 0.01, device=DEVICE)))
     assert tokens.tolist() == reference(weights, logits, first)[0].tolist()
     torch.testing.assert_close(probs.sum(-1), torch.ones(2, 1, device=DEVICE))
 
 
 def test_seeds_repeat_and_differ() -> None:
     made = case(8, 4, 2, 60, torch.float32)
-    heat = torch.ones(8, device=DEVICE)
+    heat = Sampling(torch.ones(8, device=DEVICE))
     runs = [draft_chain(*made, heat, torch.Generator(DEVICE).manual_seed(seed))[0].tolist() for seed in (1, 1, 2)]
     assert runs[0] == runs[1] != runs[2]
 
@@ -100,7 +101,7 @@ def test_samples_follow_their_distribution(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 16)
     rows, vocab, temperature = 150, 12, 0.7
     weights, logits, first = case(1, 2, 3, vocab, torch.float32)
-    heat = torch.full((rows,), temperature, device=DEVICE)
+    heat = Sampling(torch.full((rows,), temperature, device=DEVICE))
     generator = torch.Generator(DEVICE).manual_seed(7)
     tokens, probs = draft_chain(
         weights.expand(rows, -1), logits.expand(rows, -1, -1, -1), first.expand(rows), heat, generator

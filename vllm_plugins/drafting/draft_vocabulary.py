@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft vocabulary: only the most frequent tokens are drafted, so drafting reads only their rows of the LM head.
 
-Drafts are verified, so the output is what it was; a token outside is never drafted (as FR-Spec does for draft models).
+Drafts are verified, so the output does not change; a token outside is never drafted (as FR-Spec does for draft models).
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from vllm_ppd.heads.draft_vocabulary import columns, most_frequent
-from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.integration.packed_linear import PackedLinear
+
+if TYPE_CHECKING:
+    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.integration.target import Target
 
 
 class DraftVocabulary:
@@ -19,21 +23,27 @@ class DraftVocabulary:
     Args:
         counts: [vocabulary] how often each token occurs in the heads' training data.
         size: how many tokens.
-        lm_head: the target's.
-        vllm_config, device: of the engine.
+        target: whose LM head is read.
     """
 
-    def __init__(
-        self, counts: torch.Tensor, size: int, lm_head: TargetLMHead, vllm_config: object, device: torch.device
-    ) -> None:
-        self.token_ids = most_frequent(counts, size).to(device)
+    def __init__(self, counts: torch.Tensor, size: int, target: Target) -> None:
+        self.token_ids = most_frequent(counts, size).to(target.device)
         self.place_of = columns(self.token_ids, len(counts))
-        rows, self.bias = lm_head.rows(self.token_ids, vllm_config, device)
-        self.unembedding = PackedLinear(rows, vllm_config, device)
+        rows, self.bias = target.lm_head_rows(self.token_ids)
+        self.linear = target.linear(rows)
+
+    @classmethod
+    def of(
+        cls, config: DraftingConfig, heads: Any, tensors: dict[str, torch.Tensor], target: Target
+    ) -> DraftVocabulary | None:
+        """The draft vocabulary that the options ask for, of the heads' own token counts; None for the whole one."""
+        if config.draft_vocab_size is None:
+            return None
+        return cls(tensors[str(heads.counts_tensor)], config.draft_vocab_size, target)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, size]"""
-        return self.unembedding(hidden) + self.bias
+        return self.linear(hidden) + self.bias
 
     def spread(self, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Distributions [rows, n, size] over the whole vocabulary, into out [rows, n, vocabulary]."""

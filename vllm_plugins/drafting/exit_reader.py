@@ -7,23 +7,24 @@ need all of them, as q(x).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
-from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
-from vllm_ppd.kernels.sampling import INVALID, are_distributions, divisor, draw, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, distribution, draw, drawn_from, is_greedy
 from vllm_ppd.kernels.unembed_topk import unembed_topk
-from vllm_ppd.model_patches.base import Adapter, CutState
-from vllm_ppd.vllm_plugins.integration.lm_head import LMHead, Unembedding
+
+if TYPE_CHECKING:
+    from vllm_ppd.model_patches.base import Adapter, CutState
+    from vllm_ppd.vllm_plugins.integration.lm_head import LMHead
 
 # (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
-ExitState = tuple[int | None, CutState]
+ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Reading(NamedTuple):
@@ -70,10 +71,10 @@ class EarlyReader:
         self,
         exit_layer: int,
         state: CutState,
-        temperature: torch.Tensor,  # [rows]; rows at 0 take the best token
+        sampling: Sampling,  # of each row; those at temperature 0 take the best token
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
-        return self.sample_together([(exit_layer, state)], temperature)
+        return self.sample_together([(exit_layer, state)], sampling)
 
     def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
         """The best token of each row of several states, one behind the other, in one read of the LM head."""
@@ -81,11 +82,10 @@ class EarlyReader:
         token_ids = torch.where(best.isfinite(), ids[:, 0], INVALID)
         return Reading(token_ids, probability[:, 0] if with_confidence else None, None)
 
-    def sample_together(self, states: list[ExitState], temperature: torch.Tensor) -> Reading:
+    def sample_together(self, states: list[ExitState], sampling: Sampling) -> Reading:
         """A sample of each row of several states, in one read of the LM head."""
-        return sampled_reading(
-            torch.cat([self._logits(*part, gather=True) for part in self._joined(states)]), temperature
-        )
+        logits = torch.cat([self._logits(*part, gather=True) for part in self._joined(states)])
+        return sampled_reading(logits, sampling)
 
     def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
@@ -114,9 +114,10 @@ class EarlyReader:
             kernel, matrix = chosen(unembed_topk, hidden), None
             # Not the reference: it would take torch's product where vLLM's own may be a packed, faster one.
             if kernel is not unembed_topk:
-                matrix = self.lm_head.plain() if classifier is None else Unembedding(classifier, None)
+                matrix = self.lm_head.plain() if classifier is None else (classifier, None)
             if matrix is not None:
-                found.append(kernel(hidden, matrix.weight, k, start, valid, matrix.bias, with_probability))
+                weight, bias = matrix
+                found.append(kernel(hidden, weight, k, start, valid, bias, with_probability))
             else:
                 found.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
         return found[0] if len(found) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -130,18 +131,18 @@ class EarlyReader:
             return best.token_ids, (best.values - best.logsumexp[:, None]).exp(), best.values[:, 0]
         # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
         packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
-        shards = tensor_model_parallel_all_gather(packed, dim=-1).view(len(packed), -1, 2 * k + 1)
+        shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
         merged = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
         return *merged, shards[:, :, 0].amax(dim=1)
 
 
-def sampled_reading(logits: torch.Tensor, temperature: torch.Tensor) -> Reading:
-    """A sample of each row of logits [rows, vocabulary] at its temperature [rows]; rows at 0 take the best token."""
+def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
+    """A sample of each row of logits [rows, vocabulary] as it asks for; rows at temperature 0 take the best token."""
     logits = logits.float()
     # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    greedy = is_greedy(temperature)
-    probs = torch.softmax(logits / divisor(temperature), dim=-1)
+    greedy = is_greedy(sampling.temperature)
+    probs = distribution(logits, sampling)
     token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
     q = drawn_from(probs, token_ids, greedy)
     return Reading(torch.where(are_distributions(probs), token_ids, INVALID), confidence, q)

@@ -46,10 +46,14 @@ class LMHead(ABC):
         rows = classifiers[..., self.vocab_start : self.vocab_start + self.num_valid, :]
         return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
 
+    def all_gather(self, parts: torch.Tensor) -> torch.Tensor:
+        """What every rank holds of the last dimension, in a row."""
+        return tensor_model_parallel_all_gather(parts, dim=-1)
+
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """The whole vocabulary of sharded logits [..., shard]."""
         if self.tp_size > 1:
-            logits = tensor_model_parallel_all_gather(logits, dim=-1)
+            logits = self.all_gather(logits)
         return logits[..., : self.vocab_size]
 
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafting method is: a tensor program from one engine step to the drafts that the next step verifies.
+
+A drafter sees a row a request and works on the device alone: it never waits for it, so that the same code runs between
+the steps of a runner that schedules ahead. What varies between requests (length limits, confidence, back-off) is a mask
+or a count, not a row left out. Whoever drives it (integration/v1) brings the inputs and copies the drafts to the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from vllm_ppd.kernels.sampling import Sampling
+
+if TYPE_CHECKING:
+    from vllm_ppd.model_patches.base import CutState
+    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
+    from vllm_ppd.vllm_plugins.integration.target import Target
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """The step that has just ended, a row for each request that may be drafted for."""
+
+    newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
+    hidden: torch.Tensor  # [requests, hidden] normed state that the target gave that token from
+    places: torch.Tensor  # [requests] int64, where in the step's tokens that state's own token was
+    max_drafts: torch.Tensor  # [requests] int64, drafts that each may be given; more are made and not used
+    num_drafts: int  # K, the most of any request
+    sampling: Sampling | None = None  # None: every draft is the best token
+    shallow: Callable[[int, torch.Tensor], CutState] | None = None  # methods that cut the target: see run_shallow
+    options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], NaN unset
+    context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
+
+    def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """Run the target's first stack on one token a request and keep its state for the next step.
+
+        Args:
+            offset: tokens from the newest one, which is at 0.
+            token_ids: [requests] int64.
+
+        Returns:
+            (hidden, residual) at the exit layer, [requests, hidden] each. Rows that may not draft so far hold anything.
+        """
+        assert self.shallow is not None, "only methods whose MethodSpec cuts the target have a first stack"
+        return self.shallow(offset, token_ids)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What a drafter made of a step."""
+
+    token_ids: torch.Tensor  # [requests, K] int64
+    counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
+    probs: torch.Tensor | None = None  # [requests, K, V'] float32 q(x) of sampled drafts; None: all are the best tokens
+    confidence: torch.Tensor | None = None  # [requests, K] float32, how sure the drafter is of each draft
+
+
+class Drafter(ABC):
+    """A drafting method. Built once an engine, before vLLM measures the memory left for its KV cache."""
+
+    vocabulary: DraftVocabulary | None = None  # what the columns of probs stand for; None: every token
+    context_tokens: ClassVar[int] = 0  # latest tokens of each request that propose wants to see
+
+    @abstractmethod
+    def load(self, config: DraftingConfig, target: Target) -> None:
+        """Take the loaded target, load the heads and allocate everything.
+
+        Args:
+            config: the server's options.
+            target: what of the target may be read.
+        """
+
+    @abstractmethod
+    def propose(self, step: DraftInputs) -> Drafts:
+        """Draft up to K tokens a request. Called under inference mode; never synchronises with the device."""
