@@ -19,7 +19,7 @@ class Sampling(NamedTuple):
     top_k: torch.Tensor | None = None  # [rows] int; the vocabulary's size where a row has no limit
     top_p: torch.Tensor | None = None  # [rows] float32 in (0, 1]
 
-    def at(self, index: torch.Tensor) -> Sampling:
+    def at(self, index: torch.Tensor | slice) -> Sampling:
         """The settings of the rows at an index."""
         return Sampling(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ import itertools
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -72,6 +72,16 @@ class Adapter(ABC):
     @abstractmethod
     def replace_forward(self, cut: ModelCut) -> None:
         """Make the decoder run as the cut's stacks in a row."""
+
+
+def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
+    """The adapter of a loaded model's family.
+
+    Raises:
+        ValueError: if the family cannot be cut.
+    """
+    adapter: Adapter = resolve_name(adapter_path(vllm_config.model_config.architectures))(model)
+    return adapter
 
 
 class Stack(nn.Module):
@@ -166,8 +176,7 @@ class ModelCut:
         layers: tuple[int, int] | None = None,
         whole: bool = False,
     ) -> None:
-        module, _, name = adapter_path(vllm_config.model_config.architectures).rpartition(".")
-        self.adapter: Adapter = getattr(import_module(module), name)(model)
+        self.adapter = adapter_of(model, vllm_config)
         first, last = layers or (0, len(self.adapter.layers))
         if list(exit_layers) != sorted(set(exit_layers)) or not all(first < e < last for e in exit_layers):
             raise ValueError(f"exit layers {list(exit_layers)} are not ascending within {first + 1}..{last - 1}")

@@ -18,8 +18,8 @@ from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, are_distributions
 from vllm_ppd.vllm_plugins.drafting.exit_reader import sampled_reading
-from vllm_ppd.vllm_plugins.drafting.proposer import Proposer
 from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
 
 NAN, INF = float("nan"), float("inf")
 SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}

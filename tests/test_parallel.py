@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from vllm_ppd.kernels.batched_linear import batched_linear
 from vllm_ppd.vllm_plugins.integration.cpu.plain_weights import plain_weights
-from vllm_ppd.vllm_plugins.methods.paradecode.token_groups import evenly_spaced
+from vllm_ppd.vllm_plugins.integration.v1.parallel_layers import evenly_spaced
 
 LAYERS = 6
 PARALLEL = {"method": "paradecode", "schedule": "parallel"}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import overfitted
 import pytest
-from conftest import our_counter
+from conftest import our_counter, start_engine
 from exactness import generate
+from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.vllm_plugins.drafting.proposer import Proposer
+from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
 
 pytestmark = pytest.mark.engine
 SAMPLES = 3000
@@ -144,6 +146,44 @@ def test_distribution_with_heads(
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
+@pytest.mark.parametrize("kind", ["ppd", "cp", "dynamo"])
+def test_distribution_with_top_k_and_top_p(engine: Callable[..., Any], heads: Callable[[str], str], kind: str) -> None:
+    """Drafts and q(x) are cut as the request asks; the output's distribution stays the target's."""
+    batch = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+    options = {"exit_layer": 5} if kind == "ppd" else {"model": heads(kind)}
+    llm, limits = engine({"method": kind, **options}, **batch), {"top_k": 6, "top_p": 0.9}
+    before = llm.counts.copy()
+    assert worst(sample(llm, **limits), sample(engine(**batch), **limits)) > LEVEL
+    seen = llm.counts - before
+    assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
+
+
+@pytest.fixture(scope="module")
+def shallow_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a last layer that changes nothing: an exit before it is a perfect drafter."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(tiny_model(), folder)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.startswith("model.layers.5.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("schedule", ["deferred", "parallel"])
+def test_a_perfect_drafter_is_accepted_under_top_k_and_top_p(shallow_model: Path, schedule: str) -> None:
+    """q(x) is the target's own distribution, whatever the request cuts off (0.21 at top-k 3 if q ignored it)."""
+    options = {"method": "paradecode", "schedule": schedule, "exit_layer": 5}
+    llm = start_engine(shallow_model, options, max_num_seqs=64, max_num_batched_tokens=512)
+    for limits in ({}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}):
+        before = llm.counts.copy()
+        sample(llm, 300, **limits)
+        seen = llm.counts - before
+        assert seen["drafted"] > 300
+        assert seen["accepted"] > 0.99 * seen["drafted"], limits
+
+
 def test_drafts_that_a_grammar_may_cut_off_are_greedy(
     engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,14 +191,14 @@ def test_drafts_that_a_grammar_may_cut_off_are_greedy(
     options = {"method": "ppd", "draft_sample_method": "probabilistic", "exit_layer": 5}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
     seen: list[list[float]] = []
-    original = Proposer.temperature
+    original = Proposer.sampling
 
-    def temperature(self: Any, rows: Any, sampling: Any) -> Any:
-        found = original(self, rows, sampling)
-        seen.append(found.tolist())
+    def sampling(self: Any, rows: Any, batch: Any) -> Any:
+        found = original(self, rows, batch)
+        seen.append(found.temperature.tolist())
         return found
 
-    monkeypatch.setattr(Proposer, "temperature", temperature)
+    monkeypatch.setattr(Proposer, "sampling", sampling)
     free = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
     letters = StructuredOutputsParams(regex="[a-z]{8}")
     generate(llm, [PROMPT] * 2, [free, SamplingParams(temperature=0.8, max_tokens=8, structured_outputs=letters)])

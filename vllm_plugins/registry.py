@@ -1,44 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafting methods: what each is called, which proposer runs it and which heads it reads."""
+"""The drafting methods, a record each: everything that lists methods asks these records."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_ppd.vllm_plugins.drafting.drafter import Drafter
 
 _METHODS = "vllm_ppd.vllm_plugins.methods"
+_V1 = "vllm_ppd.vllm_plugins.integration.v1"
 
 
-class Method(NamedTuple):
-    """One way of drafting."""
+@dataclass(frozen=True)
+class MethodSpec:
+    """One way of drafting. Classes are named by dotted paths, so that nothing loads before it is asked for."""
 
-    name: str  # as the start-up line has it
-    proposer: str  # dotted path of its class
-    heads: str  # kind of heads folder it reads
-    needs_heads: bool
-    cuts: bool  # runs parts of the target by themselves, so its family must have an adapter
-    writes_ahead: bool  # writes KV of drafted positions before they are scheduled
-    group: bool = False  # runs as a worker group over two pipeline stages
+    title: str  # as the start-up line has it
+    drafter: str  # its Drafter
+    proposer: str = f"{_V1}.proposer.Proposer"  # what vLLM's runner V1 starts, which drives the drafter
+    heads: str | None = None  # kind of heads folder that it reads
+    needs_heads: bool = False
+    cuts: bool = False  # runs parts of the target by themselves, so its family must have an adapter
+    writes_ahead: bool = False  # writes KV of drafted positions before they are scheduled
+    options: tuple[str, ...] = ()  # options that other methods do not have
+    request_options: tuple[str, ...] = ()  # the same, of a single request
+    pipeline: str | None = None  # what runs it in place of proposer as a worker group over two pipeline stages
+    parallel: str | None = None  # ... with schedule: parallel
+    several_exits: str | None = None  # ... with more than one exit layer
+
+    def new_drafter(self) -> Drafter:
+        """A drafter of this method, not loaded yet."""
+        return resolve_name(self.drafter)()
 
 
-_EARLY = Method("early drafting", f"{_METHODS}.early_exit.proposer.EarlyProposer", "early", False, True, True)
+_EARLY = MethodSpec(
+    "early drafting",
+    drafter=f"{_METHODS}.early_exit.drafter.EarlyExitDrafter",
+    proposer=f"{_V1}.deferred_kv.DeferredKVProposer",
+    heads="early",
+    cuts=True,
+    writes_ahead=True,
+    options=("exit_layer", "gamma"),
+    several_exits=f"{_METHODS}.paradecode.several_exits.SeveralExitsProposer",
+)
 
-METHODS: dict[str, Method] = {
-    "ppd": _EARLY._replace(group=True),
-    "paradecode": _EARLY,
-    "cp": Method("CP drafting", f"{_METHODS}.cp.proposer.CPProposer", "cp", True, False, False),
-    "dynamo": Method("DynaMo drafting", f"{_METHODS}.dynamo.proposer.DynaMoProposer", "dynamo", True, True, False),
+METHODS: dict[str, MethodSpec] = {
+    "ppd": replace(_EARLY, options=(*_EARLY.options, "lanes"), pipeline=f"{_METHODS}.pipeline.last_stage.LastStage"),
+    "paradecode": replace(
+        _EARLY, options=(*_EARLY.options, "schedule"), parallel=f"{_METHODS}.paradecode.proposer.ParallelProposer"
+    ),
+    "cp": MethodSpec(
+        "CP drafting",
+        drafter=f"{_METHODS}.cp.drafter.CPDrafter",
+        heads="cp",
+        needs_heads=True,
+        options=("draft_vocab_size",),
+    ),
+    "dynamo": MethodSpec(
+        "DynaMo drafting",
+        drafter=f"{_METHODS}.dynamo.drafter.DynaMoDrafter",
+        proposer=f"{_METHODS}.dynamo.proposer.DynaMoProposer",
+        heads="dynamo",
+        needs_heads=True,
+        cuts=True,
+        options=("eps_b", "verify", "draft_vocab_size"),
+        request_options=("eps_b",),
+    ),
 }
 
-# ParaDecode's own schedule of early drafting.
-PARALLEL = f"{_METHODS}.paradecode.proposer.ParallelProposer"
 
-# What vLLM starts in a proposer's place on the last stage of a worker group.
-GROUP = "vllm_ppd.vllm_plugins.methods.pipeline.last_stage.LastStage"
-
-# speculators' algorithm name of a heads folder -> the method that reads it.
-METHOD_OF_HEADS = {"early": "ppd", "cp": "cp", "dynamo": "dynamo"}
+# Kind of heads -> the method that reads it, the first of those that do.
+METHOD_OF_HEADS = {method.heads: name for name, method in reversed(METHODS.items()) if method.heads is not None}
 
 
 def is_proposer(path: object) -> bool:
-    """Whether a dotted path is that of one of our proposers."""
-    return path in (GROUP, PARALLEL) or any(path == method.proposer for method in METHODS.values())
+    """Whether a dotted path is what vLLM starts for one of our methods."""
+    return isinstance(path, str) and any(
+        path in (method.proposer, method.pipeline, method.parallel, method.several_exits) for method in METHODS.values()
+    )

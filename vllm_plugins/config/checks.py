@@ -15,7 +15,7 @@ from vllm_ppd.heads.weights import read_weights
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
 from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
-from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, Method
+from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, MethodSpec
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
@@ -95,7 +95,7 @@ def check_stacking(model_config: ModelConfig, parallel_config: ParallelConfig) -
 
 
 def check_group(
-    options: DraftingOptions, method: Method, model_config: ModelConfig, parallel_config: ParallelConfig
+    options: DraftingOptions, method: MethodSpec, model_config: ModelConfig, parallel_config: ParallelConfig
 ) -> None:
     """Refuse what a worker group over pipeline stages would get wrong.
 
@@ -106,7 +106,7 @@ def check_group(
 
     _refuse({
         f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
-        "--tensor-parallel-size": not method.group,
+        "--tensor-parallel-size": method.pipeline is None,
         f"a worker group has 2 pipeline stages, not {parallel_config.pipeline_parallel_size}; use "
         "--pipeline-parallel-size 2 with --tensor-parallel-size N": parallel_config.pipeline_parallel_size != 2,
         f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by starting "
@@ -143,7 +143,7 @@ def check_lanes(config: DraftingConfig, max_num_seqs: int) -> None:
     })  # fmt: skip
 
 
-def _check_heads(options: DraftingOptions, method: Method, model_config: ModelConfig) -> HeadsConfig:
+def _check_heads(options: DraftingOptions, method: MethodSpec, model_config: ModelConfig) -> HeadsConfig:
     """Check a heads folder against the target.
 
     Raises:
@@ -164,7 +164,7 @@ def _check_heads(options: DraftingOptions, method: Method, model_config: ModelCo
     return heads
 
 
-def check_supported(method: Method, model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
+def check_supported(method: MethodSpec, model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
     """Refuse what a method would get wrong.
 
     Raises:
@@ -176,35 +176,35 @@ def check_supported(method: Method, model_config: ModelConfig, parallel_config: 
         _check_family(method, model_config)
     worker = quoted(parallel_config.worker_cls)
     refusals = {
-        f"platform {current_platform.device_name!r} is not supported with {method.name}; use CUDA, ROCm or CPU": (
+        f"platform {current_platform.device_name!r} is not supported with {method.title}; use CUDA, ROCm or CPU": (
             not (current_platform.is_cpu() or current_platform.is_cuda_alike())
         ),
-        f"data parallelism of mixture-of-experts models is not supported with {method.name}": (
+        f"data parallelism of mixture-of-experts models is not supported with {method.title}": (
             parallel_config.data_parallel_size > 1 and model_config.is_moe
         ),
-        f"decode context parallelism is not supported with {method.name}": (
+        f"decode context parallelism is not supported with {method.title}": (
             getattr(parallel_config, "decode_context_parallel_size", 1) > 1
         ),
-        f"micro-batching (--enable-dbo) is not supported with {method.name}": parallel_config.use_ubatching,
-        f"prompt embeddings (--enable-prompt-embeds) are not supported with {method.name}": (
+        f"micro-batching (--enable-dbo) is not supported with {method.title}": parallel_config.use_ubatching,
+        f"prompt embeddings (--enable-prompt-embeds) are not supported with {method.title}": (
             model_config.enable_prompt_embeds
         ),
-        f"multimodal models are not supported with {method.name}": model_config.is_multimodal_model,
-        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.name}": (
+        f"multimodal models are not supported with {method.title}": model_config.is_multimodal_model,
+        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.title}": (
             model_config.has_inner_state
         ),
         "custom logits processors are not supported while drafting: vLLM applies none to drafted positions": (
             bool(model_config.logits_processors)
         ),
         "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
-        f"worker class {worker} cannot be combined with {method.name}, which brings its own": (
+        f"worker class {worker} cannot be combined with {method.title}, which brings its own": (
             parallel_config.worker_cls not in ("auto", WORKER)
         ),
     }
     _refuse(refusals)
 
 
-def _check_family(method: Method, model_config: ModelConfig) -> None:
+def _check_family(method: MethodSpec, model_config: ModelConfig) -> None:
     try:
         adapter = adapter_path(model_config.architectures)
     except ValueError as error:
@@ -213,7 +213,7 @@ def _check_family(method: Method, model_config: ModelConfig) -> None:
         "this family is not supported with vLLM's Transformers backend; leave out --model-impl": (
             model_config.using_transformers_backend() != (adapter == NEOX)
         ),
-        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, in which {method.name} cannot add "
+        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, in which {method.title} cannot add "
         "layers; use early or CP heads": adapter == NEOX and method.heads == "dynamo",
     })  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_ppd.heads.quote import quoted, shortened
-from vllm_ppd.vllm_plugins.registry import GROUP, METHODS, PARALLEL, Method
+from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
@@ -37,7 +37,7 @@ class DraftingOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
 
-    method: Literal["ppd", "paradecode", "cp", "dynamo"] = Field(
+    method: str = Field(
         "ppd",
         description="drafting method: ppd or paradecode (early drafting with deferred KV completion), cp (a CP head), "
         "dynamo (token heads)",
@@ -59,7 +59,7 @@ class DraftingOptions(BaseModel):
         description="layer after which drafts are read, or several such layers: the earliest whose confidence "
         "exceeds gamma is taken (default: what the heads recommend, or the middle of the model); with pipeline "
         "parallelism the layer at which the stages are split, from the middle on",
-        json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
+        json_schema_extra={"flag": True},
     )
     gamma: float = Field(
         0.0,
@@ -67,14 +67,14 @@ class DraftingOptions(BaseModel):
         lt=1.0,
         allow_inf_nan=False,
         description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
-        json_schema_extra={"flag": True, "methods": ["ppd", "paradecode"]},
+        json_schema_extra={"flag": True},
     )
     schedule: Literal["deferred", "parallel"] = Field(
         "deferred",
         description="deferred: drafts run through the shallow layers, and the next step's pass completes their deeper "
         "ones; parallel: ParaDecode's own, a token's deep layers and the next token's shallow ones in the same batched "
         "products, verified and restarted within the step (fewer launches, not fewer bytes)",
-        json_schema_extra={"flag": True, "methods": ["paradecode"]},
+        json_schema_extra={"flag": True},
     )
     eps_b: float | None = Field(
         None,
@@ -83,12 +83,12 @@ class DraftingOptions(BaseModel):
         allow_inf_nan=False,
         description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
         "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
-        json_schema_extra={"flag": True, "methods": ["dynamo"]},
+        json_schema_extra={"flag": True},
     )
     verify: bool = Field(
         True,
         description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output",
-        json_schema_extra={"flag": True, "methods": ["dynamo"]},
+        json_schema_extra={"flag": True},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
@@ -102,7 +102,7 @@ class DraftingOptions(BaseModel):
         le=LARGEST,
         description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
         "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
-        json_schema_extra={"flag": True, "methods": ["cp", "dynamo"]},
+        json_schema_extra={"flag": True},
     )
     lanes: int = Field(
         1,
@@ -110,7 +110,7 @@ class DraftingOptions(BaseModel):
         le=8,
         description="candidates for the next token that idle pipeline stages start at once (PPD's k); a batch of r "
         "requests computes r * lanes rows",
-        json_schema_extra={"flag": True, "methods": ["ppd"]},
+        json_schema_extra={"flag": True},
     )
     adaptive: bool = Field(
         True,
@@ -159,6 +159,13 @@ class DraftingOptions(BaseModel):
         json_schema_extra={"flag": True},
     )
 
+    @field_validator("method")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"must be one of {', '.join(METHODS)}")
+        return value
+
     @field_validator("exit_layer", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
@@ -189,8 +196,8 @@ class DraftingConfig(DraftingOptions):
     heads_summary: str = ""
 
     @property
-    def how(self) -> Method:
-        """The method's entry in the table of methods."""
+    def spec(self) -> MethodSpec:
+        """The method's record."""
         return METHODS[self.method]
 
     @property
@@ -208,9 +215,14 @@ class DraftingConfig(DraftingOptions):
     @property
     def proposer(self) -> str:
         """Dotted path of the class that vLLM starts."""
-        if self.schedule == "parallel":
-            return PARALLEL
-        return self.how.proposer if self.stages == 1 else GROUP
+        spec, path = self.spec, self.spec.proposer
+        if self.stages > 1:
+            path = spec.pipeline or path
+        elif self.schedule == "parallel":
+            path = spec.parallel or path
+        elif len(self.exit_layer or ()) > 1:
+            path = spec.several_exits or path
+        return path
 
     @property
     def split(self) -> int:
@@ -300,6 +312,5 @@ def first_problem(error: ValidationError) -> str:
 
 
 def methods_of(field: str) -> list[str]:
-    """The methods that read an option."""
-    extra = DraftingOptions.model_fields[field].json_schema_extra
-    return list(extra.get("methods", METHODS)) if isinstance(extra, dict) else list(METHODS)  # type: ignore[arg-type]
+    """The methods that read an option: those whose records name it, or all."""
+    return [name for name, method in METHODS.items() if field in method.options] or list(METHODS)

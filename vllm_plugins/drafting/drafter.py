@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -58,15 +58,16 @@ class Drafts:
 
     token_ids: torch.Tensor  # [requests, K] int64
     counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
-    probs: torch.Tensor | None = None  # [requests, K, V'] float32 q(x) of sampled drafts; None: all are the best tokens
+    # [requests, K, vocabulary or draft vocabulary] float32: q(x) of sampled drafts; None: all are the best tokens.
+    probs: torch.Tensor | None = None
     confidence: torch.Tensor | None = None  # [requests, K] float32, how sure the drafter is of each draft
 
 
 class Drafter(ABC):
     """A drafting method. Built once an engine, before vLLM measures the memory left for its KV cache."""
 
-    vocabulary: DraftVocabulary | None = None  # what the columns of probs stand for; None: every token
-    context_tokens: ClassVar[int] = 0  # latest tokens of each request that propose wants to see
+    vocabulary: DraftVocabulary | None = None  # what is drafted from; None: every token
+    context_tokens: int = 0  # latest tokens of each request that propose wants to see
 
     @abstractmethod
     def load(self, config: DraftingConfig, target: Target) -> None:
@@ -76,6 +77,9 @@ class Drafter(ABC):
             config: the server's options.
             target: what of the target may be read.
         """
+
+    def draft_all(self, on: bool) -> None:  # noqa: B027
+        """Make drafts however unsure of them, as while steps are timed; called between steps."""
 
     @abstractmethod
     def propose(self, step: DraftInputs) -> Drafts:

@@ -48,7 +48,8 @@ class DraftPlanner:
         self._seeded = np.zeros(0, dtype=bool)  # sampled with a seed: as many drafts on every run
         self.structured = np.zeros(0, dtype=bool)  # [batch rows] what they say follows a grammar
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
-        self.eps_b = np.zeros(0)  # [batch rows] each request's own back-off threshold, NaN where it has none
+        # Options of a request that drafters read, by name: [batch rows], NaN where it has none.
+        self.request_options: dict[str, np.ndarray] = {}
 
     def plan(self, sampled_token_ids: list[list[int]], able: np.ndarray | None = None) -> Plan | None:
         """The plan, or None if nobody drafts: then the next step is vLLM's own full forward.
@@ -130,5 +131,5 @@ class DraftPlanner:
         self.structured = np.array([p is not None and p.structured_outputs is not None for p in params], dtype=bool)
         self.several_at_once = np.array([not one_token_at_a_time(p) for p in params], dtype=bool)
         thresholds = [back_off_threshold(args) for args in extra]
-        self.eps_b = np.array([np.nan if eps is None else eps for eps in thresholds])
+        self.request_options = {"eps_b": np.array([np.nan if eps is None else eps for eps in thresholds])}
         self._req_ids = list(req_ids)

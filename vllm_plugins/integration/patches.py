@@ -155,7 +155,7 @@ def _num_lookahead_tokens(original: property) -> property:
         from vllm_ppd.vllm_plugins.config.activation import active_config
 
         config = active_config(self)
-        if config is None or not config.how.writes_ahead:
+        if config is None or not config.spec.writes_ahead:
             return stock(self)
         if config.stages > 1:
             return 1  # the last tick's lanes start one token behind the scheduled ones

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.vllm_plugins.drafting.proposer import Proposer, Step
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import UndraftedSteps
+from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.integration.v1.step import Step
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 
 

@@ -21,8 +21,8 @@ from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of, measure_table
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, PRIOR_WEIGHT
-from vllm_ppd.vllm_plugins.drafting.proposer import AcceptanceWatch, Proposer
 from vllm_ppd.vllm_plugins.integration.v1.dummy_steps import most_requests, time_steps
+from vllm_ppd.vllm_plugins.integration.v1.proposer import AcceptanceWatch, Proposer
 
 logger = logging.getLogger("vllm.vllm_ppd")
 

@@ -79,7 +79,7 @@ else:
             compilation = vllm_config.compilation_config
             mode = compilation.cudagraph_mode
             config = active_config(vllm_config)
-            if config is not None and config.how.cuts and mode.has_full_cudagraphs():
+            if config is not None and config.spec.cuts and mode.has_full_cudagraphs():
                 # One graph of the whole model cannot run its halves; graphs between attention calls can.
                 piecewise = mode.requires_piecewise_compilation()
                 if piecewise:

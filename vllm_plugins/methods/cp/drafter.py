@@ -19,7 +19,7 @@ from vllm_ppd.heads.cp.module import log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import INVALID, are_distributions, drawn_from, is_greedy
 from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 
@@ -61,16 +61,19 @@ class CPDrafter(Drafter):
         return Drafts(tokens, probs=None if step.sampling is None else torch.cat([q for _, q in parts]))
 
     def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts of some requests [requests, n], and what they were drawn from [requests, n, draft vocabulary]."""
+        """Drafts of some requests, or INVALID [requests, n], and what they were drawn from [requests, n, entries]."""
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
         if vocabulary is not None:
             first = vocabulary.place_of[first]
         logits = self._logits(hidden)
         tokens, q = chosen(draft_chain, logits)(log_gate(hidden, self.gate), logits, first, sampling)
-        if sampling is not None:
+        if sampling is None:
+            valid = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()  # NaN in a softmax makes all of it NaN
+        else:
+            valid = are_distributions(q)
             q = drawn_from(q, tokens, is_greedy(sampling.temperature))
-        return tokens if vocabulary is None else vocabulary.token_ids[tokens], q
+        return torch.where(valid, tokens if vocabulary is None else vocabulary.token_ids[tokens], INVALID), q
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[requests, n + 1, r, draft vocabulary], the position of the emitted token first."""

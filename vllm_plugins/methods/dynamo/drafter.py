@@ -17,7 +17,7 @@ from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, select
 from vllm_ppd.heads.io import load_tensors
-from vllm_ppd.kernels.sampling import Sampling, divisor
+from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, divisor
 from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 
@@ -49,18 +49,24 @@ class DynaMoDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         parts = [self._draft(step, part) for part in self.parts(len(step.newest_ids), self.drafts)]
-        tokens, counts, probs = (None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
-        return Drafts(tokens[:, : step.num_drafts], counts, None if probs is None else probs[:, : step.num_drafts])
+        tokens, counts = (torch.cat([part[i] for part in parts]) for i in range(2))
+        probs = None
+        if step.sampling is not None:
+            probs = torch.cat([part[2] for part in parts])[:, : step.num_drafts]
+        return Drafts(tokens[:, : step.num_drafts], counts, probs)
 
-    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(Drafts [requests, n], how many the joint is sure of [requests], q(x) [requests, n, vocabulary])."""
+    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, ...]:
+        """(Drafts [requests, n], how many to use [requests]; sampled also q(x) [requests, n, vocabulary])."""
         logits = self.logits(step.places[part], self.vocabulary)
         sampling = None if step.sampling is None else step.sampling.at(part)
         scores = logits if sampling is None else logits / divisor(sampling.temperature)
         context = None if step.context is None else step.context[part]
         choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context)
-        tokens, probs = (choice.best(), None) if sampling is None else self._drawn(choice, sampling)
-        return tokens[:, 1:], choice.order - 1, probs
+        # A joint that is not finite drafts nothing; said of one draft, it is dropped as INVALID.
+        counts = torch.where(choice.finite, choice.order - 1, 1)
+        drawn = (choice.best(),) if sampling is None else self._drawn(choice, sampling)
+        drawn[0][:, 1].masked_fill_(~choice.finite, INVALID)
+        return drawn[0][:, 1:], counts, *drawn[1:]
 
     def _drawn(self, choice: JointChoice, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled n-gram of each request [requests, n], and what each draft was drawn from, over all tokens."""
@@ -68,6 +74,7 @@ class DynaMoDrafter(Drafter):
         whole = torch.zeros(len(tokens), len(distributions), self.target.vocab_size, device=tokens.device)
         for place, (ids, q) in enumerate(zip(choice.token_ids[1:], distributions, strict=True)):
             whole[:, place].scatter_(1, ids, q)
+            tokens[:, place + 1].masked_fill_(~are_distributions(q), INVALID)  # also past the order, where -1 stands
         return tokens, whole
 
     def parts(self, requests: int, free: int) -> list[slice]:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from vllm_ppd.kernels.sampling import divisor, is_greedy
+from vllm_ppd.kernels.sampling import Sampling, distribution
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.methods.dynamo.proposer import DynaMoProposer
+    from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
+    from vllm_ppd.vllm_plugins.methods.dynamo.drafter import DynaMoDrafter
 
 PLACEHOLDER = -1  # vLLM's mark of a place without a token
 
@@ -31,8 +31,8 @@ class NGramEmission:
     sample; so does one that is about to reach its length.
     """
 
-    def __init__(self, proposer: DynaMoProposer) -> None:
-        self.proposer = proposer
+    def __init__(self, host: Proposer, drafter: DynaMoDrafter) -> None:
+        self.host, self.drafter = host, drafter
 
     def emit(self, logits: torch.Tensor | None, sample: Callable[[], Any]) -> Any:
         """vLLM's SamplerOutput, with n-grams in the rows that take them: sampled_token_ids [rows, n]."""
@@ -44,36 +44,37 @@ class NGramEmission:
         padded = output.sampled_token_ids.shape[1] > 1
         if padded or output.logprobs_tensors is not None:
             return output
-        runner, planner = self.proposer.runner, self.proposer.planner
+        runner, planner = self.host.runner, self.host.planner
         emitted = ~runner.discard_request_mask.np[: runner.input_batch.num_reqs]
         most, _ = planner.most_drafts(emitted, reserved=1)
         rows = np.flatnonzero(most * planner.several_at_once)
         if not len(rows):
             return output
-        n = self.proposer.config.num_speculative_tokens + 1
+        n = self.drafter.drafts + 1
         tokens = torch.full((len(emitted), n), PLACEHOLDER, dtype=output.sampled_token_ids.dtype, device=logits.device)
         tokens[:, :1] = output.sampled_token_ids
-        for chosen in self.proposer.batches(rows, n):
-            index = self.proposer.index(chosen)
+        for part in self.drafter.parts(len(rows), n):
+            chosen = rows[part]
+            index = self.host.index(chosen)
             grams = self._sample(chosen, first_head[index], index)
-            room = self.proposer.index(most[chosen] + 1)[:, None]
+            room = self.host.index(most[chosen] + 1)[:, None]
             grams = grams.masked_fill(torch.arange(n, device=grams.device) >= room, PLACEHOLDER)
             several = grams[:, 1] != PLACEHOLDER
             tokens[index[several]] = grams[several].to(tokens.dtype)
-        self.proposer.counters.add("unverified_tokens", int((tokens[:, 1:] != PLACEHOLDER).sum()))
+        self.host.counters.add("unverified_tokens", int((tokens[:, 1:] != PLACEHOLDER).sum()))
         return dataclasses.replace(output, sampled_token_ids=tokens)
 
     def _sample(self, rows: np.ndarray, first_logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """An n-gram of each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
-        proposer = self.proposer
-        sampling = proposer.runner.input_batch.sampling_metadata
+        host, drafter = self.host, self.drafter
+        metadata = host.runner.input_batch.sampling_metadata
         temperature = torch.zeros(len(rows), device=index.device)
-        if sampling.temperature is not None:
-            temperature = sampling.temperature[index]
-        places = proposer.runner.query_start_loc.gpu[index + 1] - 1
-        logits = [first_logits, *proposer.logits(places)]
-        scale = divisor(temperature)
-        top_k = None if sampling.top_k is None else sampling.top_k[index]
-        top_p = None if sampling.top_p is None else sampling.top_p[index]
-        heads = [apply_top_k_top_p(head / scale, top_k, top_p) for head in logits]
-        return proposer.choose(rows, heads, None).sample(greedy=is_greedy(temperature))
+        if metadata.temperature is not None:
+            temperature = metadata.temperature[index]
+        limits = (None if part is None else part[index] for part in (metadata.top_k, metadata.top_p))
+        sampling = Sampling(temperature, *limits)
+        places = host.runner.query_start_loc.gpu[index + 1] - 1
+        heads = [distribution(logits, sampling).log() for logits in (first_logits, *drafter.logits(places))]
+        eps_b = host.index(host.planner.request_options["eps_b"][rows])
+        context = host.context(rows) if drafter.context_tokens else None
+        return drafter.choose(heads, None, eps_b, context).draw(Sampling(temperature))[0]

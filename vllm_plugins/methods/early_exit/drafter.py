@@ -27,29 +27,33 @@ class EarlyExitDrafter(Drafter):
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
-        self.exit_layer, self.gamma = config.exit_layer[0], config.gamma
+        self.config, self.exit_layer, self.gamma = config, config.exit_layer[0], config.gamma
         cut = target.cut_after(config.exit_layer)
         heads = None
         if config.model is not None:
             heads = load_early_heads(config.model)[1].requires_grad_(False).to(target.device, target.dtype)
         self.reader = EarlyReader(cut.adapter, target.lm_head, heads)
 
+    def draft_all(self, on: bool) -> None:
+        self.gamma = 0.0 if on else self.config.gamma
+
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids, readings = step.newest_ids, []
         for offset in range(step.num_drafts):
-            state = step.run_shallow(offset, token_ids)
+            state = step.run_shallow(offset, token_ids.clamp(min=0))  # INVALID is no id
             if step.sampling is None:
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence=self.gamma > 0)
             else:
                 reading = self.reader.sample(self.exit_layer, state, step.sampling)
             readings.append(reading)
             token_ids = reading.token_ids
-        step.run_shallow(step.num_drafts, token_ids)  # the state of the last draft, which the deep pass starts from
+        step.run_shallow(step.num_drafts, token_ids.clamp(min=0))  # for its state, which the deep pass starts from
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         confidence = _stacked([reading.confidence for reading in readings])
         counts = None
         if confidence is not None and self.gamma > 0:
-            counts = (confidence > self.gamma).cumprod(dim=1).sum(dim=1)
+            # NaN goes on, to be dropped as INVALID.
+            counts = (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1)
         return Drafts(tokens, counts, _stacked([reading.probs for reading in readings]), confidence)
 
 

@@ -11,45 +11,34 @@ The target itself is not cut: prompts and steps without saved states are vLLM's 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_ppd.heads.io import load_early_heads
-from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.model_patches.families import adapter_path
+from vllm_ppd.model_patches.base import CutState, adapter_of
 from vllm_ppd.model_patches.stacked_layers import StackedLayers
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
-from vllm_ppd.vllm_plugins.drafting.proposer import Step
-from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.methods.early_exit.proposer import EarlyProposer
+from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
+from vllm_ppd.vllm_plugins.integration.v1.parallel_layers import ParallelLayers
+from vllm_ppd.vllm_plugins.integration.v1.step import Step
 from vllm_ppd.vllm_plugins.methods.paradecode.schedule import ParallelSchedule
-from vllm_ppd.vllm_plugins.methods.paradecode.token_groups import ParallelLayers
 
 
-class ParallelProposer(EarlyProposer):
+class ParallelProposer(DeferredKVProposer):
     """Drafts at exit layers, completes and verifies the drafts in the same step."""
 
     def load_model(self, model: Any) -> None:
-        config, vllm_config = self.config, self.vllm_config
-        model_config, device = vllm_config.model_config, self.runner.device
-        module, _, name = adapter_path(model_config.architectures).rpartition(".")
-        adapter = getattr(import_module(module), name)(model)
+        config, device = self.config, self.runner.device
+        adapter = adapter_of(model, self.vllm_config)
         heads = None
         if config.model is not None:
-            heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=model_config.dtype)
-        self.saved = SavedStates(
-            vllm_config.scheduler_config.max_num_seqs,
-            config.num_speculative_tokens + 1,
-            model_config.hf_text_config.hidden_size,
-            model_config.dtype,
-            device,
-            has_residual=False,
-        )
+            dtype = self.vllm_config.model_config.dtype
+            heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
+        self.saved = self.allocate_states(has_residual=False)
         self.allocate_probs()
         layers = ParallelLayers(self.runner, StackedLayers(adapter.layers))
         reader = EarlyReader(adapter, TargetLMHead(model), heads)
@@ -63,8 +52,8 @@ class ParallelProposer(EarlyProposer):
         return state[0]
 
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        tokens, made = self.schedule.run(plan, self.temperature(plan.rows, step.sampling), self.probs)
-        self.saved.keep(self.runner.input_batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
+        tokens, made = self.schedule.run(plan, self.sampling(plan.rows, step.sampling), self.probs)
+        self.keep_states(plan, tokens[:, 1:], made)
         self.counters.add("early_predictions", self.schedule.predictions)
         self.counters.add("early_rejections", self.schedule.rejections)
         return tokens[:, 1:], made

@@ -21,13 +21,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vllm_ppd.kernels.sampling import INVALID, draw
+from vllm_ppd.kernels.sampling import INVALID, Sampling, draw
 from vllm_ppd.model_patches.base import Adapter
 from vllm_ppd.vllm_plugins.config.options import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, ExitState, Reading
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
-from vllm_ppd.vllm_plugins.methods.paradecode.token_groups import Cohort, ParallelLayers
+from vllm_ppd.vllm_plugins.integration.v1.parallel_layers import Cohort, ParallelLayers
 
 
 class ParallelSchedule:
@@ -47,21 +47,19 @@ class ParallelSchedule:
         self.adapter, self.layers, self.reader, self.saved, self.device = adapter, layers, reader, saved, device
         self.predictions = self.rejections = 0  # of the last run
 
-    def run(
-        self, plan: Plan, temperature: torch.Tensor | None, probs: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, plan: Plan, sampling: Sampling | None, probs: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
         """Draft every request's tokens and take them, and its base token, through all layers.
 
         Args:
             plan: who drafts, from which base token, and how many tokens.
-            temperature: [requests] at which drafts are sampled; None to draft greedily.
+            sampling: how drafts of each request are sampled; None to draft greedily.
             probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
             (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
         """
         requests = len(plan.rows)
-        self.plan, self.temperature, self.probs = plan, temperature, probs
+        self.plan, self.sampling, self.probs = plan, sampling, probs
         self.tokens = torch.zeros(requests, self.saved.width, dtype=torch.int64, device=self.device)
         self.tokens[:, 0] = self._index(plan.base_tokens)
         self.newest = np.zeros(requests, dtype=np.int64)  # offset of each request's last token in flight
@@ -127,9 +125,9 @@ class ParallelSchedule:
         return cohort.kept(more, self._index(np.flatnonzero(more))) if more.any() else None
 
     def _read(self, states: list[ExitState], requests: np.ndarray) -> Reading:
-        if self.temperature is None:
+        if self.sampling is None:
             return self.reader.greedy_together(states, with_confidence=self.gamma > 0)
-        return self.reader.sample_together(states, self.temperature[self._index(requests)])
+        return self.reader.sample_together(states, self.sampling.at(self._index(requests)))
 
     def _verify(self, requests: np.ndarray, offsets: np.ndarray, final: Reading) -> np.ndarray:
         """Set the tokens behind some to the final layer's; returns those that are not in flight yet: [tokens] bool."""

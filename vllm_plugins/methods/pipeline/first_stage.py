@@ -40,7 +40,7 @@ class FirstStage(Stage):
         if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
             self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
         self.connect()
-        norm, shard, bias, place = self.wire.receive_weights()
+        norm, shard, bias, place = self.channel.receive_weights()
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
         adapter.decoder.norm.weight.data = norm
         lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
@@ -98,7 +98,7 @@ class FirstStage(Stage):
             state: those states, a row a request of the batch; not overwritten.
         """
         assert self.allowance is not None
-        started, waited = time.perf_counter(), self.wire.seconds_waited
+        started, waited = time.perf_counter(), self.channel.seconds_waited
         count = self.runner.input_batch.num_reqs
         self.states.clear()
         self.states.store(np.arange(count), 0, *state)
@@ -117,7 +117,7 @@ class FirstStage(Stage):
         self._settle_lanes()
         self._keep(progress)
         self.counters.add("group_first_stage_seconds", time.perf_counter() - started)
-        self.counters.add("group_first_stage_idle_seconds", self.wire.seconds_waited - waited)
+        self.counters.add("group_first_stage_idle_seconds", self.channel.seconds_waited - waited)
 
     def _next(self, progress: Progress) -> np.ndarray:
         """Rows of the next tick; the last stage waits while every request's token has still to come through."""
@@ -128,11 +128,11 @@ class FirstStage(Stage):
         return sent
 
     def _send(self, rows: np.ndarray, count: int) -> None:
-        self.wire.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
+        self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
 
     def _tick(self, progress: Progress, sent: np.ndarray, tick: int) -> None:
         """While the last stage ends the tokens that were sent: lanes for the next ones, and what missed before."""
-        self.wire.expect_tokens(len(progress.position))
+        self.channel.expect_tokens(len(progress.position))
         self._settle_lanes()
         laned, k = progress.with_lanes(sent), self.lanes.count
         missed = np.flatnonzero(progress.missed)
@@ -140,7 +140,7 @@ class FirstStage(Stage):
         state = None
         if len(laned) or len(missed):
             state, candidates = self._run_lanes(progress, laned, missed)
-        tokens = self.wire.tokens()[sent]
+        tokens = self.channel.tokens()[sent]
         goes_on = np.zeros(len(progress.position), dtype=bool)
         goes_on[sent] = progress.emit(sent, tokens)
 

@@ -35,7 +35,7 @@ class LastStage(Stage):
         lm_head = TargetLMHead(model)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
         shard, bias = lm_head.own_shard(self.vllm_config, device)
-        self.wire.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
+        self.channel.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
 
     @torch.inference_mode()
     def run_ticks(self, first: Any) -> Any:
@@ -48,7 +48,7 @@ class LastStage(Stage):
             A SamplerOutput with all ticks' tokens, [batch rows, ticks], NO_TOKEN where a row has no more.
         """
         assert self.allowance is not None
-        started, waited = time.perf_counter(), self.wire.seconds_waited
+        started, waited = time.perf_counter(), self.channel.seconds_waited
         sampled = first.sampled_token_ids[:, 0].cpu().numpy().astype(np.int64)
         count = len(sampled)
         tokens = np.full((count, self.ticks), NO_TOKEN, dtype=np.int64)
@@ -56,9 +56,9 @@ class LastStage(Stage):
         emitted = np.ones(count, dtype=np.int64)
         base = self.base_positions()
         self._expect_frame(1, count)
-        self.wire.send_tokens(sampled)
+        self.channel.send_tokens(sampled)
         for tick in range(1, self.ticks):
-            rows, state = self.wire.frame(count)
+            rows, state = self.channel.frame(count)
             if not len(rows):
                 break
             self._expect_frame(tick + 1, count)
@@ -66,15 +66,15 @@ class LastStage(Stage):
             sampled = self._sample(rows, self.model.compute_logits(self.passes.final(span, state)))
             tokens[rows, emitted[rows]] = sampled[rows]
             emitted[rows] += 1
-            self.wire.send_tokens(sampled)
+            self.channel.send_tokens(sampled)
         self.counters.add("group_last_stage_seconds", time.perf_counter() - started)
-        self.counters.add("group_last_stage_idle_seconds", self.wire.seconds_waited - waited)
+        self.counters.add("group_last_stage_idle_seconds", self.channel.seconds_waited - waited)
         ids = torch.from_numpy(tokens).to(first.sampled_token_ids)
         return dataclasses.replace(first, sampled_token_ids=ids)
 
     def _expect_frame(self, tick: int, count: int) -> None:
         if tick < self.ticks:
-            self.wire.expect_frame(count)
+            self.channel.expect_frame(count)
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:
         """A token of each row, by vLLM's sampler with the batch's own parameters: [batch rows]; other rows are 0."""

@@ -18,13 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_pp_group, get_tp_group
 
 from vllm_ppd.vllm_plugins.config.activation import own_config
-from vllm_ppd.vllm_plugins.integration.cpu.workarounds import unlink_shared_memory
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER
-from vllm_ppd.vllm_plugins.methods.pipeline.stage_channel import Wire
+from vllm_ppd.vllm_plugins.integration.v1.stage_channel import StageChannel
 
 
 class Stage(ABC):
@@ -47,8 +45,7 @@ class Stage(ABC):
     def connect(self) -> None:
         """Open the line to the other stage; the process groups must exist."""
         model_config = self.vllm_config.model_config
-        self.wire = Wire(model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device)
-        unlink_shared_memory(get_pp_group(), get_tp_group())
+        self.channel = StageChannel(model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface for drafts, of which a group makes none."""

@@ -11,66 +11,33 @@ from __future__ import annotations
 
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.distributed import get_tp_group
 
-from vllm_ppd.kernels.sampling import INVALID
+from vllm_ppd.kernels.sampling import INVALID, Sampling
 from vllm_ppd.vllm_plugins.config.activation import own_config
 from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
+from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding, measured
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
+from vllm_ppd.vllm_plugins.integration.target import Target
 from vllm_ppd.vllm_plugins.integration.v1.bypass import Bypass
+from vllm_ppd.vllm_plugins.integration.v1.step import Step
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
 
-class Step(NamedTuple):
-    """What an engine step came to."""
-
-    sampled_token_ids: list[list[int]]  # emitted tokens a batch row; empty where the prompt is not done
-    verified: Any  # vLLM's SpecDecodeMetadata; None if the batch had no drafts to verify
-    sampling: Any  # the batch's SamplingMetadata
-    sample_hidden_states: torch.Tensor  # [sampled rows, hidden] normed
-
-    @property
-    def num_draft_tokens(self) -> list[int] | None:
-        """Drafts that each batch row verified; None if there were none in the batch."""
-        return None if self.verified is None else self.verified.num_draft_tokens
-
-    def last_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Of batch rows [requests], the sampled row that gave the last emitted token: [requests]."""
-        if self.num_draft_tokens is None:
-            return rows
-        emitted = np.fromiter(map(len, self.sampled_token_ids), dtype=np.int64, count=len(self.sampled_token_ids))
-        widths = np.array(self.num_draft_tokens, dtype=np.int64) + 1
-        starts = np.cumsum(widths) - widths
-        return (starts + emitted - 1)[rows]
-
-    def last_tokens(self, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Of batch rows [requests], the token of the step that gave the last emitted token: [requests].
-
-        Args:
-            rows: [requests]
-            starts: [batch rows + 1] the first token of each row, and the number of all.
-        """
-        last = starts[rows + 1].astype(np.int64) - 1
-        if self.num_draft_tokens is None:
-            return last
-        emitted = np.array([len(self.sampled_token_ids[row]) for row in rows], dtype=np.int64)
-        return last - np.array(self.num_draft_tokens, dtype=np.int64)[rows] + emitted - 1
-
-
-class Proposer(ABC):
-    """The base of all drafting methods."""
+class Proposer:
+    """Drives the drafter of a method: plans, brings its inputs, copies its drafts to the host once."""
 
     runner: Any
+    drafter: Drafter
     padding: RowPadding = NONE  # of steps that verify drafts, and of passes between steps
     decoding = False  # whether the step that runs now takes no prompt in
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
@@ -101,15 +68,19 @@ class Proposer(ABC):
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
-        raise RuntimeError(f"{self.config.how.name} needs vllm-ppd's worker; remove --worker-cls")
+        raise RuntimeError(f"{self.config.spec.title} needs vllm-ppd's worker; remove --worker-cls")
 
-    @abstractmethod
     def load_model(self, model: Any) -> None:
         """Take the loaded target and allocate everything, before vLLM measures the memory left for its KV cache."""
+        self.pad_rows(model)
+        self.target = Target(model, self.vllm_config, self.runner.device)
+        self.drafter = self.config.spec.new_drafter()
+        self.drafter.load(self.config, self.target)
+        self.allocate_probs()
 
     def allocate_probs(self) -> None:
         """Allocate q(x) if drafts are to be sampled."""
-        if self.config.draft_sample_method == "probabilistic":
+        if self.config.draft_sample_method == "probabilistic" and self.config.verify:
             self.probs = torch.zeros(
                 self.vllm_config.scheduler_config.max_num_seqs,
                 self.config.num_speculative_tokens,
@@ -121,8 +92,9 @@ class Proposer(ABC):
         """Find how many rows passes of few tokens have best."""
         self.padding = measured(model, self.vllm_config, _agreement())
 
-    def draft_all(self, on: bool) -> None:  # noqa: B027
+    def draft_all(self, on: bool) -> None:
         """Make drafts however unsure of them, as while steps are timed."""
+        self.drafter.draft_all(on)
 
     def begin_step(self, scheduler_output: Any) -> bool:
         """Forget what was looked up if a request is new or came back from preemption; returns whether one was."""
@@ -177,7 +149,6 @@ class Proposer(ABC):
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts
 
-    @abstractmethod
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """Draft for the requests of a plan.
 
@@ -185,6 +156,56 @@ class Proposer(ABC):
             (tokens [requests, at least as many as made], INVALID where what a draft was taken from is not a
             distribution; drafts made [requests]).
         """
+        places = np.flatnonzero(plan.max_drafts)
+        tokens = np.zeros((len(plan.rows), self.config.num_speculative_tokens), dtype=np.int64)
+        made = np.zeros(len(plan.rows), dtype=np.int64)
+        found, counts = self.propose_drafts(plan, places, step)
+        tokens[places, : found.shape[1]], made[places] = found, counts
+        return tokens, made
+
+    def propose_drafts(
+        self, plan: Plan, places: np.ndarray, step: Step, shallow: Callable[[int, torch.Tensor], Any] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run the drafter for the requests at some places of a plan: (tokens [places, K], drafts made [places])."""
+        rows = plan.rows[places]
+        inputs = self._inputs(plan, places, step, shallow)
+        with torch.inference_mode():
+            drafts = self.drafter.propose(inputs)
+        counts = inputs.max_drafts
+        if drafts.counts is not None:
+            counts = torch.minimum(drafts.counts, counts)
+        if self.probs is not None and drafts.probs is not None:
+            index, q = self.index(rows), drafts.probs
+            if q.shape[-1] < self.probs.shape[-1]:
+                assert self.drafter.vocabulary is not None
+                q = self.drafter.vocabulary.spread(q, self.probs[index, : q.shape[1]])
+            self.probs[index, : q.shape[1]] = q
+        found = torch.cat([drafts.token_ids, counts[:, None]], dim=1).cpu().numpy()
+        return found[:, :-1], found[:, -1]
+
+    def _inputs(
+        self, plan: Plan, places: np.ndarray, step: Step, shallow: Callable[[int, torch.Tensor], Any] | None
+    ) -> DraftInputs:
+        rows, most = plan.rows[places], plan.max_drafts[places]
+        options = {name: self.index(values[rows]) for name, values in self.planner.request_options.items()}
+        return DraftInputs(
+            newest_ids=self.index(plan.base_tokens[places]),
+            hidden=step.sample_hidden_states[self.index(step.last_rows(rows))],
+            places=self.index(step.last_tokens(rows, self.runner.query_start_loc.np)),
+            max_drafts=self.index(most),
+            num_drafts=int(most.max()),
+            sampling=self.sampling(rows, step.sampling),
+            shallow=shallow,
+            options=options,
+            context=self.context(rows) if self.drafter.context_tokens else None,
+        )
+
+    def context(self, rows: np.ndarray) -> torch.Tensor:
+        """The latest tokens of batch rows, newest first, -1 where there are none: [rows, drafter.context_tokens]."""
+        batch = self.runner.input_batch
+        places = batch.num_tokens_no_spec[rows].astype(np.int64)[:, None] - 1 - np.arange(self.drafter.context_tokens)
+        tokens = batch.token_ids_cpu[rows[:, None], places.clip(min=0)].astype(np.int64)
+        return self.index(np.where(places < 0, -1, tokens))
 
     def _valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
         """Drafts made [requests], none where any of them is INVALID: the rejection sampler must not see its q(x)."""
@@ -202,19 +223,24 @@ class Proposer(ABC):
         return np.where(invalid, 0, made)
 
     def index(self, values: np.ndarray) -> torch.Tensor:
-        """An array of indices on the device."""
+        """An array on the device."""
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
 
-    def temperature(self, rows: np.ndarray, sampling: Any) -> torch.Tensor | None:
-        """Temperatures [requests] at which drafts are sampled; 0 where they must be greedy, None if all must.
+    def sampling(self, rows: np.ndarray, batch: Any) -> Sampling | None:
+        """How drafts of some batch rows are sampled; at temperature 0 where they must be greedy, None if all must.
 
         A seed promises the same output on every run, and drafts are drawn from a generator that requests share. A
         grammar cuts drafts off by what was drawn, after which q(x) is not what they were drawn from.
+
+        Args:
+            rows: [requests]
+            batch: vLLM's SamplingMetadata.
         """
-        if self.probs is None or sampling.all_greedy:
+        if self.probs is None or batch.all_greedy:
             return None
-        greedy = np.isin(rows, list(sampling.generators)) | self.planner.structured[rows]
-        return sampling.temperature[self.index(rows)].masked_fill(self.index(greedy), 0.0)
+        greedy, index = np.isin(rows, list(batch.generators)) | self.planner.structured[rows], self.index(rows)
+        temperature = batch.temperature[index].masked_fill(self.index(greedy), 0.0)
+        return Sampling(temperature, *(None if part is None else part[index] for part in (batch.top_k, batch.top_p)))
 
 
 def _agreement() -> Callable[[np.ndarray], np.ndarray] | None:

@@ -19,14 +19,15 @@ import numpy as np
 import torch
 from torch import distributed
 from vllm import envs
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
 
 from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.vllm_plugins.integration.cpu.workarounds import unlink_shared_memory
 
 _NUMBER = 8  # bytes
 
 
-class Wire:
+class StageChannel:
     """One end of the line between the stages.
 
     Args:
@@ -41,6 +42,7 @@ class Wire:
         self.inline = device.type == "cpu"
         self.bound = timedelta(seconds=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         self.seconds_waited = 0.0  # for messages
+        unlink_shared_memory(self.group, get_tp_group())
         self._sent: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until it is sent
         self._expected: tuple[Any, torch.Tensor] | None = None
 

@@ -1,18 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shallow loop: draft token after token at the exit layers, keeping every state for the next step's deep pass."""
+"""Early drafting with several exits: a draft that one exit is not sure of goes on to the next (ParaDecode, eq. 1).
+
+Which tokens go on is decided on the host, draft by draft, as that saves whole stacks: unlike the methods' drafters this
+is no tensor program, and it runs on vLLM's runner V1 alone.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, Reading
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges
+from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
 from vllm_ppd.vllm_plugins.integration.v1.passes import StackPasses
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.integration.v1.step import Step
+from vllm_ppd.vllm_plugins.methods.early_exit.drafter import EarlyExitDrafter
+
+
+class SeveralExitsProposer(DeferredKVProposer):
+    """Drafts at the first of several exits that is confident enough."""
+
+    def load_model(self, model: Any) -> None:
+        super().load_model(model)
+        assert isinstance(self.drafter, EarlyExitDrafter)
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        self.loop = ShallowLoop(
+            self.config.gamma, self.target.cut, self.passes, self.drafter.reader, self.saved, most, self.runner.device
+        )
+
+    def draft_all(self, on: bool) -> None:
+        self.loop.gamma = 0.0 if on else self.config.gamma
+
+    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        tokens, made = self.loop.run(plan, self.sampling(plan.rows, step.sampling), self.probs)
+        self.keep_states(plan, tokens[:, 1:], made)
+        self.counters.add("confidence_stops", self.loop.confidence_stops)
+        return tokens[:, 1:], made
 
 
 class ShallowLoop:
@@ -24,7 +54,7 @@ class ShallowLoop:
 
     def __init__(
         self,
-        config: DraftingConfig,
+        gamma: float,
         cut: ModelCut,
         passes: StackPasses,
         reader: EarlyReader,
@@ -32,20 +62,18 @@ class ShallowLoop:
         max_tokens: int,
         device: torch.device,
     ) -> None:
-        self.gamma = config.gamma
+        self.gamma = gamma
         self.cut, self.passes, self.reader, self.saved = cut, passes, reader, saved
         self.requests_a_pass = max(1, max_tokens // saved.width)  # of deeper passes, which take several tokens each
         self.device = device
         self.confidence_stops = 0  # of the last run
 
-    def run(
-        self, plan: Plan, temperature: torch.Tensor | None, probs: torch.Tensor | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def run(self, plan: Plan, sampling: Sampling | None, probs: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
         """Draft until every request has its drafts or has stopped.
 
         Args:
             plan: who drafts, from which base token, and at most how many tokens.
-            temperature: [requests] at which drafts are sampled; None to draft greedily.
+            sampling: how drafts of each request are sampled; None to draft greedily.
             probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
@@ -69,9 +97,9 @@ class ShallowLoop:
                 keep = self._index(np.flatnonzero(drafting))
                 state = rows_of(state, keep)
                 active = active[drafting]
-            reading = self._read(0, active, state, temperature)
+            reading = self._read(0, active, state, sampling)
             if self.gamma > 0:
-                reading, confident = self._deepen(reading, plan, active, offset, temperature)
+                reading, confident = self._deepen(reading, plan, active, offset, sampling)
                 self.confidence_stops += int((~confident).sum())
                 if not confident.any():
                     break
@@ -85,13 +113,11 @@ class ShallowLoop:
         self._complete(plan, made)
         return tokens.cpu().numpy(), made
 
-    def _read(
-        self, exit_index: int, requests: np.ndarray, state: CutState, temperature: torch.Tensor | None
-    ) -> Reading:
+    def _read(self, exit_index: int, requests: np.ndarray, state: CutState, sampling: Sampling | None) -> Reading:
         exit_layer = self.cut.exit_layers[exit_index]
-        if temperature is None:
+        if sampling is None:
             return self.reader.greedy(exit_layer, state, with_confidence=self.gamma > 0)
-        return self.reader.sample(exit_layer, state, temperature[self._index(requests)])
+        return self.reader.sample(exit_layer, state, sampling.at(self._index(requests)))
 
     def _deepen(
         self,
@@ -99,7 +125,7 @@ class ShallowLoop:
         plan: Plan,
         active: np.ndarray,
         offset: int,
-        temperature: torch.Tensor | None,
+        sampling: Sampling | None,
     ) -> tuple[Reading, np.ndarray]:
         """Take the requests that are not confident to the next exits, one after the other, and read again.
 
@@ -115,7 +141,7 @@ class ShallowLoop:
             # Earlier tokens that left at this exit come along: attention at the next layers must see their KV.
             self._advance(level, plan, requests, np.full(len(requests), offset + 1))
             state = self.saved.load(plan.rows[requests] * self.saved.width + offset)
-            deeper = self._read(level, requests, state, temperature)
+            deeper = self._read(level, requests, state, sampling)
             reading = reading.replaced(self._index(unsure), deeper)
             confident = self._confident(reading)
         return reading, confident

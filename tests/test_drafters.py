@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters are tensor programs: nothing in propose waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import drafter_of
+from exactness import CASES, generate, prompts
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+
+
+class Watch:
+    """While on, whatever reads a tensor's values on the host raises."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on = False
+        for name in WAITS:
+            monkeypatch.setattr(torch.Tensor, name, self._refusing(name, getattr(torch.Tensor, name)))
+        monkeypatch.setattr(torch, "nonzero", self._refusing("nonzero", torch.nonzero))
+        plain = torch.Tensor.__getitem__
+
+        def getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+            parts = index if isinstance(index, tuple) else (index,)
+            masks = [part for part in parts if isinstance(part, torch.Tensor) and part.dtype == torch.bool]
+            assert not (self.on and masks), "a boolean mask as an index"
+            return plain(tensor, index)
+
+        monkeypatch.setattr(torch.Tensor, "__getitem__", getitem)
+
+    def _refusing(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert not self.on, f"{name} inside propose"
+            return plain(*args, **kwargs)
+
+        return call
+
+    def around(self, call: Callable[..., Any], on: bool) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            before, self.on = self.on, on
+            try:
+                return call(*args)
+            finally:
+                self.on = before
+
+        return watched
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("early", {"method": "ppd", "gamma": 0.02}),
+        ("cp", {"method": "cp"}),
+        ("cp", {"method": "cp", "draft_vocab_size": 100}),
+        ("dynamo", {"method": "dynamo", "eps_b": 0.1}),
+    ],
+    ids=["early", "cp", "cp-short", "dynamo"],
+)
+def test_propose_never_waits_for_the_device(
+    engine: Callable[..., Any],
+    fitted_heads: Callable[..., str],
+    kind: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = engine({**options, "model": fitted_heads(kind)})
+    proposer = drafter_of(llm)
+    watch, drafter = Watch(monkeypatch), proposer.drafter
+    monkeypatch.setattr(drafter, "propose", watch.around(drafter.propose, True))
+    if hasattr(proposer, "passes"):  # the V1 runner builds attention metadata on the host
+        monkeypatch.setattr(proposer.passes, "first", watch.around(proposer.passes.first, False))
+    before = llm.counts.copy()
+    CASES["batch_16"](llm)
+    generate(llm, prompts(6), SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=12))
+    assert (llm.counts - before)["accepted"] > 0
+
+
+def test_the_watch_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, tensor = Watch(monkeypatch), torch.arange(3)
+    for waits in (tensor.tolist, lambda: tensor[tensor > 1], lambda: bool(tensor[0]), lambda: torch.nonzero(tensor)):
+        waits()
+        with pytest.raises(AssertionError):
+            watch.around(waits, True)()
