@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from vllm_ppd.heads.config import KINDS, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.weights import WEIGHTS_NAME, read_weights
 
 __all__ = [
@@ -37,7 +39,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
         kind = read_json_object(Path(path) / CONFIG_NAME, LONGEST_CONFIG).get("speculators_model_type")
     except HeadsError:
         return None
-    return kind if isinstance(kind, str) and kind in KINDS else None
+    return kind if isinstance(kind, str) and kind in HEADS else None
 
 
 def load_config(folder: str | os.PathLike[str], kind: str | None = None) -> HeadsConfig:
@@ -55,8 +57,8 @@ def load_config(folder: str | os.PathLike[str], kind: str | None = None) -> Head
     path = Path(folder) / CONFIG_NAME
     data = read_json_object(path, LONGEST_CONFIG)
     found = data.get("speculators_model_type")
-    if not isinstance(found, str) or found not in KINDS or kind not in (None, found):
-        wanted = repr(kind) if kind is not None else ", ".join(map(repr, KINDS))
+    if not isinstance(found, str) or found not in HEADS or kind not in (None, found):
+        wanted = repr(kind) if kind is not None else ", ".join(map(repr, HEADS))
         raise HeadsError(f"{named(path)} holds heads of kind {quoted(found)}; expected kind {wanted}")
     try:
         return HeadsConfig.from_json(data)

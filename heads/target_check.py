@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.config import DynaMoConfig, HeadsConfig, Shapes
+from vllm_ppd.heads.base import HeadsConfig, Shapes
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target

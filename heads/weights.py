@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vllm_ppd.heads.config import HeadsConfig, is_count
+from vllm_ppd.heads.base import HeadsConfig, is_count
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import named, of_folder, regular_size

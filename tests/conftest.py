@@ -184,7 +184,8 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
     """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
     import torch
 
-    from vllm_ppd.heads.config import EarlyConfig, TargetLayers
+    from vllm_ppd.heads.base import TargetLayers
+    from vllm_ppd.heads.early.config import EarlyConfig
     from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.heads.fingerprint import fingerprint
     from vllm_ppd.heads.io import save_heads

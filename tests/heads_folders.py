@@ -11,7 +11,10 @@ import tiny
 import torch
 from transformers import AutoConfig
 
-from vllm_ppd.heads.config import CPConfig, DynaMoConfig, EarlyConfig, HeadsConfig, TargetLayers, is_count
+from vllm_ppd.heads.base import HeadsConfig, TargetLayers, is_count
+from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target_check import decoder_layer

@@ -11,7 +11,7 @@ import torch
 
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.io import save_heads
-from vllm_ppd.heads.training.options import OPTIONS
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training.recipe import make_recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -32,7 +32,7 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
     torch.manual_seed(0)
     target = Target(str(model), torch.device("cpu"), torch.float32)
     given = {"model": str(model), "data": ("-",), "out": str(out), "stored_dtype": "float32", **options}
-    recipe = make_recipe(OPTIONS[kind](**given), target)
+    recipe = make_recipe(HEADS[kind].options(**given), target)
     optimiser = torch.optim.AdamW(recipe.groups(3e-3)[0]["params"], lr=3e-3)
     for step in range(steps):
         loss, _ = recipe.loss(windows(sequences[step % 4 :: 4]))

@@ -14,15 +14,17 @@ import torch
 from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads import draft_vocabulary
-from vllm_ppd.heads.calibration import parts, run
+from vllm_ppd.heads.calibration import run
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import Calibration, calibrate
 from vllm_ppd.heads.calibration.walk import walk
-from vllm_ppd.heads.early.measures import match_exits
+from vllm_ppd.heads.cp import calibration as cp_calibration
+from vllm_ppd.heads.early import calibration as early_calibration
+from vllm_ppd.heads.early.calibration import match_exits
 from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
-from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
@@ -80,7 +82,7 @@ def heads(tiny_model: Callable[..., Path], data: Path, tmp_path_factory: pytest.
                 "sequence_length": 64, "precision": "float32", "stored_dtype": "float32", "device": "cpu",
                 "held_out": 0.1, **options,
             }  # fmt: skip
-            loop.train(OPTIONS[kind](**given))
+            loop.train(HEADS[kind].options(**given))
         return made[kind]
 
     return get
@@ -98,7 +100,7 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
 def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Path, kind: str) -> None:
     calibration = Calibration(options(heads("early"), data))
     target, texts = calibration.target, getattr(calibration, kind)
-    early = parts._early_heads(calibration)
+    early = early_calibration._early_heads(calibration)
     found = match_exits(target, early, texts, (1, 3), 4, calibration.autocast)
     hits, accept = torch.zeros_like(found.hits), torch.zeros_like(found.accept)
     temperature = texts.temperature or 1.0
@@ -185,12 +187,12 @@ def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, mon
 
         return call
 
-    real = parts.PARTS["cp"]
+    real = cp_calibration.PARTS
     last = list(real)[-1]
-    monkeypatch.setitem(parts.PARTS, "cp", {name: spy(name, part, name == last) for name, part in real.items()})
+    monkeypatch.setattr(cp_calibration, "PARTS", {name: spy(name, part, name == last) for name, part in real.items()})
     with pytest.raises(KeyboardInterrupt):
         calibrate(asked)
-    monkeypatch.setitem(parts.PARTS, "cp", {name: spy(name, part) for name, part in real.items()})
+    monkeypatch.setattr(cp_calibration, "PARTS", {name: spy(name, part) for name, part in real.items()})
     calibrate(asked)
     assert seen == [*real, last]
     assert not list(folder.glob("*.part"))

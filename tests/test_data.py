@@ -18,8 +18,8 @@ from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.special_tokens import SpecialTokens
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.heads.training.tokens import TokenStore
 from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
 from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
@@ -312,7 +312,7 @@ def test_documents_and_prompts_begin_as_served_ones(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(on_policy, "_engine", lambda *_: None)
     monkeypatch.setattr(on_policy, "_generate", answer)
-    options = OPTIONS["early"](model="any", data=(str(data),), out=str(tmp_path), steps=1)
+    options = HEADS["early"].options(model="any", data=(str(data),), out=str(tmp_path), steps=1)
     responses = on_policy.write_responses(options, tmp_path / "responses", 5, 8)
     assert served[:5] in asked
     again = list(Documents([responses], lambda: tokenizer).token_ids())

@@ -15,17 +15,12 @@ from exactness import greedy
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.parts import (
-    _cp_head,
-    _early_heads,
-    _joint_settings,
-    _matches,
-    _vocabularies,
-    dynamo_measures,
-)
+from vllm_ppd.heads.calibration.parts import vocabularies
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import Drafted
+from vllm_ppd.heads.dynamo import calibration as dynamo
+from vllm_ppd.heads.early import calibration as early
 
 HEADS = DEMO.parent / "heads"
 PROMPT, TOKENS, EXIT = 48, 64, 9
@@ -88,14 +83,14 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     kind, size = calibration.config.kind, OPTIONS[variant].get("draft_vocab_size", WHOLE)
     short = None
     if size < WHOLE:
-        (short,) = (ids for ids, _ in _vocabularies(calibration) if len(ids) == size)
+        (short,) = (ids for ids, _ in vocabularies(calibration) if len(ids) == size)
     if kind == "early":
-        return _matches(calibration, _early_heads(calibration), texts).drafted(1, EXIT, 3)
+        return early._matches(calibration, early._early_heads(calibration), texts).drafted(1, EXIT, 3)
     if kind == "cp":
-        from vllm_ppd.heads.cp import measures as cp
+        from vllm_ppd.heads.cp import calibration as cp
 
-        return cp.drafted(calibration.target, _cp_head(calibration), texts, 8, calibration.autocast, short)[2]
-    return dynamo_measures(calibration).drafted(texts, _joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
+        return cp.drafted(calibration.target, cp._cp_head(calibration), texts, 8, calibration.autocast, short)[2]
+    return dynamo.measures_of(calibration).drafted(texts, dynamo._joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
 
 
 @pytest.mark.engine

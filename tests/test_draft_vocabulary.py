@@ -10,8 +10,9 @@ import pytest
 import torch
 from heads_folders import blank_tensors
 
+from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.calibration.recommend import recommend
-from vllm_ppd.heads.config import CPConfig, TargetLayers
+from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.draft_vocabulary import candidate_sizes, columns, covered, first_guess, most_frequent
 
 

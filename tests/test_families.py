@@ -15,7 +15,8 @@ import torch
 from conftest import ROOT, drafter_of, start_engine, step_tokens
 from exactness import CASES, generate, greedy, prompts
 
-from vllm_ppd.heads.config import CPConfig, TargetLayers
+from vllm_ppd.heads.base import TargetLayers
+from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.model_patches.families import FAMILIES, adapter_path

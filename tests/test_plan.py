@@ -15,8 +15,10 @@ from conftest import DEMO
 from heads_folders import blank_tensors
 from safetensors.torch import save_file
 
+from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.calibration.recommend import recommend, settings
-from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig, TargetLayers
+from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, save_heads
 from vllm_ppd.heads.planning.fleet import Load, latencies
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads import files
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
-from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.vllm_plugins.cli import on_policy
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -51,7 +51,7 @@ def train(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Train:
     def run(kind: str = "early", family: str | Path = "llama", out: str = "heads", **options: Any) -> Path:
         model = family if isinstance(family, Path) else tiny_model(family)
         given = {**COMMON, **KINDS[kind], **options, "model": str(model), "data": (str(data),)}
-        loop.train(OPTIONS[kind](**given, out=str(tmp_path / out)))
+        loop.train(HEADS[kind].options(**given, out=str(tmp_path / out)))
         return tmp_path / out
 
     return run
@@ -291,7 +291,8 @@ def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pyte
 
 
 def test_flags_are_the_fields(capsys: Any) -> None:
-    for kind, options in OPTIONS.items():
+    for kind, spec in HEADS.items():
+        options = spec.options
         with pytest.raises(SystemExit):
             main(["train", kind, "--help"])
         text = capsys.readouterr().out
@@ -343,7 +344,7 @@ def test_on_policy_responses_are_written_by_one_process(
     tiny_model: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loop alone, without an engine; of torchrun's processes none writes, and all read what is finished."""
-    options = OPTIONS["early"](model=str(tiny_model()), data=(str(data),), out=str(tmp_path), steps=1)
+    options = HEADS["early"].options(model=str(tiny_model()), data=(str(data),), out=str(tmp_path), steps=1)
     asked: list[int] = []
 
     def answer(_: None, prompts: list[list[int]], tokens: int) -> list[str]:

@@ -20,8 +20,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
-from vllm_ppd.heads.training.options import OPTIONS
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
 from vllm_ppd.heads.training.tokens import FILES, TokenStore
 from vllm_ppd.vllm_plugins.cli import on_policy
@@ -154,7 +154,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     data, out = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6)), tmp_path / "heads"
-    options = OPTIONS["early"](
+    options = HEADS["early"].options(
         model=str(tiny_model()), data=(str(data),), out=str(out), steps=8, sequence_length=32, batch_size=2,
         precision="float32", device="cpu", held_out=0.1, exit_layers=(3,),
     )  # fmt: skip
@@ -198,7 +198,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
 def test_damaged_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run that is stopped between two rounds, and of a finished one."""
     data, folder = write_texts(tmp_path / "data.jsonl", patterned_texts(20, 6)), tmp_path / ".on-policy"
-    options = OPTIONS["early"](model="any", data=(str(data),), out=str(tmp_path), steps=1)
+    options = HEADS["early"].options(model="any", data=(str(data),), out=str(tmp_path), steps=1)
     rounds: list[int] = []
 
     def answer(_: None, prompts: list[list[int]], tokens: int) -> list[str]:

@@ -35,8 +35,8 @@ from vllm_ppd.benchmarks.decode.closed_loop_table import pairs_of
 from vllm_ppd.benchmarks.decode.table import rows_of as decode_rows
 from vllm_ppd.benchmarks.harness.estimates import quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row, stored, write_rows
+from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.tables import table
-from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.io import HeadsError, load_config
 from vllm_ppd.heads.planning.machine import Served
 from vllm_ppd.heads.planning.options import PlanOptions

@@ -55,7 +55,9 @@ def model_of(args: argparse.Namespace) -> Any:
 
 def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace) -> str:
     """A heads folder of random weights."""
-    from vllm_ppd.heads.config import CPConfig, DynaMoConfig, TargetLayers
+    from vllm_ppd.heads.base import TargetLayers
+    from vllm_ppd.heads.cp.config import CPConfig
+    from vllm_ppd.heads.dynamo.config import DynaMoConfig
     from vllm_ppd.heads.io import save_heads
 
     target = TargetLayers(

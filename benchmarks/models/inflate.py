@@ -28,7 +28,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vllm_ppd.heads.config import DynaMoConfig, HeadsConfig
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import HeadsError, load_tensors, save_heads
 from vllm_ppd.heads.training.provenance import provenance

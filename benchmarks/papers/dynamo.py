@@ -25,7 +25,7 @@ from vllm_ppd.benchmarks.papers.dynamo_quality import (
     text_settings,
 )
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
-from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.training.provenance import provenance_of
 from vllm_ppd.heads.training.tokens import Batch

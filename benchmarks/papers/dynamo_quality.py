@@ -12,10 +12,10 @@ from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.likelihood import SameQuality, mean_log_prob, same_quality, win_rate
 from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
-from vllm_ppd.heads.calibration.parts import dynamo_measures
-from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.dynamo import calibration as dynamo_calibration
+from vllm_ppd.heads.dynamo.calibration import DynaMoMeasures
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
-from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 PAPER = "DynaMo"
 TEMPERATURE, PENALTY = 0.7, 1.1  # appendix A.1
@@ -58,7 +58,7 @@ class Point:
 
 
 def measures_of(context: Context, folder: str) -> DynaMoMeasures:
-    return context.once(("dynamo", folder), lambda: dynamo_measures(context.calibration(folder)))
+    return context.once(("dynamo", folder), lambda: dynamo_calibration.measures_of(context.calibration(folder)))
 
 
 def sweep(context: Context, folder: str, scheme: str, eps_b: tuple[float, ...]) -> list[Point]:

@@ -13,7 +13,7 @@ from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.paradecode_texts import predictions, unverified
 from vllm_ppd.benchmarks.papers.ppd import early_heads
 from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
-from vllm_ppd.heads.config import EarlyConfig
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import load_config
 
 KIND = "early"

@@ -15,9 +15,8 @@ from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.ppd_group import implementation
 from vllm_ppd.benchmarks.papers.published import PPD as theirs
 from vllm_ppd.benchmarks.papers.published import rates_of
-from vllm_ppd.heads.calibration.parts import TOP_K, TOP_P
-from vllm_ppd.heads.config import EarlyConfig
-from vllm_ppd.heads.early.measures import FORMS, ExitMatches, match_exits
+from vllm_ppd.heads.early.calibration import FORMS, TOP_K, TOP_P, ExitMatches, match_exits
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
+from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
-from vllm_ppd.heads.config import HeadsConfig
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.training import TrainingError
@@ -158,14 +159,12 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     Raises:
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
-    from vllm_ppd.heads.calibration.parts import PARTS
-
     calibration = Calibration(options)
     path = Path(options.heads) / NAME
     essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
     stamp = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
     result = continued(path, {"options": essence, "heads_stamp": stamp, "parts": {}, "digests": {}})
-    for name, part in PARTS[calibration.config.kind].items():
+    for name, part in HEADS[calibration.config.kind].parts.items():
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)
             result["parts"][name] = part(calibration)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.config import CPConfig
+from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.cp.options import CPOptions
 from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.options import CPOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from vllm_ppd.heads.config import DynaMoConfig
 from vllm_ppd.heads.draft_vocabulary import first_guess
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.training.options import DynaMoOptions
+from vllm_ppd.heads.dynamo.options import DynaMoOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vllm_ppd.heads.config import EarlyConfig
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.early.options import EarlyOptions
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.options import EarlyOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch

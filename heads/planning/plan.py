@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.recommend import Setting, settings
 from vllm_ppd.heads.calibration.stored import calibration_of
-from vllm_ppd.heads.config import CPConfig, EarlyConfig, HeadsConfig
+from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, check_folder
 from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of, weights_of

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -58,15 +58,6 @@ class Recipe(nn.Module, ABC):
         """The heads' `model.safetensors`."""
 
 
-# Kind of heads -> recipe; imported when asked for, since each brings its own modules.
-RECIPES = {
-    "early": "vllm_ppd.heads.early.recipe.EarlyRecipe",
-    "cp": "vllm_ppd.heads.cp.recipe.CPRecipe",
-    "dynamo": "vllm_ppd.heads.dynamo.recipe.DynaMoRecipe",
-}
-
-
 def make_recipe(options: TrainingOptions, target: Target) -> Recipe:
     """The recipe of the options' kind."""
-    module, _, name = RECIPES[options.kind].rpartition(".")
-    return getattr(import_module(module), name)(options, target)
+    return HEADS[options.kind].recipe(options, target)

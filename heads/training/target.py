@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_ppd.heads.config import TargetLayers
+from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.packed_attention import packed_attention

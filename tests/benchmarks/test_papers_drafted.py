@@ -24,7 +24,7 @@ from vllm_ppd.benchmarks.papers.published import CP, DYNAMO
 from vllm_ppd.benchmarks.papers.run import make_tables
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.calibration.walk import accepted_by_position, walk
-from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.io import load_tensors, save_heads
 

@@ -13,11 +13,12 @@ from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 
 def add(subparsers: Any) -> None:
-    from vllm_ppd.heads.training.options import OPTIONS
+    from vllm_ppd.heads.registry import HEADS
 
     parser = subparsers.add_parser("train", help="train heads", description="Train heads for a target model.")
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(OPTIONS) + "}")
-    for kind, options in OPTIONS.items():
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(HEADS) + "}")
+    for kind, spec in HEADS.items():
+        options = spec.options
         description = (options.__doc__ or "").strip().replace("%", "%%")
         sub = kinds.add_parser(kind, help=description.split(": ", 1)[-1], description=description)
         add_fields(sub, options)
@@ -37,10 +38,10 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from vllm_ppd.heads.registry import HEADS
     from vllm_ppd.heads.training.loop import train
-    from vllm_ppd.heads.training.options import OPTIONS
 
-    options = options_from(OPTIONS[args.kind], args)
+    options = options_from(HEADS[args.kind].options, args)
     if args.on_policy:
         from vllm_ppd.vllm_plugins.cli.on_policy import write_responses
 

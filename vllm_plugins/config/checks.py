@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vllm_ppd.heads.config import HeadsConfig
+from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.heads.io import check_target, kind_of, load_config
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened

@@ -11,11 +11,11 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from vllm_ppd.heads.config import KINDS
 from vllm_ppd.heads.errors import MissingFile
 from vllm_ppd.heads.files import read_json_object, reason
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder
 from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.weights import tensor_names
 from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
@@ -24,7 +24,7 @@ from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 logger = logging.getLogger("vllm.vllm_ppd")
 
 LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
-ARCHITECTURES = {kind.architecture for kind in KINDS.values()}
+ARCHITECTURES = {spec.config.architecture for spec in HEADS.values()}
 TENSORS = re.compile(
     r"exit\.\d+\.(transform|classifier)$|cp\.(gate|transforms|classifiers)$|head\.\d+\.|cooccurrence\."
 )
@@ -160,7 +160,7 @@ def served_heads(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[st
 def _speculators_of_vllm() -> set[str]:
     from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
 
-    return set(SUPPORTED_SPECULATORS_TYPES) - set(KINDS)
+    return set(SUPPORTED_SPECULATORS_TYPES) - set(HEADS)
 
 
 def _is_repository(model: str) -> bool:

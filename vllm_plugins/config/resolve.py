@@ -10,7 +10,7 @@ from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
-    from vllm_ppd.heads.config import HeadsConfig
+    from vllm_ppd.heads.base import HeadsConfig
 
 # Requests up to which a worker group runs unless told otherwise: from there on the pipeline has batches of its own.
 GROUP_CUT_OFF = 8

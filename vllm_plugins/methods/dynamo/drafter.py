@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ppd.heads.config import DynaMoConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, select
 from vllm_ppd.heads.io import load_tensors

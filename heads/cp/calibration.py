@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from vllm_ppd.heads.calibration.parts import counts as counts_of
+from vllm_ppd.heads.calibration.parts import timing, vocabularies, vocabulary_tables
+from vllm_ppd.heads.calibration.run import Calibration, Part
+from vllm_ppd.heads.calibration.tables import percent, table
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
 from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cp.module import CPHead
@@ -128,3 +133,73 @@ def _chances(
         seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
         weights = posterior(weights, seen.masked_fill(~inside[:, None], 0.0))
     return torch.stack(chances, dim=1)
+
+
+def likelihood(calibration: Calibration) -> dict[str, Any]:
+    """Joint NLL, PPL_n and PPL_1:n on the data itself."""
+    head = _cp_head(calibration)
+    return perplexities(calibration.target, head, calibration.windows, calibration.autocast)
+
+
+def expected_acceptance(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance on greedy and sampled texts."""
+    options, head = calibration.options, _cp_head(calibration)
+    found = {}
+    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
+        counts = drafted(calibration.target, head, texts, options.batch, calibration.autocast)
+        found[name] = {
+            "by_drafts": [counts_of(c) for c in counts], "repeated_4_grams": round(texts.repeated_4_grams(), 4)
+        }  # fmt: skip
+    return found
+
+
+def vocabulary(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance on sampled texts with shorter draft vocabularies."""
+    options, head, target = calibration.options, _cp_head(calibration), calibration.target
+    return {
+        str(len(ids)): {
+            "covers": share,
+            "by_drafts": [
+                counts_of(c)
+                for c in drafted(target, head, calibration.sampled, options.batch, calibration.autocast, ids)
+            ],
+        }
+        for ids, share in vocabularies(calibration)
+    }
+
+
+def _cp_head(calibration: Calibration) -> CPHead:
+    return CPHead.from_tensors(calibration.tensors).to(calibration.target.device, calibration.target.dtype)
+
+
+PARTS: dict[str, Part] = {
+    "timing": timing,
+    "likelihood": likelihood,
+    "acceptance": expected_acceptance,
+    "vocabulary": vocabulary,
+}
+
+
+def tables(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
+    found = parts["likelihood"]
+    n = len(found["ppl_n"])
+    yield f"Joint of {n} tokens: {found['joint_nats']} nats; the target's own PPL_1 is {found['target_ppl_1']}"
+    yield table(
+        ["", *(f"s={s}" for s in range(1, n + 1))],
+        [
+            ["PPL_s", *found["ppl_n"]],
+            ["PPL_1:s", *found["ppl_1:n"]],
+            ["nats given the earlier", *found["conditional_nats"]],
+        ],
+    )
+    yield "Expected drafts accepted a step (vLLM's terms: chain drafts, length = 1 + accepted / drafts)"
+    yield _acceptance(parts["acceptance"])
+    yield from vocabulary_tables(parts["vocabulary"])
+
+
+def _acceptance(found: dict[str, Any]) -> str:
+    rows = [
+        [name, n, percent(c["rate"]), f"{c['length'] - 1:.3f}", f"{c['length']:.3f}", by["repeated_4_grams"]]
+        for name, by in found.items() for n, c in enumerate(by["by_drafts"], start=1)
+    ]  # fmt: skip
+    return table(["texts", "drafts", "rate", "accepted a step", "length", "repeated 4-grams"], rows)

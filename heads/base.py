@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`config.json` of a heads folder, in speculators' layout: what the heads are and for which target they were made.
+
+Each kind of heads is one class here; its own fields stand beside speculators' keys.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_ppd.heads.fingerprint import TargetFingerprint
+from vllm_ppd.heads.layout import Drafts, Layout, TargetLayers, TargetName
+from vllm_ppd.heads.registry import HEADS
+
+Shapes = dict[str, list[int]]
+MOST_NUMBERS = 1 << 35  # of all tensors together: whole classifiers of a large vocabulary are some 2^33
+
+
+def is_count(tensor: str) -> bool:
+    """Whether a tensor of that name holds counts or n-grams, which are integers."""
+    return tensor.startswith(("cooccurrence.", "token_counts"))
+
+
+class HeadsConfig(BaseModel, ABC):
+    """What all kinds share. A kind adds its fields and says which tensors it expects."""
+
+    # Strict: a truth value is no number of layers, and 2.0 is none either.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
+    kind: ClassVar[str]
+    architecture: ClassVar[str]
+
+    verifier: TargetName
+    num_speculative_tokens: Drafts = Field(3, description="drafts a step recommended for these heads")
+    draft_vocab_size: int | None = Field(
+        None, ge=16, description="how many tokens, the most frequent ones, are drafted by default (None: all)"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    target: TargetLayers
+    fingerprint: TargetFingerprint = TargetFingerprint()
+
+    @model_validator(mode="after")
+    def _known_frequencies(self) -> HeadsConfig:
+        if self.draft_vocab_size is not None:
+            if self.counts_tensor is None:
+                raise ValueError("draft_vocab_size needs token counts, which these heads lack")
+            if self.draft_vocab_size > self.target.vocab_size:
+                raise ValueError(f"draft_vocab_size is more than the vocabulary of {self.target.vocab_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _bounded(self) -> HeadsConfig:
+        numbers = sum(map(math.prod, self.shapes().values()))
+        if numbers > MOST_NUMBERS:
+            raise ValueError(f"these heads would have {numbers:.1e} numbers, more than the {MOST_NUMBERS:,} allowed")
+        return self
+
+    @abstractmethod
+    def shapes(self) -> Shapes:
+        """The tensors of `model.safetensors`: shape by name."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What they are, in a few words."""
+
+    @property
+    def max_drafts(self) -> int | None:
+        """Drafts a step that they can make at most (None: any number)."""
+        return None
+
+    @property
+    def counts_tensor(self) -> str | None:
+        """The tensor of how often tokens occur, which a draft vocabulary is made of (None: they do not know)."""
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The dictionary in speculators' layout."""
+        own = self.model_dump(mode="json", exclude=set(HeadsConfig.model_fields))
+        return {
+            "architectures": [self.architecture],
+            "speculators_model_type": self.kind,
+            "speculators_config": {
+                "algorithm": self.kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": self.num_speculative_tokens},
+                ],
+                "verifier": {"name_or_path": self.verifier, "architectures": []},
+            },
+            "transformer_layer_config": self.target.model_dump(),
+            **own,
+            "draft_vocab_size": self.draft_vocab_size,
+            "dtype": self.dtype,
+            "fingerprint": self.fingerprint.model_dump(),
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> HeadsConfig:
+        """The configuration of the kind that the dictionary names.
+
+        Raises:
+            KeyError: if there is no such kind.
+            ValidationError: if a field is missing, of another type or out of bounds.
+        """
+        cls = HEADS[data["speculators_model_type"]].config
+        layout = Layout.model_validate(data)
+        own = {name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data}
+        return cls.model_validate(
+            {
+                "verifier": layout.speculators_config.verifier.name_or_path,
+                "num_speculative_tokens": layout.speculators_config.proposal_methods[0].speculative_tokens,
+                "draft_vocab_size": layout.draft_vocab_size,
+                "dtype": layout.dtype,
+                "target": layout.transformer_layer_config,
+                "fingerprint": layout.fingerprint or TargetFingerprint(),
+                **own,
+            }
+        )
