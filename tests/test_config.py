@@ -22,8 +22,9 @@ from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.checks import WORKER
 from vllm_ppd.vllm_plugins.config.flags import options_table
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig, OptionError, flag_fields, parse_options
+from vllm_ppd.vllm_plugins.config.options import OptionError, flag_fields, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 register()
 Model = Callable[..., Path]

@@ -20,7 +20,7 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.model_patches.families import FAMILIES, adapter_path
-from vllm_ppd.vllm_plugins.methods.early_exit.proposer import EarlyProposer
+from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
 
 pytestmark = pytest.mark.engine
 
@@ -41,10 +41,10 @@ def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
     return True
 
 
-def whole_model(proposer: EarlyProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def whole_model(proposer: DeferredKVProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """vLLM's own forward of the decoder, the class's method that the cut replaced on the instance."""
-    decoder = proposer.cut.adapter.decoder
-    if proposer.cut.adapter.has_residual:
+    decoder = proposer.target.cut.adapter.decoder
+    if proposer.target.cut.adapter.has_residual:
         return type(decoder).forward(decoder, input_ids, positions, None)
     output = type(decoder).forward(
         decoder, input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=False
@@ -74,9 +74,9 @@ def test_cut_is_exact(
     expected = generate(stock, prompts(6), greedy(24))
 
     differences: dict[str, list[float]] = {"cut": [], "deferred": []}
-    original = EarlyProposer.forward
+    original = DeferredKVProposer.forward
 
-    def compare(self: EarlyProposer, positions: torch.Tensor) -> torch.Tensor | None:
+    def compare(self: DeferredKVProposer, positions: torch.Tensor) -> torch.Tensor | None:
         input_ids = self.runner.input_ids.gpu[: positions.shape[0]]
         # Rows of padding, which this machine may be faster with, come to what nobody reads.
         tokens = step_tokens(self.runner)
@@ -89,7 +89,7 @@ def test_cut_is_exact(
             differences["deferred"].append((deferred[:tokens] - whole).abs().max().item())
         return deferred
 
-    monkeypatch.setattr(EarlyProposer, "forward", compare)
+    monkeypatch.setattr(DeferredKVProposer, "forward", compare)
     llm = start_engine(model, {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.01})
     assert generate(llm, prompts(6), greedy(24)) == expected
     assert drafter_of(llm).target.cut.exit_layers == (2, 4)

@@ -19,7 +19,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config import activation
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.integration import metrics
 from vllm_ppd.vllm_plugins.registry import METHODS
 

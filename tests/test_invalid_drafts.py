@@ -32,7 +32,7 @@ def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
 
 def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     """Have one number of the heads be another once they have been read, whatever the reader refuses."""
-    module = import_module(f"vllm_ppd.vllm_plugins.proposers.{kind}")
+    module = import_module(f"vllm_ppd.vllm_plugins.methods.{'early_exit' if kind == 'early' else kind}.drafter")
     name = "load_early_heads" if kind == "early" else "load_tensors"
     stock = getattr(module, name)
 

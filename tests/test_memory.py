@@ -14,7 +14,7 @@ from conftest import drafter_of, start_engine
 from exactness import CASES
 
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
-from vllm_ppd.vllm_plugins.methods.early_exit.proposer import EarlyProposer
+from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
 
 pytestmark = pytest.mark.engine
 
@@ -34,9 +34,9 @@ def test_allocated_before_the_kv_cache_is_sized(
     from vllm_ppd.vllm_plugins.integration.v1.worker import DraftingWorker
 
     order: list[str] = []
-    load, size = EarlyProposer.load_model, DraftingWorker.determine_available_memory
+    load, size = DeferredKVProposer.load_model, DraftingWorker.determine_available_memory
 
-    def load_model(self: EarlyProposer, model: Any) -> None:
+    def load_model(self: DeferredKVProposer, model: Any) -> None:
         load(self, model)
         order.append("ours")
 
@@ -44,7 +44,7 @@ def test_allocated_before_the_kv_cache_is_sized(
         order.append("kv cache")
         return size(self)
 
-    monkeypatch.setattr(EarlyProposer, "load_model", load_model)
+    monkeypatch.setattr(DeferredKVProposer, "load_model", load_model)
     monkeypatch.setattr(DraftingWorker, "determine_available_memory", determine_available_memory)
     llm = start_engine(tiny_model(), {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.03})
     assert order == ["ours", "kv cache"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig
 from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, check_names, drafting_allowed
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges

@@ -178,7 +178,8 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
         plan = drafter.draft_plan
         if config["method"] == "dynamo":
             # Else the likeliest n-gram outlives every threshold, and none is computed.
-            drafter.settings = drafter.settings.model_copy(update={"repetition_penalty": 1.3})
+            drafter.drafter.settings = drafter.drafter.settings.model_copy(update={"repetition_penalty": 1.3})
+            drafter.drafter.context_tokens = 64
 
         def recorded(*args: Any, plan: Any = plan, drafts: list[Any] = drafts) -> Any:
             tokens, made = plan(*args)

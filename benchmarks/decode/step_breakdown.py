@@ -110,23 +110,24 @@ class TimedStack:
         return self._call(*args)
 
 
-def instrument(name: str, drafter: Any, timers: Timers) -> None:
+def instrument(name: str, proposer: Any, timers: Timers) -> None:
     """Time the parts of a proposer's work."""
-    timers.wrap(drafter, "draft", DRAFTING)
+    timers.wrap(proposer, "draft", DRAFTING)
+    drafter, target = proposer.drafter, proposer.target
     if name == "early":
-        first, last = drafter.cut.stacks[0], drafter.cut.stacks[-1]
-        drafter.cut.stacks = [TimedStack(first, timers, "shallow layers"), TimedStack(last, timers, DEEP)]
-        timers.wrap(drafter.passes.attention, "build", "attention metadata of the shallow passes")
+        first, last = target.cut.stacks[0], target.cut.stacks[-1]
+        target.cut.stacks = [TimedStack(first, timers, "shallow layers"), TimedStack(last, timers, DEEP)]
+        timers.wrap(proposer.passes.attention, "build", "attention metadata of the shallow passes")
         timers.wrap(drafter.reader, "greedy", "norm and LM head at the exit")
         return
-    head = drafter.lm_head if drafter.vocabulary is None else drafter.vocabulary
+    head = target.lm_head if drafter.vocabulary is None else drafter.vocabulary
     timers.wrap(head, "logits", "one read of the LM head")
     if name.startswith("cp"):
         timers.wrap(drafter, "weights", "transforms of the experts")
         timers.wrap(drafter, "chain", "softmax, mixtures, arg-max")
     else:
         timers.wrap(drafter, "choose", "joint, thresholds, back-off")
-        drafter.cut.branches = TimedStack(drafter.cut.branches, timers, LAYERS)
+        target.cut.branches = TimedStack(target.cut.branches, timers, LAYERS)
 
 
 def step_seconds(engine: Engine, batch: int, count: int, timers: Timers) -> list[float]:

@@ -19,6 +19,7 @@ from vllm_ppd.heads.data.messages import place
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.vllm_plugins.integration import platform
 
 ROUND = 256  # prompts generated between two writes
 
@@ -130,18 +131,14 @@ def _prompts(documents: Documents, length: int) -> Iterator[list[int]]:
 
 
 def _engine(options: TrainingOptions, length: int) -> Any:
-    from vllm import LLM
-
-    return LLM(
+    return platform.offline_engine(
         model=options.model, max_model_len=length + 8, seed=options.seed, dtype=options.precision,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
 
 
 def _generate(engine: Any, prompts: list[list[int]], tokens: int) -> list[str]:
-    from vllm import SamplingParams
-
     # Given as parameters, these are not vLLM's defaults, which follow the model's generation_config.json.
-    params = SamplingParams(temperature=0, max_tokens=tokens)
+    params = platform.sampling_params(temperature=0, max_tokens=tokens)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [output.outputs[0].text for output in outputs]

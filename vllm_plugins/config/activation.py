@@ -17,7 +17,9 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.vllm_plugins.config import checks
 from vllm_ppd.vllm_plugins.config.flags import check_mapping
 from vllm_ppd.vllm_plugins.config.naming import is_ours
-from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, DraftingConfig, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, is_proposer
 
 
@@ -89,7 +91,7 @@ def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draft
         parallel_config.worker_cls = checks.WORKER
         return active_config(engine_args)
     if not is_ours(asked):
-        ours = [flag_name(key) for key in asked if key in flag_fields() and not checks.is_vllms(key)]
+        ours = [flag_name(key) for key in asked if key in flag_fields() and not platform.is_speculative_option(key)]
         if ours:
             raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")
         return None

@@ -13,8 +13,10 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.heads.weights import read_weights
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions, OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, MethodSpec
 
 if TYPE_CHECKING:
@@ -26,13 +28,6 @@ GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler.Group
 
 # What changes a layer of Llama's build where a model's configuration has it.
 _NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
-
-
-def is_vllms(option: str) -> bool:
-    """Whether vLLM's own methods have an option of this name, too."""
-    from vllm.config import SpeculativeConfig
-
-    return option in SpeculativeConfig.__dataclass_fields__
 
 
 def resolve_options(
@@ -102,8 +97,6 @@ def check_group(
     Raises:
         OptionError: naming the setting and what to do instead.
     """
-    from vllm import envs
-
     _refuse({
         f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
         "--tensor-parallel-size": method.pipeline is None,
@@ -122,7 +115,7 @@ def check_group(
         ),
         "vLLM's older Ray executor is not supported with a worker group: its first stage never samples; leave out "
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0": (
-            parallel_config.distributed_executor_backend == "ray" and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+            parallel_config.distributed_executor_backend == "ray" and platform.older_ray_executor()
         ),
     })  # fmt: skip
 
@@ -133,13 +126,11 @@ def check_lanes(config: DraftingConfig, max_num_seqs: int) -> None:
     Raises:
         OptionError: with the number that it takes.
     """
-    from vllm.platforms import current_platform
-
     requests = min(config.disable_by_batch_size or 1, max_num_seqs)
     needed = config.lanes * requests
     _refuse({
         f"lanes={config.lanes} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; raise it, or "
-        "lower lanes or disable_by_batch_size": needed > max_num_seqs and not current_platform.is_cpu(),
+        "lower lanes or disable_by_batch_size": needed > max_num_seqs and not platform.is_cpu(),
     })  # fmt: skip
 
 
@@ -170,14 +161,12 @@ def check_supported(method: MethodSpec, model_config: ModelConfig, parallel_conf
     Raises:
         OptionError: naming the setting and what to do instead.
     """
-    from vllm.platforms import current_platform
-
     if method.cuts:
         _check_family(method, model_config)
     worker = quoted(parallel_config.worker_cls)
     refusals = {
-        f"platform {current_platform.device_name!r} is not supported with {method.title}; use CUDA, ROCm or CPU": (
-            not (current_platform.is_cpu() or current_platform.is_cuda_alike())
+        f"platform {platform.device_name()!r} is not supported with {method.title}; use CUDA, ROCm or CPU": (
+            not platform.is_supported()
         ),
         f"data parallelism of mixture-of-experts models is not supported with {method.title}": (
             parallel_config.data_parallel_size > 1 and model_config.is_moe

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from vllm_ppd.heads.errors import MissingFile
 from vllm_ppd.heads.files import read_json_object, reason
@@ -19,6 +19,7 @@ from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.weights import tensor_names
 from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
+from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -45,18 +46,12 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
             )
     if method is not None:
         ours = {*METHODS, *METHOD_OF_HEADS}
-        if method not in ours and method not in get_args(_speculative_method()):
+        if method not in ours and method not in platform.speculative_methods():
             near = difflib.get_close_matches(method[:LONGEST_NAME].lower(), sorted(ours), n=1)
             if near:
                 raise OptionError(f"speculative_config: unknown method {quoted(method)}; did you mean {near[0]!r}?")
         return method in ours
     return isinstance(model, str) and _names_ours(model)
-
-
-def _speculative_method() -> Any:
-    from vllm.config.speculative import SpeculativeMethod
-
-    return SpeculativeMethod
 
 
 def _names_ours(model: str) -> bool:
@@ -158,9 +153,7 @@ def served_heads(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[st
 
 
 def _speculators_of_vllm() -> set[str]:
-    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
-
-    return set(SUPPORTED_SPECULATORS_TYPES) - set(HEADS)
+    return platform.speculators_algorithms() - set(HEADS)
 
 
 def _is_repository(model: str) -> bool:

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import quoted, shortened
+from vllm_ppd.vllm_plugins.integration import platform
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 DRAFT, EPS_B = "ppd_draft", "ppd_eps_b"
 OPTIONS, PREFIX = (DRAFT, EPS_B), "ppd"
@@ -100,8 +101,6 @@ def check(params: Any, config: DraftingConfig) -> None:
     Raises:
         VLLMValidationError: naming the key and the value.
     """
-    from vllm.exceptions import VLLMValidationError
-
     extra_args = getattr(params, "extra_args", None)
     try:
         check_names(extra_args)
@@ -109,9 +108,9 @@ def check(params: Any, config: DraftingConfig) -> None:
         if back_off_threshold(extra_args) is not None and config.method != "dynamo":
             raise ValueError(f"vllm_xargs[{EPS_B!r}] belongs to method 'dynamo'; this server drafts with another")
     except ValueError as error:
-        raise VLLMValidationError(shortened(str(error)), parameter="vllm_xargs") from None
+        raise platform.invalid_request(shortened(str(error)), parameter="vllm_xargs") from None
     if not config.verify and getattr(params, "structured_outputs", None) is not None:
-        raise VLLMValidationError(
+        raise platform.invalid_request(
             "structured outputs need verified tokens, and this server emits unverified ones (verify: false)",
             parameter="structured_outputs",
         )

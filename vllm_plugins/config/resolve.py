@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig, DraftingOptions, OptionError
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:

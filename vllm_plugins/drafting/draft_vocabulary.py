@@ -13,7 +13,7 @@ import torch
 from vllm_ppd.heads.draft_vocabulary import columns, most_frequent
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.integration.target import Target
 
 

@@ -19,7 +19,7 @@ from vllm_ppd.kernels.sampling import Sampling
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import CutState
-    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
     from vllm_ppd.vllm_plugins.integration.target import Target
 

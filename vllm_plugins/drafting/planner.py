@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig
 from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 

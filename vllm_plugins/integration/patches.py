@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every place where vLLM is touched from outside, and how a vLLM that moved is refused.
 
-    seam                                   why
+    patch                                   why
     EngineArgs.add_cli_args                --speculative-model and the --ppd-... flags
     EngineArgs.from_cli_args               carry those flags into speculative_config
     EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
@@ -55,10 +55,10 @@ def is_supported(version: str) -> bool:
 
 
 def install() -> None:
-    """Install the seams; idempotent. On an unsupported vLLM say so in one line and only refuse our methods."""
+    """Install the patches; idempotent. On an unsupported vLLM say so in one line and only refuse our methods."""
     version = vllm_version()
     if is_supported(version):
-        for owner, name, make in SEAMS:
+        for owner, name, make in PATCHES:
             _wrap(owner, name, make)
         return
     logger.warning("vllm-ppd supports vLLM %s and found %s: its methods are off", SUPPORTED_VLLM, version)
@@ -251,7 +251,7 @@ def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_speculative_config
 
 
-SEAMS: list[tuple[str, str, Callable[[Any], Any]]] = [
+PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "add_cli_args", _add_cli_args),
     ("vllm.engine.arg_utils:EngineArgs", "from_cli_args", _from_cli_args),
     ("vllm.engine.arg_utils", "maybe_override_with_speculators", _maybe_override_with_speculators),

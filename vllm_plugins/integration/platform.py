@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 
 def is_cpu() -> bool:
@@ -37,6 +37,34 @@ def is_speculative_option(name: str) -> bool:
     from vllm.config import SpeculativeConfig
 
     return name in SpeculativeConfig.__dataclass_fields__
+
+
+def speculative_methods() -> set[str]:
+    """Names of vLLM's own speculative methods."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    return set(get_args(SpeculativeMethod))
+
+
+def speculators_algorithms() -> set[str]:
+    """Algorithms of speculators' checkpoints that vLLM loads."""
+    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
+
+    return set(SUPPORTED_SPECULATORS_TYPES)
+
+
+def offline_engine(**arguments: Any) -> Any:
+    """vLLM's LLM."""
+    from vllm import LLM
+
+    return LLM(**arguments)
+
+
+def sampling_params(**settings: Any) -> Any:
+    """vLLM's SamplingParams."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**settings)
 
 
 def invalid_request(message: str, parameter: str) -> Exception:

@@ -19,12 +19,12 @@ from vllm_ppd.heads.cp.module import log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import INVALID, are_distributions, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, drawn_from, is_greedy
 from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.integration.target import Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
@@ -67,13 +67,20 @@ class CPDrafter(Drafter):
         if vocabulary is not None:
             first = vocabulary.place_of[first]
         logits = self._logits(hidden)
-        tokens, q = chosen(draft_chain, logits)(log_gate(hidden, self.gate), logits, first, sampling)
+        tokens, q = self.chain(log_gate(hidden, self.gate), logits, first, sampling)
         if sampling is None:
             valid = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()  # NaN in a softmax makes all of it NaN
         else:
             valid = are_distributions(q)
             q = drawn_from(q, tokens, is_greedy(sampling.temperature))
         return torch.where(valid, tokens if vocabulary is None else vocabulary.token_ids[tokens], INVALID), q
+
+    @staticmethod
+    def chain(
+        log_weights: torch.Tensor, logits: torch.Tensor, first: torch.Tensor, sampling: Sampling | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [requests, n] and what they were drawn from [requests, n, entries]."""
+        return chosen(draft_chain, logits)(log_weights, logits, first, sampling)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[requests, n + 1, r, draft vocabulary], the position of the emitted token first."""

@@ -22,7 +22,7 @@ from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.integration.target import Target
 
 JOINT_AT_ONCE = 1 << 22  # entries

@@ -18,7 +18,7 @@ from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.integration.target import Target
 
 

@@ -23,7 +23,7 @@ import torch
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, draw
 from vllm_ppd.model_patches.base import Adapter
-from vllm_ppd.vllm_plugins.config.options import DraftingConfig
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, ExitState, Reading
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates

@@ -21,7 +21,6 @@ from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
 from vllm_ppd.vllm_plugins.integration.v1.passes import StackPasses
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span
 from vllm_ppd.vllm_plugins.integration.v1.step import Step
-from vllm_ppd.vllm_plugins.methods.early_exit.drafter import EarlyExitDrafter
 
 
 class SeveralExitsProposer(DeferredKVProposer):
@@ -29,10 +28,10 @@ class SeveralExitsProposer(DeferredKVProposer):
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
-        assert isinstance(self.drafter, EarlyExitDrafter)
+        reader: EarlyReader = self.drafter.reader  # type: ignore[attr-defined]  # early_exit's, which reads any exit
         most = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.loop = ShallowLoop(
-            self.config.gamma, self.target.cut, self.passes, self.drafter.reader, self.saved, most, self.runner.device
+            self.config.gamma, self.target.cut, self.passes, reader, self.saved, most, self.runner.device
         )
 
     def draft_all(self, on: bool) -> None:

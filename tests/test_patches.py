@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One test a seam: what moved in vLLM when it breaks, and that a vLLM that does not ask for us is not touched."""
+"""One test a patch: what moved in vLLM when it breaks, and that a vLLM that does not ask for us is not touched."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.integration import patches as seams
+from vllm_ppd.vllm_plugins.integration import patches
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import UndraftedSteps
 
 register()
@@ -50,14 +50,14 @@ def original(owner: type, name: str) -> Any:
     """What our wrapper replaced."""
     attribute = owner.__dict__[name]
     wrapper = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
-    return getattr(wrapper, seams._MARK)
+    return getattr(wrapper, patches._MARK)
 
 
 def seams_now() -> list[Any]:
-    """What stands where each seam is."""
-    owners = [owner.partition(":") for owner, _, _ in seams.SEAMS]
+    """What stands where each patch is."""
+    owners = [owner.partition(":") for owner, _, _ in patches.PATCHES]
     found = [vars(sys.modules[module])[cls] if cls else sys.modules[module] for module, _, cls in owners]
-    return [vars(owner)[name] for owner, (_, name, _) in zip(found, seams.SEAMS, strict=True)]
+    return [vars(owner)[name] for owner, (_, name, _) in zip(found, patches.PATCHES, strict=True)]
 
 
 def test_registration_is_idempotent() -> None:
@@ -73,7 +73,7 @@ def test_entry_point() -> None:
     assert [point.load() for point in points] == [register]
 
 
-def test_seam_flags() -> None:
+def test_patch_flags() -> None:
     assert isinstance(original(EngineArgs, "add_cli_args"), staticmethod)
     assert isinstance(original(EngineArgs, "from_cli_args"), classmethod)
     assert {"spec_method", "spec_model", "spec_tokens", "speculative_config", "additional_config"} <= set(
@@ -81,7 +81,7 @@ def test_seam_flags() -> None:
     ), "EngineArgs lost a field that our flags fill"
 
 
-def test_seam_method() -> None:
+def test_patch_method() -> None:
     assert parameters(original(EngineArgs, "create_speculative_config")) == [
         "self", "target_model_config", "target_parallel_config",
     ]  # fmt: skip
@@ -90,36 +90,36 @@ def test_seam_method() -> None:
     assert parameters(create_custom_proposer) == ["vllm_config"]
 
 
-def test_seam_served_heads() -> None:
+def test_patch_served_heads() -> None:
     from vllm.engine import arg_utils
 
-    stock = getattr(arg_utils.maybe_override_with_speculators, seams._MARK)
+    stock = getattr(arg_utils.maybe_override_with_speculators, patches._MARK)
     assert {"model", "tokenizer", "vllm_speculative_config"} <= set(parameters(stock))
     called = inspect.getsource(EngineArgs.create_engine_config)
     assert "vllm_speculative_config=self.speculative_config" in called, "heads are found some other way"
     assert "(self.model, self.tokenizer, self.speculative_config) =" in called, "it returns something else"
 
 
-def test_seam_lookahead() -> None:
+def test_patch_lookahead() -> None:
     assert isinstance(original(VllmConfig, "num_lookahead_tokens"), property)
     source = inspect.getsource(importlib.import_module("vllm.v1.core.sched.scheduler"))
     assert "vllm_config.num_lookahead_tokens" in source, "the scheduler reserves drafted positions some other way"
 
 
-def test_seam_post_step() -> None:
+def test_patch_post_step() -> None:
     assert parameters(original(EngineCore, "post_step")) == ["self", "model_executed"]
     source = inspect.getsource(original(EngineCore, "post_step"))
     assert "take_draft_token_ids" in source and "is not None" in source, "None no longer says that nobody drafts"
 
 
-def test_seam_placeholder_drafts() -> None:
+def test_patch_placeholder_drafts() -> None:
     assert parameters(original(Scheduler, "__init__"))[:2] == ["self", "vllm_config"]
     source = inspect.getsource(Scheduler)
     assert source.count("pad_spec_decode = True") == 1 and "self.dynamic_sd_lookup is None)" in source
     assert source.count("self.dynamic_sd_lookup[") == 1, "more than the number of drafts now follows the batch size"
 
 
-def test_seam_scheduler() -> None:
+def test_patch_scheduler() -> None:
     """What a worker group's scheduler and stages build on."""
     assert {"has_requests", "schedule", "get_request_counts"} <= set(dir(Scheduler))
     source = inspect.getsource(Scheduler)
@@ -133,11 +133,11 @@ def test_seam_scheduler() -> None:
     }, "the KV cache is laid out some other way: see Lanes.reserve"  # fmt: skip
 
 
-def test_seam_request_validation() -> None:
+def test_patch_request_validation() -> None:
     assert parameters(original(InputProcessor, "_validate_params"))[:2] == ["self", "params"]
 
 
-def test_seam_validation_before_streaming() -> None:
+def test_patch_validation_before_streaming() -> None:
     """Both are generators that get the parameters when they are made; vLLM makes them before it answers."""
     for owner, name in ((AsyncLLM, "generate"), (OpenAIServingResponses, "_generate_with_builtin_tools")):
         stock = original(owner, name)
@@ -153,7 +153,7 @@ def test_seam_validation_before_streaming() -> None:
         assert 0 < source.find(made) < source.find(streams), f"{serving.__qualname__} streams before it asks the engine"
 
 
-def test_seam_worker() -> None:
+def test_patch_worker() -> None:
     assert parameters(Worker._make_model_runner) == ["self"], "the GPU worker builds its runner elsewhere"
     from vllm.v1.worker import cpu_worker
 
@@ -162,7 +162,7 @@ def test_seam_worker() -> None:
     )
 
 
-def test_seam_runner() -> None:
+def test_patch_runner() -> None:
     assert parameters(GPUModelRunner._model_forward) == [
         "self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs",
     ]  # fmt: skip
@@ -188,14 +188,14 @@ def test_seam_runner() -> None:
 def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Outside the range: one line, nothing patched but the refusal, and the range in the refusal."""
     wrapped: list[str] = []
-    monkeypatch.setattr(seams, "vllm_version", lambda: "0.99.0")
-    monkeypatch.setattr(seams, "_wrap", lambda owner, name, make: wrapped.append(name))
+    monkeypatch.setattr(patches, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(patches, "_wrap", lambda owner, name, make: wrapped.append(name))
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
-        seams.install()
+        patches.install()
     assert wrapped == ["create_speculative_config"]
     assert len(caplog.messages) == 1
     assert "0.99.0" in caplog.messages[0]
-    refuse = seams._refuse_methods(lambda self: "stock")
+    refuse = patches._refuse_methods(lambda self: "stock")
     stock = {"speculative_config": None, "spec_method": None, "spec_model": None}
     assert refuse(SimpleNamespace(**{**stock, "speculative_config": {"method": "ngram"}})) == "stock"
     for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
@@ -204,8 +204,8 @@ def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
 
 
 def test_version_range() -> None:
-    assert all(seams.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.32.0.post1"))
-    assert not any(seams.is_supported(version) for version in ("0.31.2", "0.33.0", "0.33.0rc1", "1.0", "unknown"))
+    assert all(patches.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.32.0.post1"))
+    assert not any(patches.is_supported(version) for version in ("0.31.2", "0.33.0", "0.33.0rc1", "1.0", "unknown"))
 
 
 def test_compilation_cache_key_is_stable(tiny_model: Callable[..., Path]) -> None:

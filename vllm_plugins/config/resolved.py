@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options as resolved for one target, its heads and the pipeline stages."""
+
+from __future__ import annotations
+
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions
+from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
+
+
+class DraftingConfig(DraftingOptions):
+    """The options as resolved for one target: exit layers are known and within the model (None: of no use here)."""
+
+    num_layers: int
+    stages: int = 1  # pipeline stages; with 2 the method is a worker group
+    heads_summary: str = ""
+
+    @property
+    def spec(self) -> MethodSpec:
+        """The method's record."""
+        return METHODS[self.method]
+
+    @property
+    def most_lookup_drafts(self) -> int:
+        """Drafts of the prompt lookup per request and step; 0 without it."""
+        if self.prompt_lookup_min is None:
+            return 0
+        return self.prompt_lookup_drafts or self.num_speculative_tokens
+
+    @property
+    def most_drafts(self) -> int:
+        """Drafts per request and step, of whichever source."""
+        return max(self.num_speculative_tokens, self.most_lookup_drafts)
+
+    @property
+    def proposer(self) -> str:
+        """Dotted path of the class that vLLM starts."""
+        spec, path = self.spec, self.spec.proposer
+        if self.stages > 1:
+            path = spec.pipeline or path
+        elif self.schedule == "parallel":
+            path = spec.parallel or path
+        elif len(self.exit_layer or ()) > 1:
+            path = spec.several_exits or path
+        return path
+
+    @property
+    def split(self) -> int:
+        """The layer behind which a worker group's first stage ends, d_bar."""
+        assert self.stages > 1 and self.exit_layer is not None
+        return self.exit_layer[0]
+
+    @property
+    def partition(self) -> str:
+        """Layers of each pipeline stage, as VLLM_PP_LAYER_PARTITION has it."""
+        return f"{self.split},{self.num_layers - self.split}"
+
+    def summary(self) -> str:
+        """The start-up line: what drafts, from which layer, with which heads."""
+        parts = []
+        if self.stages > 1:
+            parts.append(f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers")
+            parts.append(f"{self.lanes} lane{'s' * (self.lanes > 1)}")
+        elif self.exit_layer:
+            parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")
+        if self.model is None:
+            parts.append("no heads (final norm and LM head of the target)")
+        else:
+            parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
+        if self.stages > 1:
+            parts.append(f"{self.num_speculative_tokens + 1} ticks a step")
+        else:
+            most = "up to " if self.adaptive else ""
+            parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+        if self.prompt_lookup_min is not None:
+            drafts = f"up to {self.most_lookup_drafts} drafts"
+            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on ({drafts})")
+        if self.draft_vocab_size is not None:
+            parts.append(f"draft vocabulary {self.draft_vocab_size}")
+        if self.exit_layer and self.stages == 1:
+            parts.append(f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel"))
+        if self.eps_b is not None:
+            parts.append(f"eps_b {self.eps_b:g}")
+        soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"
+        hard = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
+        return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-offs: soft {soft}, hard {hard}"
