@@ -13,6 +13,9 @@ from conftest import write_texts
 from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
 
+from vllm_ppd.benchmarks.harness.prompts import read_prompts
+from vllm_ppd.benchmarks.serve.options import ServeOptions
+from vllm_ppd.benchmarks.serve.workload import Texts
 from vllm_ppd.heads.calibration.text import take_prompts
 from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files
@@ -21,9 +24,6 @@ from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.tokens import TokenStore
-from vllm_ppd.vllm_plugins.bench.prompts import read_prompts
-from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
-from vllm_ppd.vllm_plugins.bench.workload import Texts
 from vllm_ppd.vllm_plugins.cli import on_policy
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

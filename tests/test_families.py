@@ -82,7 +82,7 @@ def test_cut_is_exact(
         tokens = step_tokens(self.runner)
         # The same tokens in one batch three ways; the KV they write is the same each time.
         whole = whole_model(self, input_ids, positions)[:tokens].clone()
-        stacks = self.cut.forward(input_ids, positions)[:tokens].clone()
+        stacks = self.target.cut.forward(input_ids, positions)[:tokens].clone()
         differences["cut"].append((stacks - whole).abs().max().item())
         deferred = original(self, positions)
         if deferred is not None:

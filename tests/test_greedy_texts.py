@@ -12,9 +12,9 @@ import tiny
 import torch
 from transformers import GenerationConfig
 
+from vllm_ppd.benchmarks.serve.options import ServeOptions
 from vllm_ppd.heads.calibration.text import end_tokens, generate
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.vllm_plugins.bench.serve_options import ServeOptions
 
 TOKENS = 24
 SETTINGS: dict[str, dict[str, Any]] = {

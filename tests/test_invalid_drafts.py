@@ -16,7 +16,7 @@ from conftest import our_counter, start_engine
 from exactness import generate, greedy, prompts
 from test_sampling import LEVEL, sample, worst
 
-from vllm_ppd.kernels.sampling import INVALID, are_distributions
+from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions
 from vllm_ppd.vllm_plugins.drafting.exit_reader import sampled_reading
 from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
 from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
@@ -110,7 +110,7 @@ def test_a_reading_of_logits_that_are_not_finite_or_overflow() -> None:
     logits[1, 4], logits[2, 4], logits[3, 4], logits[4, 4] = NAN, INF, -INF, 1e37
     heat = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01])
     for temperature in (heat, torch.zeros(5)):
-        valid = (sampled_reading(logits, temperature).token_ids != INVALID).tolist()
+        valid = (sampled_reading(logits, Sampling(temperature)).token_ids != INVALID).tolist()
         assert valid == [True, False, False, True, bool(temperature[0] == 0)]
 
 

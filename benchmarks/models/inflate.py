@@ -29,6 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.calibration.stored import digest
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import HeadsError, load_tensors, save_heads
@@ -253,6 +254,7 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     result["heads_stamp"] = (out / "model.safetensors").stat().st_mtime_ns
     result["finished"] = False
     result["parts"].pop("timing", None)
+    result["digests"] = {name: digest(part) for name, part in result["parts"].items()}
     result.pop("recommendation", None)  # it weighs acceptance against seconds
     (out / path.name).write_text(json.dumps(result, indent=1) + "\n")
 
