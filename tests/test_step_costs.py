@@ -13,7 +13,7 @@ import pytest
 from conftest import drafter_of, runner_of, start_engine
 from exactness import CASES, generate, greedy, prompts
 from test_bypass import ADAPTIVE, with_costs
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 
 from vllm_ppd.vllm_plugins.draft_length import measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
@@ -102,7 +102,7 @@ def drafts_of(llm: Any, run: Callable[[Any], Any]) -> list[list[int]]:
 def test_engines_with_the_same_table_make_the_same_drafts(
     engine: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
     first, second = start_engine(tiny_model(), ADAPTIVE), engine(ADAPTIVE)
     # The first start has measured, and left no trace of it but a file.
     (path,) = (tmp_path / "vllm_ppd_step_costs").iterdir()
@@ -123,7 +123,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
         assert len({count for step in made[0] for count in step}) > 1
     # Another number of drafts is another file, and so is every measuring anew of the same one.
     monkeypatch.undo()
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
     drafter.config = drafter.config.model_copy(update={"step_costs": "measure"})
     warm_up.set_draft_length(drafter)
     assert warm_up.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
