@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,7 +22,6 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # one of several that run a
     os.environ["OMP_NUM_THREADS"] = "1"
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 import tiny
@@ -228,7 +226,7 @@ def whole_heads(tiny_model: Callable[..., Path], made_once: Callable[..., Path])
 @pytest.fixture(scope="session")
 def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
     """said(family): prompts of the exactness suite with what the tiny model answers, greedy and sampled."""
-    from exactness import greedy, prompts
+    from cases import greedy, prompts
     from vllm import SamplingParams
 
     made: dict[str, list[list[int]]] = {}

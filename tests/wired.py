@@ -167,8 +167,8 @@ def lanes() -> None:
 
 def engines(model: str, options: list[dict[str, Any]]) -> None:
     """The same drafts, and the same output, of real engines."""
+    from cases import generate, greedy, prompts
     from conftest import drafter_of, start_engine
-    from exactness import generate, greedy, prompts
 
     kernels = {"cp": {"draft_chain"}, "dynamo": {"adaptive_threshold"}}
     early = {"unembed_topk", "load_rows", "store_rows"}
@@ -199,8 +199,8 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
 
 def group(model: str) -> None:
     """Prints what a worker group of three lanes says, and its hits and misses, with the environment's kernels."""
+    from cases import generate, greedy, prompts
     from conftest import our_counter, start_engine
-    from exactness import generate, greedy, prompts
 
     options = {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5}
     llm = start_engine(Path(model), options, pipeline_parallel_size=2)

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import pytest
+from cases import generate, greedy
 from conftest import DEMO, ROOT, start_engine
-from exactness import generate, greedy
 from vllm import SamplingParams
 
 from vllm_ppd.benchmarks.models.acceptance import texts_of, variants

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from cases import generate, greedy
 from conftest import DEMO, start_engine
-from exactness import generate, greedy
 from transformers import AutoModelForCausalLM
 
 from vllm_ppd.benchmarks.models.inflate import count, inflate_heads, inflate_model

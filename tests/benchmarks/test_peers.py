@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import generate, greedy
 from conftest import DEMO, ROOT, start_engine
-from exactness import generate, greedy
 
 from vllm_ppd.benchmarks.models.inflate import inflate_model
 

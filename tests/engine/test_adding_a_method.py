@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cases import greedy
 from conftest import ROOT
-from exactness import greedy
 
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 

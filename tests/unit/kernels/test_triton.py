@@ -18,7 +18,7 @@ import torch
 
 from vllm_ppd.kernels.dispatch import SWITCH, chosen, namesake
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 CASES = sorted((ROOT / "tests" / "triton_cases").glob("*.py"))
 MODULES = [path.stem for path in CASES]
 

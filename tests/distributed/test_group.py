@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import CASES, SCHEMA, generate, greedy, prompts
 from conftest import end_workers, our_counter, start_engine
-from exactness import CASES, SCHEMA, generate, greedy, prompts
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, generate, greedy, prompts
 from conftest import drafter_of, our_counter
-from exactness import CASES, generate, greedy, prompts
 from torch.nn import functional
 
 from vllm_ppd.kernels.batched_linear import batched_linear

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import SCHEMA, greedy, prompts
+from cases import SCHEMA, greedy, prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import LogprobsTensors

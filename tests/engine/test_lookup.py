@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import CASES, generate, greedy, prompts
 from conftest import our_counter
-from exactness import CASES, generate, greedy, prompts
 from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shallow
 from vllm import SamplingParams
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from cases import CASES, generate, greedy, prompts
 from conftest import ROOT, drafter_of, start_engine, step_tokens
-from exactness import CASES, generate, greedy, prompts
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import generate, greedy, prompts
 from conftest import our_counter, start_engine
-from exactness import generate, greedy, prompts
 from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions

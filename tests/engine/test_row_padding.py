@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import CASES
 from conftest import drafter_of, runner_of, step_tokens
-from exactness import CASES
 
 from vllm_ppd.vllm_plugins.integration.cpu import row_padding
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding

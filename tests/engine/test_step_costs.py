@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import CASES, generate, greedy, prompts
 from conftest import drafter_of, runner_of, start_engine
-from exactness import CASES, generate, greedy, prompts
 from test_bypass import ADAPTIVE, with_costs
 from vllm import SamplingParams, envs
 

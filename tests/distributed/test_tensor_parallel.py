@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import CASES
 from conftest import ROOT
-from exactness import CASES
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import overfitted
 import pytest
+from cases import generate
 from conftest import our_counter, start_engine
-from exactness import generate
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams

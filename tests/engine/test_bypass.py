@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import CASES, generate, greedy, prompts
 from conftest import drafter_of, runner_of
-from exactness import CASES, generate, greedy, prompts
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts

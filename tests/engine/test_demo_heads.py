@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import greedy
 from conftest import DEMO, ROOT, start_engine, write_texts
-from exactness import greedy
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions

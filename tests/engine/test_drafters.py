@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, generate, prompts
 from conftest import drafter_of
-from exactness import CASES, generate, prompts
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import CASES, generate, greedy, prompts
 from conftest import drafter_of, our_counter, runner_of
-from exactness import CASES, generate, greedy, prompts
 from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.draft_length.controller import State

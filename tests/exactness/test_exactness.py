@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from cases import CASES, generate, greedy, prompts
 from conftest import drafter_of, runner_of
-from exactness import CASES, generate, greedy, prompts
 from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine

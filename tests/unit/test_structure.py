@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kernels", "heads", "model_patches", "vllm_plugins", "benchmarks")
 MAY_IMPORT = {
     "kernels": set(),

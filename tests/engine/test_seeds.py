@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from cases import generate
 from conftest import counter
-from exactness import generate
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from cases import CASES
 from conftest import drafter_of, start_engine
-from exactness import CASES
 
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import CASES, SCHEMA, generate, greedy, prompts
 from conftest import drafter_of
-from exactness import CASES, SCHEMA, generate, greedy, prompts
 from test_sampling import LEVEL, PROMPT, sample, worst
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError

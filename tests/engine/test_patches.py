@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from cases import generate, greedy, prompts
 from conftest import ROOT, runner_of
-from exactness import generate, greedy, prompts
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat

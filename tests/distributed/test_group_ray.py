@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from cases import CASES
 from conftest import end_workers, our_counter, start_engine
-from exactness import CASES
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks, pytest.mark.full]
 

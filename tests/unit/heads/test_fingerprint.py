@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.heads.io import load_config
 
-DEMO = Path(__file__).resolve().parent.parent / "benchmarks" / "demo"
+DEMO = Path(__file__).resolve().parents[3] / "benchmarks" / "demo"
 SAME_DTYPE = "the dtype of its lm_head differs"
 
 
