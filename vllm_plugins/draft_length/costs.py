@@ -44,13 +44,16 @@ class MeasuredCosts(BaseModel):
 class StepCosts:
     """Relative costs of steps, interpolated linearly in batch size and drafts.
 
-    Beyond the largest measured batch, seconds go on as between the two largest.
+    A step with fewer requests or drafts takes no longer than one with more: where it seemed to, something else ran on
+    the machine. Beyond the largest measured batch, seconds go on as between the two largest.
     """
 
     def __init__(self, table: CostTable) -> None:
         self.most = table.counts[-1]
         self._sizes, drafts = np.array(table.sizes, dtype=float), np.arange(1 + self.most)
-        self._seconds = np.array([np.interp(drafts, table.counts, row) for row in table.seconds])  # [sizes, 1 + N]
+        measured = np.array(table.seconds)[::-1, ::-1]
+        ascending = np.minimum.accumulate(np.minimum.accumulate(measured, axis=0), axis=1)[::-1, ::-1]
+        self._seconds = np.array([np.interp(drafts, table.counts, row) for row in ascending])  # [sizes, 1 + N]
         self._relative: dict[int, np.ndarray] = {}
 
     def relative(self, requests: int) -> np.ndarray:

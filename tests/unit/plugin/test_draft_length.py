@@ -327,4 +327,13 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
 
 def test_drafts_never_seem_to_save_time() -> None:
     table = CostTable(sizes=[1], counts=[0, 1, 2], seconds=[[10, 9, 12]])
-    assert StepCosts(table).relative(5).tolist() == [1, 1, 1.2]
+    np.testing.assert_allclose(StepCosts(table).relative(5), [1, 1, 12 / 9])
+
+
+def test_costs_never_fall_with_requests_or_drafts() -> None:
+    """A table of which two entries were measured while something else ran on the machine."""
+    clean = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=[[1.0, 1.5, 2.0], [2.0, 2.5, 3.0]])
+    noisy = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=[[7.0, 1.5, 2.0], [2.0, 9.0, 3.0]])
+    assert StepCosts(clean).relative(1).tolist() == [1.0, 1.5, 1.75, 2.0]
+    assert StepCosts(noisy).relative(1).tolist() == [1.0, 1.0, 1 + 1 / 6, 4 / 3]
+    assert StepCosts(noisy).relative(4).tolist() == [1.0, 1.5, 1.5, 1.5]
