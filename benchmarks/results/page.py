@@ -23,9 +23,43 @@ INTRODUCTION = """\
 # Results
 
 Made by `python -m vllm_ppd.benchmarks.results.page` from the JSON files in this folder, which have every turn, the
-versions and the settings. Ratios are of turns in the same round; machines differ, and so do models: each section says
-its own.
+versions and the settings; [Benchmarking](../../docs/benchmarking.md) describes how speeds are measured. Ratios are of
+turns in the same round. Machines and models differ: each section names its own, with command and commit. Commits up
+to 14afcf8 are of the first edition, which chose the number of drafts and ran DynaMo's layers in other ways: what they
+show of adaptive drafting holds for that edition. Models and heads are made by `make inflated` and `make bytes`;
+"vLLM, again" is a second engine of vLLM alone, so what it differs by is noise.
 """
+# What a reader should know of a section, by the name of its file.
+NOTES = {
+    "decode": (
+        "Adaptive drafting is on. Medusa, EAGLE and the draft model were trained on the same texts. The text is "
+        "Python and repeats itself, and greedy text of a small model does so even more, which favours every "
+        "lookup. Batches of 8 keep two cores busy without drafts: contenders that draft regardless lose there."
+    ),
+    "closed_loop": (
+        "Where drafts do not pay, an engine with heads is slower than vLLM alone by its host's work in a step "
+        "without drafts and by its exploration. Both weigh most on a small model whose heads hardly pay, as here."
+        " Four processes were measured, with commands that differ in rounds and cells; the command is that of the"
+        " present edition."
+    ),
+    "open_loop": (
+        "At four requests a second requests begin to queue, and a small difference in computing time becomes a "
+        "larger one in waiting. Latency is less certain than its interval says: an engine that is a little later "
+        "takes a prompt in with the next one."
+    ),
+    "serve": "Greedy, the demo model of bytes, two rounds of 8 requests at each load.",
+    "plan_check": 'Drafts are made in every step. "Length" counts texts as equally long, as the calibration does.',
+    "group": (
+        "The base is vLLM's own two stages. The theorem assumes that two stages computing at once are each as "
+        'fast as alone; here they share the machine\'s memory ("stage slowed"). The second run shared the cores '
+        "with other work."
+    ),
+    "group_cut_off": "Above its cut-off a worker group is vLLM's own pipeline.",
+    "step_breakdown_early": (
+        "The formula leaves out the reads of the LM head at the exit. At batch 8 this processor is compute-bound."
+    ),
+    "step_breakdown_heads": "The heads are random: what they cost does not depend on their output.",
+}
 
 
 def documents() -> list[Path]:
@@ -41,6 +75,8 @@ def contents(made: list[sections.Section]) -> dict[str, str]:
     found: dict[str, str] = {}
     for section in made:
         blocks = [f"## {section.title}"]
+        if section.name in NOTES:
+            blocks.append(NOTES[section.name])
         for number, plot in enumerate(section.plots):
             path = f"plots/{_name(section, number)}.svg"
             found[path] = drawing.svg(plot)

@@ -111,7 +111,7 @@ def check_mapping(speculative_config: Any) -> dict[str, Any]:
 
 
 def options_table() -> str:
-    """The options as a Markdown table, which the README has (tests/unit/plugin/test_config.py)."""
+    """The options as a Markdown table, which docs/serving.md has (a test compares them)."""
     lines = ["| option | flag | methods | default | meaning |", "| --- | --- | --- | --- | --- |"]
     flags = set(flag_fields())
     own = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}

@@ -430,7 +430,7 @@ def test_flags_and_table_come_from_the_model() -> None:
         assert f"--ppd-{name.replace('_', '-')}" in help_text
     for name in type(parse_options({})).model_fields:
         assert f"| `{name}` |" in options_table()
-    assert options_table() in (ROOT / "README.md").read_text()
+    assert options_table() in (ROOT / "docs" / "serving.md").read_text()
 
 
 def test_flags_are_added_once() -> None:

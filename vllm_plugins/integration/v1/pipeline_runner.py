@@ -8,7 +8,7 @@ Overrides, each of which calls vLLM's:
     sample_tokens, _sample     the ticks that follow, on the first and on the last stage; see also token_logprobs.py
     initialize_kv_cache        room for the lanes' tail blocks
     propose_draft_token_ids    nothing: what the group emits is final
-    _prepare_inputs            see undrafted_steps.py
+    _prepare_inputs            see nonspeculative_steps.py
 """
 
 from __future__ import annotations

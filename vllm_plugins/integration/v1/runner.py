@@ -9,8 +9,8 @@ Overrides, each of which calls vLLM's unless we draft:
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
     take_draft_token_ids       nothing where nobody drafts
-    _determine_batch_execution_and_padding   rows of padding where drafts are verified, see row_padding.py
-    _prepare_inputs            see undrafted_steps.py
+    _determine_batch_execution_and_padding   rows of padding where drafts are verified, see cpu/row_padding.py
+    _prepare_inputs            see nonspeculative_steps.py
 """
 
 from __future__ import annotations
