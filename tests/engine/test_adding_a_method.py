@@ -13,6 +13,7 @@ import pytest
 from cases import greedy
 from conftest import ROOT
 
+from vllm_ppd.vllm_plugins import methods
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
 pytestmark = pytest.mark.engine
@@ -27,7 +28,7 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(MODULE)
     exec(drafter, module.__dict__)
     monkeypatch.setitem(sys.modules, MODULE, module)
-    monkeypatch.setattr(sys.modules["vllm_ppd.vllm_plugins.methods"], "repeat", module, raising=False)
+    monkeypatch.setattr(methods, "repeat", module, raising=False)
     monkeypatch.setattr(module, "drafter", module, raising=False)
     monkeypatch.setitem(METHODS, "repeat", METHODS["cp"])  # taken back at the end
     exec(record, {"METHODS": METHODS, "MethodSpec": MethodSpec})
