@@ -150,10 +150,10 @@ def test_a_source_that_does_not_pay_leaves_the_other_alone(requests: int) -> Non
 
 def test_without_measurements_all_must_have_found_something() -> None:
     sources = DraftSources(1, MOST, None)
-    batch = SimpleNamespace(num_tokens_no_spec=np.array([5, 4]), token_ids_cpu=np.array([[1, 2, 3, 1, 2]] * 2))
+    batch = SimpleNamespace(lengths=np.array([5, 4]), token_ids=np.array([[1, 2, 3, 1, 2]] * 2))
     most, no = np.array([MOST, MOST]), np.zeros(2, dtype=bool)
     for ends, seeded, expected in (([5, 4], no, True), ([5, 3], no, False), ([3, 3], no, False), ([5, 4], ~no, False)):
-        batch.num_tokens_no_spec = np.array(ends)
+        batch.lengths = np.array(ends)
         drafts, tokens = sources.choose(batch, most, most, 2, no, seeded)
         assert (tokens is not None) is expected
         assert drafts.tolist() == ([3, 3] if expected else most.tolist())

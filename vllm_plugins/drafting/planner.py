@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, dra
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
+
+if TYPE_CHECKING:
+    from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 
 GREEDY_BELOW = 1e-5  # temperature, as vLLM has it
 
@@ -30,13 +33,13 @@ class DraftPlanner:
 
     Args:
         config: the server's options.
-        runner: vLLM's model runner.
+        batch: what is read of vLLM's batch.
         sources: takes drafts from the requests' own text where that is better (None: the method makes all).
     """
 
-    def __init__(self, config: DraftingConfig, runner: Any, sources: DraftSources | None = None) -> None:
+    def __init__(self, config: DraftingConfig, batch: Batch, sources: DraftSources | None = None) -> None:
         self.config = config
-        self.runner = runner
+        self.batch = batch
         self.controller: DraftLengthController | None = None  # None: all drafts are made
         self.sources = sources
         self.forced: int | None = None  # drafts of every request while steps are timed
@@ -58,8 +61,8 @@ class DraftPlanner:
             sampled_token_ids: what each batch row emits in the step that ends.
             able: as for most_drafts.
         """
-        batch, config = self.runner.input_batch, self.config
-        counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_reqs)
+        batch, config = self.batch, self.config
+        counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_requests)
         emitted = counts > 0
         self.all_emitted = bool(emitted.all())
         # A step emits one token beyond its accepted drafts, so drafting up to the limit would waste the last one.
@@ -77,8 +80,8 @@ class DraftPlanner:
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
-        base = batch.num_tokens_no_spec[rows].astype(np.int64) - 1
-        base_tokens = batch.token_ids_cpu[rows, base].astype(np.int64)
+        base = batch.lengths[rows].astype(np.int64) - 1
+        base_tokens = batch.token_ids[rows, base].astype(np.int64)
         return Plan(rows, base, base_tokens, drafts[rows], None if looked_up is None else looked_up[rows])
 
     def most_drafts(
@@ -95,17 +98,16 @@ class DraftPlanner:
         Returns:
             (drafts [batch rows], tokens that each row has left to its end [batch rows]).
         """
-        batch, config = self.runner.input_batch, self.config
-        num_reqs = batch.num_reqs
+        batch, config = self.batch, self.config
         self._look_up_changed()
-        end = np.minimum(batch.num_prompt_tokens[:num_reqs] + self._max_output, self.runner.max_model_len)
-        remaining = end - batch.num_tokens_no_spec[:num_reqs].astype(np.int64)
+        end = np.minimum(batch.prompt_lengths + self._max_output, batch.max_model_len)
+        remaining = end - batch.lengths.astype(np.int64)
         # Not np.clip, which takes ten times as long for a few numbers.
         drafts = np.minimum(np.maximum(remaining - reserved, 0), most or config.num_speculative_tokens)
         drafts *= emitted & self._allowed
         if able is not None:
             drafts[~able] = 0
-        if config.disable_by_batch_size is not None and num_reqs > config.disable_by_batch_size:
+        if config.disable_by_batch_size is not None and batch.num_requests > config.disable_by_batch_size:
             drafts[:] = 0
         if config.max_drafting_requests is not None:
             drafts[np.cumsum(drafts > 0) > config.max_drafting_requests] = 0
@@ -116,13 +118,13 @@ class DraftPlanner:
         self._req_ids = []
 
     def _look_up_changed(self) -> None:
-        req_ids = self.runner.input_batch.req_ids
+        req_ids = self.batch.req_ids
         if self._req_ids != req_ids:
             self._look_up(req_ids)
 
     def _look_up(self, req_ids: list[str]) -> None:
-        params = [self.runner.requests[req_id].sampling_params for req_id in req_ids]
-        limits = [self.runner.max_model_len if p is None or p.max_tokens is None else p.max_tokens for p in params]
+        params = self.batch.sampling_params
+        limits = [self.batch.max_model_len if p is None or p.max_tokens is None else p.max_tokens for p in params]
         self._max_output = np.array(limits, dtype=np.int64)
         extra = [getattr(p, "extra_args", None) for p in params]
         self._allowed = np.array([drafting_allowed(args) for args in extra], dtype=bool)

@@ -73,9 +73,8 @@ class DraftSources:
 
     def find(self, batch: Any, allowed: np.ndarray) -> Found:
         """In the prompt and the output of each request of vLLM's batch that may be given drafts."""
-        rows = len(allowed)
-        ends = np.where(allowed > 0, batch.num_tokens_no_spec[:rows], 0).astype(np.int64)
-        return find(batch.token_ids_cpu[:rows], ends, self.shortest, self.most)
+        ends = np.where(allowed > 0, batch.lengths, 0).astype(np.int64)
+        return find(batch.token_ids, ends, self.shortest, self.most)
 
     def choose(
         self,

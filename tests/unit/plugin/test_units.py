@@ -20,6 +20,7 @@ from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges
 from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS, Counters, _Collector, publish
+from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 
 ONE_ENGINE = SimpleNamespace(
     data_parallel_size=1, data_parallel_index=0, rank=0, world_size=1, pipeline_parallel_size=1
@@ -96,14 +97,10 @@ def test_store_copies_and_keeps_the_level(saved: SavedStates) -> None:
 # ---- planning
 
 
-class Batch(SimpleNamespace):
-    """The parts of vLLM's InputBatch that the planner reads."""
-
-
 def planner(requests: list[dict[str, Any]], **options: Any) -> tuple[DraftPlanner, list[list[int]]]:
     """A planner over requests of {prompt, output, max_tokens, extra_args, emitted}."""
     lengths = [request["prompt"] + request.get("output", 1) for request in requests]
-    batch = Batch(
+    batch = SimpleNamespace(  # of vLLM's InputBatch what the planner reads
         num_reqs=len(requests),
         req_ids=[f"r{i}" for i in range(len(requests))],
         num_tokens_no_spec=np.array(lengths, dtype=np.int32),
@@ -120,7 +117,8 @@ def planner(requests: list[dict[str, Any]], **options: Any) -> tuple[DraftPlanne
     }
     config = DraftingConfig(exit_layer=(3,), num_layers=6, **options)
     emitted = [[1] * request.get("emitted", 1) for request in requests]
-    return DraftPlanner(config, SimpleNamespace(input_batch=batch, requests=params, max_model_len=100)), emitted
+    runner = SimpleNamespace(input_batch=batch, requests=params, max_model_len=100)
+    return DraftPlanner(config, Batch(runner)), emitted
 
 
 def drafts_of(plan: Plan | None) -> dict[int, int] | None:

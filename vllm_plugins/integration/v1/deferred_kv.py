@@ -61,14 +61,11 @@ class DeferredKVProposer(Proposer):
         if self.saved.req_ids is None:  # nothing was drafted
             self.counters.add("fallback_steps")
             return None
-        runner = self.runner
-        num_reqs = runner.input_batch.num_reqs
-        query_lens = np.diff(runner.query_start_loc.np[: num_reqs + 1]).astype(np.int64)
-        first_positions = runner.input_batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
+        batch = self.batch
+        query_lens = np.diff(batch.starts).astype(np.int64)
         num_tokens = int(query_lens.sum())
-        rows = self.saved.match(
-            runner.input_batch.req_ids, first_positions, query_lens, runner.input_ids.np[:num_tokens]
-        )
+        first_positions = batch.computed.astype(np.int64)
+        rows = self.saved.match(batch.req_ids, first_positions, query_lens, batch.input_ids[:num_tokens])
         self.saved.clear()  # a state is good for one step
         if rows is None:
             self.counters.add("fallback_steps")
@@ -97,7 +94,7 @@ class DeferredKVProposer(Proposer):
         """Declare the states of a plan's base tokens and of the drafts made good for the next step."""
         tokens = np.zeros((len(plan.rows), self.saved.width), dtype=np.int64)
         tokens[:, 0], tokens[:, 1 : drafts.shape[1] + 1] = plan.base_tokens, drafts
-        self.saved.keep(self.runner.input_batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
+        self.saved.keep(self.batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
 
     def _shallow(self, plan: Plan) -> Callable[[int, torch.Tensor], CutState]:
         """DraftInputs.run_shallow for the requests of a plan."""

@@ -27,6 +27,7 @@ from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding, measured
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.target import Target
+from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.bypass import Bypass
 from vllm_ppd.vllm_plugins.integration.v1.step import Step
 
@@ -58,7 +59,8 @@ class Proposer:
         config, sources = self.config, None
         if config.prompt_lookup_min is not None:
             sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts)
-        self.planner = DraftPlanner(config, runner, sources)
+        self.batch = Batch(runner)
+        self.planner = DraftPlanner(config, self.batch, sources)
 
     @property
     def drafting_off(self) -> bool:
@@ -191,7 +193,7 @@ class Proposer:
         return DraftInputs(
             newest_ids=self.index(plan.base_tokens[places]),
             hidden=step.sample_hidden_states[self.index(step.last_rows(rows))],
-            places=self.index(step.last_tokens(rows, self.runner.query_start_loc.np)),
+            places=self.index(step.last_tokens(rows, self.batch.starts)),
             max_drafts=self.index(most),
             num_drafts=int(most.max()),
             sampling=self.sampling(rows, step.sampling),
@@ -202,9 +204,9 @@ class Proposer:
 
     def context(self, rows: np.ndarray) -> torch.Tensor:
         """The latest tokens of batch rows, newest first, -1 where there are none: [rows, drafter.context_tokens]."""
-        batch = self.runner.input_batch
-        places = batch.num_tokens_no_spec[rows].astype(np.int64)[:, None] - 1 - np.arange(self.drafter.context_tokens)
-        tokens = batch.token_ids_cpu[rows[:, None], places.clip(min=0)].astype(np.int64)
+        batch = self.batch
+        places = batch.lengths[rows].astype(np.int64)[:, None] - 1 - np.arange(self.drafter.context_tokens)
+        tokens = batch.token_ids[rows[:, None], places.clip(min=0)].astype(np.int64)
         return self.index(np.where(places < 0, -1, tokens))
 
     def _valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:

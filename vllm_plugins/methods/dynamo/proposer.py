@@ -49,13 +49,11 @@ class DynaMoProposer(Proposer):
         Prompts, and what a preempted request computes again, always run through the draft layers: their requests may
         draft, and their blocks may be other requests' prefixes.
         """
-        batch, most = self.runner.input_batch, self.config.disable_by_batch_size
-        rows = batch.num_reqs
-        crowded = most is not None and rows > most
+        batch, most = self.batch, self.config.disable_by_batch_size
+        crowded = most is not None and batch.num_requests > most
         if not (crowded or self.drafting_off or missing_kv.everywhere()):
             return False
-        decoded = np.maximum(batch.num_prompt_tokens[:rows], batch.num_tokens_no_spec[:rows] - 1)
-        return bool((batch.num_computed_tokens_cpu[:rows] >= decoded).all())
+        return bool((batch.computed >= np.maximum(batch.prompt_lengths, batch.lengths - 1)).all())
 
     def begin_step(self, scheduler_output: Any) -> bool:
         if self.missing_kv is not None:

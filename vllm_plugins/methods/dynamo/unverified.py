@@ -44,8 +44,8 @@ class NGramEmission:
         padded = output.sampled_token_ids.shape[1] > 1
         if padded or output.logprobs_tensors is not None:
             return output
-        runner, planner = self.host.runner, self.host.planner
-        emitted = ~runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+        planner = self.host.planner
+        emitted = self.host.batch.emitting
         most, _ = planner.most_drafts(emitted, reserved=1)
         rows = np.flatnonzero(most * planner.several_at_once)
         if not len(rows):
