@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,15 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 def tiny_model(made_once: Callable[..., Path]) -> Callable[..., Path]:
     """A tiny random model of a family, made once a session."""
     return lambda family="llama": made_once(family, lambda folder: tiny.make_model(folder, family))
+
+
+@pytest.fixture
+def bounded() -> Iterator[None]:
+    """A fuzz test takes at most two minutes of the processor, and 2 GiB more memory than it found."""
+    seconds, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    assert time.process_time() - seconds < 120
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2 << 20  # KiB
 
 
 def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:

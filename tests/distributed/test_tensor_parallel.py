@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 SCRIPT = """
 import json, os, sys
 sys.path.insert(0, {tests!r})
-import conftest, exactness
+import conftest, cases
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if len(os.sched_getaffinity(0)) > 1 else "nobind"
 if __name__ == "__main__":
     llm = conftest.start_engine({model!r}, json.loads({options!r}), tensor_parallel_size=2)
-    result = {{case: exactness.CASES[case](llm) for case in {cases!r}}}
+    result = {{case: cases.CASES[case](llm) for case in {cases!r}}}
     accepted = conftest.counter(llm, "vllm:spec_decode_num_accepted_tokens")
     steps = {{name: conftest.our_counter(name) for name in ("deferred_steps", "skipped_draft_layer_steps")}}
     print("RESULT", json.dumps([result, accepted, steps]))

@@ -24,6 +24,7 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.integration import metrics
 from vllm_ppd.vllm_plugins.registry import METHODS
 
+pytestmark = pytest.mark.usefixtures("bounded")
 register()
 LONGEST = 300
 DICTIONARIES, COMMAND_LINES, BATCHES = 3000, 300, 25

@@ -297,9 +297,9 @@ def test_worker_groups_are_told_apart_once(engine: Callable[..., Any], monkeypat
 
 SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
-import conftest, exactness, json
+import conftest, cases, json
 if __name__ == "__main__":
-    print("TOKENS", json.dumps(exactness.batch_16(conftest.start_engine({model!r}, None))))
+    print("TOKENS", json.dumps(cases.batch_16(conftest.start_engine({model!r}, None))))
 """
 
 

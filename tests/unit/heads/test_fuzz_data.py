@@ -19,6 +19,7 @@ from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.tokens import TokenStore
 
+pytestmark = pytest.mark.usefixtures("bounded")
 SEEDS = range(12)  # of a hundred files each
 TEMPLATE = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Alternate') }}"
