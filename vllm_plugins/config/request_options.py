@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import quoted, shortened
 from vllm_ppd.vllm_plugins.integration import platform
+from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -105,8 +106,9 @@ def check(params: Any, config: DraftingConfig) -> None:
     try:
         check_names(extra_args)
         drafting_allowed(extra_args)
-        if back_off_threshold(extra_args) is not None and config.method != "dynamo":
-            raise ValueError(f"vllm_xargs[{EPS_B!r}] belongs to method 'dynamo'; this server drafts with another")
+        if back_off_threshold(extra_args) is not None and "eps_b" not in config.spec.request_options:
+            methods = " and ".join(repr(name) for name, spec in METHODS.items() if "eps_b" in spec.request_options)
+            raise ValueError(f"vllm_xargs[{EPS_B!r}] belongs to method {methods}; this server drafts with another")
     except ValueError as error:
         raise platform.invalid_request(shortened(str(error)), parameter="vllm_xargs") from None
     if not config.verify and getattr(params, "structured_outputs", None) is not None:

@@ -189,7 +189,8 @@ class Proposer:
         self, plan: Plan, places: np.ndarray, step: Step, shallow: Callable[[int, torch.Tensor], Any] | None
     ) -> DraftInputs:
         rows, most = plan.rows[places], plan.max_drafts[places]
-        options = {name: self.index(values[rows]) for name, values in self.planner.request_options.items()}
+        wanted = self.config.spec.request_options
+        options = {name: self.index(self.planner.request_options[name][rows]) for name in wanted}
         return DraftInputs(
             newest_ids=self.index(plan.base_tokens[places]),
             hidden=step.sample_hidden_states[self.index(step.last_rows(rows))],
