@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -86,28 +85,24 @@ class DynaMoMeasures:
         Returns:
             PPL_d, tokens a forward pass (the paper's speed-up), and the share of uni-, bi- and trigrams (Fig. 5).
         """
-        n = self.heads.tokens
-        nats, taken = [0.0] * len(eps_b), torch.zeros(len(eps_b), n, dtype=torch.float64)
+        n, counts = self.heads.tokens, len(eps_b)
+        nats = torch.zeros(counts, dtype=torch.float64)
+        taken = torch.zeros(counts, n, dtype=torch.float64)
         for batch in batches:
-            states = self.states(batch)
-            order = self._orders(states, settings, eps_b).view(len(eps_b), *batch.input_ids.shape)
+            states, shape = self.states(batch), batch.input_ids.shape
+            order = self._orders(states, settings, eps_b).view(counts, *shape).cpu()
             tokens, valid = batch.ahead(n)
             observed = torch.stack(
                 [
                     token_log_probs(s, tokens[:, i], self.target.unembedding, self.target.bias)
                     for i, s in enumerate(states)
                 ]
-            ).view(n, *batch.input_ids.shape)
-            valid = valid.view(batch.input_ids.shape)
-            length = batch.input_ids.shape[1]
-            for index, row in itertools.product(range(len(eps_b)), range(len(valid))):
-                at = 0
-                while at < length and bool(valid[row, at]):
-                    m = int(order[index, row, at])
-                    nats[index] -= float(observed[:m, row, at].sum())
-                    taken[index, m - 1] += 1
-                    at += m
-        return [_dynamic(*found) for found in zip(eps_b, nats, taken, strict=True)]
+            )
+            summed = observed.double().cumsum(0).view(n, *shape).cpu()
+            walked = _walk(order, summed, valid.view(shape).cpu())
+            nats -= walked[0]
+            taken += walked[1]
+        return [_dynamic(*found) for found in zip(eps_b, nats.tolist(), taken, strict=True)]
 
     def _orders(self, states: list[torch.Tensor], settings: JointSettings, eps_b: Sequence[float]) -> torch.Tensor:
         """Tokens that Algorithm 1 takes from each state: [thresholds, tokens]."""
@@ -163,6 +158,32 @@ class DynaMoMeasures:
 
 def _at(settings: JointSettings, eps_b: float) -> JointSettings:
     return settings.model_copy(update={"eps_b": eps_b})
+
+
+def _walk(
+    order: torch.Tensor,  # [thresholds, windows, length] tokens that are taken from each position
+    summed: torch.Tensor,  # [n, windows, length] log-probability of the next 1, 2, ... n tokens
+    valid: torch.Tensor,  # [windows, length] whether the n tokens after a position are in its document
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Along each window from its first position on; at the end of a document, on from the next one's beginning.
+
+    Returns:
+        The log-probabilities of the n-grams taken, summed [thresholds], and passes that took 1, 2, ... n tokens
+        [thresholds, n].
+    """
+    counts, windows, length = order.shape
+    total = torch.zeros(counts, dtype=torch.float64)
+    taken = torch.zeros(counts, len(summed), dtype=torch.float64)
+    threshold, window = torch.meshgrid(torch.arange(counts), torch.arange(windows), indexing="ij")
+    at = torch.zeros(counts, windows, dtype=torch.int64)
+    while bool((at < length).any()):
+        place = at.clamp(max=length - 1)
+        real = (at < length) & valid[window, place]
+        size = torch.where(real, order[threshold, window, place], 1)
+        total += (summed[size - 1, window, place] * real).sum(1)
+        taken.scatter_add_(1, size - 1, real.double())
+        at += size
+    return total, taken
 
 
 def _dynamic(eps_b: float, nats: float, taken: torch.Tensor) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from vllm_ppd.heads.calibration.walk import accepted_by_position, walk
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.training.tokens import Batch
 
 K = 6
 
@@ -181,6 +182,21 @@ def test_dynamo_tables(context: Context) -> None:
     ends = rows_of(dynamo.dynamic(context))
     assert ends[f"{label}, eps_b = 1"][0] == pytest.approx([ours[0], 1.0], rel=0.2)
     assert ends[f"{label}, eps_b = 1"][0][1] == 1 and ends["DynaMo-7.3B-T3, eps_b = 0"][1] == [25.8, 3.0]
+
+
+def test_dynamic_perplexity_goes_on_at_the_next_document(context: Context) -> None:
+    """A packed window of three documents counts what the documents count by themselves."""
+    measures = dynamo_quality.measures_of(context, context.heads("dynamo")[0])
+    settings, eps_b, lengths = JointSettings(k=K), (0.0, 0.3, 1.0), (9, 14, 7)
+    generator = torch.Generator().manual_seed(2)
+    alone = [torch.randint(0, tiny.VOCAB, (1, length), generator=generator) for length in lengths]
+    places = [torch.arange(length)[None] for length in lengths]
+    packed = [Batch(torch.cat(alone, dim=1), torch.cat(places, dim=1))]
+    found = measures.dynamic_perplexity(packed, settings, eps_b)
+    assert found == measures.dynamic_perplexity(list(map(Batch, alone, places)), settings, eps_b)
+    # One token at a time, that is PPL_1 of the positions that have as many tokens after them as there are heads.
+    one = measures.perplexities(packed)
+    assert found[-1]["tokens_a_pass"] == 1 and found[-1]["ppl_d"] == pytest.approx(one["ppl_n"][0], rel=1e-3)
 
 
 def test_dynamo_figures_of_texts(context: Context) -> None:
