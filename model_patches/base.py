@@ -192,21 +192,23 @@ class ModelCut:
         if whole:
             self.whole = compiled_stack(FirstStack, vllm_config, adapter=self.adapter, start=first, stop=last)
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
-        self.junction: CutState | None = None
+        self.graph_buffers: CutState | None = None
         self.adapter.replace_forward(self)
 
-    def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def allocate_graph_buffers(
+        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Allocate the buffers that stand between stacks when CUDA graphs are on."""
         hidden = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
-        self.junction = (hidden, torch.zeros_like(hidden) if self.adapter.has_residual else None)
+        self.graph_buffers = (hidden, torch.zeros_like(hidden) if self.adapter.has_residual else None)
 
-    def at_junction(self, state: CutState) -> CutState:
-        """The state where the next stack expects it: itself, or its copy in the junction."""
-        if self.junction is None:
+    def in_graph_buffers(self, state: CutState) -> CutState:
+        """The state where the next stack expects it: itself, or its copy in the buffers that CUDA graphs read."""
+        if self.graph_buffers is None:
             return state
         views = tuple(
             None if buffer is None or part is None else buffer[: part.shape[0]].copy_(part)
-            for buffer, part in zip(self.junction, state, strict=True)
+            for buffer, part in zip(self.graph_buffers, state, strict=True)
         )
         return views[0], views[1]  # type: ignore[return-value]
 
@@ -239,8 +241,8 @@ class ModelCut:
         if not stacks:
             return state
         for stack in stacks[:-1]:
-            state = stack(positions, *self.at_junction(state))
-        return stacks[-1](positions, *self.at_junction(state))
+            state = stack(positions, *self.in_graph_buffers(state))
+        return stacks[-1](positions, *self.in_graph_buffers(state))
 
     def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
         """Those of vLLM's attention layer names that belong to a stack."""

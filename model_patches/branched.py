@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with branches: further layers that read the state before the target's last layer (DynaMo's stem).
+"""A model with branches: further layers that read the pre-final hidden state, which the last layer reads (DynaMo).
 
-    token ids -> [embed, layers ..L-1] -> stem -> [layer L, norm] -> hidden
-                                               -> [branch: a token head's layer, norm] -> hidden
+    token ids -> [embed, layers ..L-1] -> pre-final state -> [layer L, norm] -> hidden
+                                                          -> [branch: a token head's layer, norm] -> hidden
 
 The target stays in one piece, so that a forward without the branches takes as long as vLLM's own.
 """
@@ -27,11 +27,11 @@ class TappedStack(FirstStack):
         self.before, self.last = self.layers[:-1], self.layers[-1:]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
-        """(Normed hidden states, the stem: the sum that the last layer reads), [tokens, hidden] each."""
+        """(Normed hidden states, pre-final state: the sum that the last layer reads), [tokens, hidden] each."""
         state = self.adapter.run(self.before, positions, self.adapter.embed(input_ids), None)
-        stem = summed(state)  # vLLM's norms overwrite what they are given
+        before = summed(state)  # vLLM's norms overwrite what they are given
         hidden = self.adapter.norm(*self.adapter.run(self.last, positions, *state))
-        return hidden, stem
+        return hidden, before
 
 
 class Branches(Stack):
@@ -40,7 +40,7 @@ class Branches(Stack):
     def forward(  # type: ignore[override]
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Normed hidden states [tokens, hidden] of each layer, from the stem alone: it has no residual beside it."""
+        """Normed hidden states [tokens, hidden] of each layer, from the pre-final state, without a residual."""
         return tuple(
             self.adapter.norm(*self.adapter.run([layer], positions, hidden.clone(), None)) for layer in self.layers
         )
@@ -76,16 +76,18 @@ class BranchedModel(ModelCut):
         )
         self.branch_hidden = hidden
 
-    def allocate_junction(self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.junction = (torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device), None)
+    def allocate_graph_buffers(
+        self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.graph_buffers = (torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device), None)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
-        output, stem = self.stacks[0](input_ids, positions)
+        output, before = self.stacks[0](input_ids, positions)
         if self.branches is not None and self.branch_hidden is not None and not self.skip_branches:
-            if self.junction is not None:
+            if self.graph_buffers is not None:
                 output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one
-            found = self.branches(positions, *self.at_junction((stem, None)))
+            found = self.branches(positions, *self.in_graph_buffers((before, None)))
             for hidden, one in zip(self.branch_hidden, found, strict=True):
                 hidden[: output.shape[0]].copy_(one)
         return output

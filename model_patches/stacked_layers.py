@@ -53,7 +53,7 @@ class StackedLayers:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def tick(
+    def run_layers(
         self,
         which: slice,  # the layers, ascending
         rows: Sequence[int],  # [layers] tokens before each; fewer are padded

@@ -48,7 +48,9 @@ _EARLY = MethodSpec(
 )
 
 METHODS: dict[str, MethodSpec] = {
-    "ppd": replace(_EARLY, options=(*_EARLY.options, "lanes"), pipeline=f"{_METHODS}.pipeline.last_stage.LastStage"),
+    "ppd": replace(
+        _EARLY, options=(*_EARLY.options, "candidates"), pipeline=f"{_METHODS}.pipeline.last_stage.LastStage"
+    ),
     "paradecode": replace(
         _EARLY, options=(*_EARLY.options, "schedule"), parallel=f"{_METHODS}.paradecode.proposer.ParallelProposer"
     ),

@@ -29,14 +29,14 @@ def run(options: GroupOptions) -> str:
 
 
 def contenders(options: GroupOptions) -> list[Contender]:
-    """Two stages first and again, then a group for each number of lanes, then two tensor-parallel ranks.
+    """Two stages first and again, then a group for each number of candidates, then two tensor-parallel ranks.
 
     Raises:
         BenchError, HeadsError: if the heads are not early heads, or more than one folder is given.
     """
     if len(options.heads) > 1:
         raise BenchError("--heads: a worker group reads one folder of early heads")
-    config: dict[str, Any] = {"method": "ppd", "num_speculative_tokens": options.ticks - 1}
+    config: dict[str, Any] = {"method": "ppd", "num_speculative_tokens": options.micro_steps - 1}
     if options.heads:
         load_config(options.heads[0], "early")
         config["model"] = options.heads[0]
@@ -44,7 +44,8 @@ def contenders(options: GroupOptions) -> list[Contender]:
         config["exit_layer"] = options.exit_layer
     cut_off = max(options.batch_sizes)
     groups = [
-        Contender(f"group, k = {k}", {**config, "lanes": k, "disable_by_batch_size": cut_off}) for k in options.lanes
+        Contender(f"group, k = {k}", {**config, "candidates": k, "disable_by_batch_size": cut_off})
+        for k in options.candidates
     ]
     return [
         Contender(BASE),
@@ -61,41 +62,41 @@ class Theorem(NamedTuple):
     compute: float  # layers a token in all: d - (d - d_bar) p + k (d - d_bar)
 
 
-def theorem(num_layers: int, split: int, lanes: int, match_rate: float, slowed: float = 1.0) -> Theorem:
+def theorem(num_layers: int, split: int, candidates: int, match_rate: float, slowed: float = 1.0) -> Theorem:
     """Expected latency and compute a token.
 
     Args:
         num_layers: d.
         split: d_bar, from d/2 up.
-        lanes: k.
+        candidates: k.
         match_rate: p_correct.
         slowed: what a layer takes beside the other stage's, in units of a layer alone (the paper's is 1): d - d_bar
             layers of each token run so.
     """
     late = num_layers - split
     latency = num_layers - late * match_rate
-    return Theorem(latency + (slowed - 1) * late, latency + lanes * late)
+    return Theorem(latency + (slowed - 1) * late, latency + candidates * late)
 
 
 class Matched(NamedTuple):
-    """What a group's counters say of its lanes, beside the theorem."""
+    """What a group's counters say of its candidates, beside the theorem."""
 
     split: int  # d_bar
     rate: float  # p_correct
-    layers: float  # computed for a token, lanes that were thrown away included
+    layers: float  # computed for a token, candidates that were thrown away included
     paper: Theorem
 
 
-def matched(row: Row, num_layers: int, split: int, lanes: int) -> Matched | None:
-    """Of a contender's row; None if its lanes started no token."""
+def matched(row: Row, num_layers: int, split: int, candidates: int) -> Matched | None:
+    """Of a contender's row; None if its candidates started no token."""
     ours = row["ours"]
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
     if not tried:
         return None
     rate = ours["group_hits"] / tried
-    # A token runs through all layers once, but for the d - d_bar that the lane which won had done.
-    layers = num_layers + (ours["group_lanes_discarded"] / tried) * (num_layers - split)
-    return Matched(split, rate, layers, theorem(num_layers, split, lanes, rate))
+    # A token runs through all layers once, but for the d - d_bar that the chosen candidate had done.
+    layers = num_layers + (ours["group_candidates_discarded"] / tried) * (num_layers - split)
+    return Matched(split, rate, layers, theorem(num_layers, split, candidates, rate))
 
 
 COLUMNS = (
@@ -106,12 +107,12 @@ COLUMNS = (
 
 LEGEND = """\
 speed-up: over vLLM's own two pipeline stages without speculation, whose turn is in the same round.
-p: tokens that a lane had started before the target chose them, of all that lanes were made for.
+p: tokens that a candidate had started before the target chose them, of all that had candidates.
 Theorem 4.1: d / (d - (d - d_bar) p), the speed-up that the paper's latency gives for this p and batch 1.
-stage slowed: what the last stage computes a tick, beside the first one's work, in units of half a token's time in the
+stage slowed: what the last stage computes a micro-step, beside the first one's work, in halves of a token's time in the
 base; stages that share memory slow each other, and "theorem, slowed" is the theorem with layers that take so long.
-layers a token: computed on both stages, lanes that were thrown away included; beside the theorem's compute.
-idle: of the time in ticks, waiting for the other stage.
+layers a token: computed on both stages, candidates that were thrown away included; beside the theorem's compute.
+idle: of the time in micro-steps, waiting for the other stage.
 same tokens: equal to the base's at their place (greedy); "vLLM, again" is what numerics alone change."""
 
 
@@ -151,16 +152,16 @@ def _cells(
     ]
     same = "-" if row["consistency"] is None else f"{row['consistency']:.2%}"
     config = identities[name]["speculative_config"] or {}
-    found = None if "lanes" not in config else matched(
-        row, num_layers, splits.get(str(name)) or split_of(config, num_layers), config["lanes"]
+    found = None if "candidates" not in config else matched(
+        row, num_layers, splits.get(str(name)) or split_of(config, num_layers), config["candidates"]
     )  # fmt: skip
     if found is None:
         return [*cells, *["-"] * 9, same]
     predicted = num_layers / found.paper.latency
     busy = ours["group_last_stage_seconds"] - ours["group_last_stage_idle_seconds"]
-    # The last stage's time leaves each step's first tick out.
-    slowed = busy / max(ours["group_ticks"] - row["drafts"] / row["batch"], 1) / stages[row["batch"]]
-    late = num_layers / theorem(num_layers, found.split, config["lanes"], found.rate, slowed).latency
+    # The last stage's time leaves each step's first micro-step out.
+    slowed = busy / max(ours["group_micro_steps"] - row["drafts"] / row["batch"], 1) / stages[row["batch"]]
+    late = num_layers / theorem(num_layers, found.split, config["candidates"], found.rate, slowed).latency
     return [
         *cells,
         f"{found.rate:.3f}",

@@ -85,16 +85,18 @@ class ClosedLoopOptions(DecodeOptions):
 class GroupOptions(DecodeOptions):
     """What is compared: the base is vLLM's own two pipeline stages."""
 
-    lanes: tuple[int, ...] = Field((1, 3, 5), min_length=1, description="candidates at once, a contender each")
-    ticks: int = Field(8, ge=2, le=17, description="ticks of a step: the most tokens that a request gets from one")
+    candidates: tuple[int, ...] = Field((1, 3, 5), min_length=1, description="candidates at once, a contender each")
+    micro_steps: int = Field(
+        8, ge=2, le=17, description="micro-steps of a step: the most tokens that a request gets from one"
+    )
     exit_layer: int | None = Field(
         None, ge=1, description="layer at which the stages are split (none: heads decide, or the middle)"
     )
     batch_sizes: tuple[int, ...] = Field((1,), min_length=1, description="requests decoded together")
 
-    @field_validator("lanes", mode="before")
+    @field_validator("candidates", mode="before")
     @classmethod
-    def _split_lanes(cls, value: Any) -> Any:
+    def _split_counts(cls, value: Any) -> Any:
         return split(value)
 
     @property

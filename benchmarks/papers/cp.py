@@ -14,8 +14,8 @@ from vllm_ppd.benchmarks.papers import Measure, PaperTable, Row, Value
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.cp_times import LONGEST, forward_times
 from vllm_ppd.benchmarks.papers.published import CP as theirs
+from vllm_ppd.heads.calibration.replay import accepted_by_position
 from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.calibration.walk import accepted_by_position
 from vllm_ppd.heads.cp.calibration import acceptance, perplexities
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead

@@ -11,8 +11,8 @@ from vllm_ppd.benchmarks.papers import PaperTable, Row, Value
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.published import PPD as theirs
 
-LANES = (1, 3)
-TICKS = 8  # tokens a step at most
+CANDIDATES = (1, 3)
+MICRO_STEPS = 8  # tokens a step at most
 COLUMNS = (
     "p_correct", "latency, s", "throughput, tokens/s", "latency / greedy", "by Theorem 4.1", "compute / greedy",
     "by Theorem 4.1, compute", "quartiles of the speed-up",
@@ -22,11 +22,11 @@ FORMS = ("{:.2%}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "{:.3f}", "
 
 def implementation(context: Context) -> PaperTable:
     folder, depth, tokens = context.heads("early")[0], context.num_layers, context.options.new_tokens
-    config = {"method": "ppd", "num_speculative_tokens": TICKS - 1, "model": folder, "disable_by_batch_size": 1}
-    groups = {k: Contender(f"group, k = {k}", {**config, "lanes": k}) for k in LANES}
+    config = {"method": "ppd", "num_speculative_tokens": MICRO_STEPS - 1, "model": folder, "disable_by_batch_size": 1}
+    groups = {k: Contender(f"group, k = {k}", {**config, "candidates": k}) for k in CANDIDATES}
     # vLLM's eager stages die on the CPU where the size of the KV cache is given: no dummy run makes their buffers.
     found = context.speeds([Contender(BASE), *groups.values()], GroupOptions, eager=False)
-    split = split_of({**config, "lanes": 1}, depth)
+    split = split_of({**config, "candidates": 1}, depth)
     base = found[BASE, 1]
     rows = [Row("given data, greedy", _timed(base, base, tokens, None))]
     for k, contender in groups.items():
@@ -39,8 +39,8 @@ def implementation(context: Context) -> PaperTable:
         "ppd-3", "PPD", "Table 3: the implementation result", COLUMNS, tuple(rows),
         f"Ours: vLLM's own two pipeline stages without drafting, and a worker group over them split at layer {split} "
         f"of {depth}, with early heads, one request at a time, in turns; latency is of {tokens} tokens at the median "
-        "speed, compute counts the layers that ran for a token, lanes thrown away included. The theorem counts layers "
-        f"alone; a group also spreads a step's host work over up to {TICKS} tokens. Theirs: LLaMA-2 13B, 128 "
+        "speed, compute counts the layers run for a token, discarded candidates included. The theorem counts layers "
+        f"alone; a group also spreads a step's host work over up to {MICRO_STEPS} tokens. Theirs: LLaMA-2 13B, 128 "
         "tokens, two to four GPUs; ratios and theorem computed from its match rates at the middle layer.",
         FORMS, context.settings("rounds", "prompt_tokens", "new_tokens", "engine_dtype") | {"eager": False},
     )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from vllm_ppd.heads.calibration.replay import Drafted
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.tables import percent, table
-from vllm_ppd.heads.calibration.walk import Drafted
 from vllm_ppd.heads.draft_vocabulary import candidate_sizes, covered, most_frequent
 
 

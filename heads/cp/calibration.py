@@ -11,10 +11,10 @@ import torch
 
 from vllm_ppd.heads.calibration.parts import counts as counts_of
 from vllm_ppd.heads.calibration.parts import timing, vocabularies, vocabulary_tables
+from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.run import Calibration, Part
 from vllm_ppd.heads.calibration.tables import percent, table
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
-from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.draft_vocabulary import columns
 from vllm_ppd.heads.training.target import Target
@@ -72,7 +72,7 @@ def drafted(
 ) -> list[Drafted]:
     """What an engine would count on these texts with 1, 2, ... n-1 drafts."""
     accept = acceptance(target, head, texts, batch, autocast, token_ids)
-    return [walk(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, head.positions)]
+    return [replay(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, head.positions)]
 
 
 @torch.no_grad()

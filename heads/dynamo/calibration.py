@@ -11,10 +11,10 @@ import torch
 
 from vllm_ppd.heads.calibration.parts import counts as counts_of
 from vllm_ppd.heads.calibration.parts import timing, vocabularies, vocabulary_tables
+from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.run import Calibration, Part
 from vllm_ppd.heads.calibration.tables import percent, table
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
-from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
@@ -153,7 +153,7 @@ class DynaMoMeasures:
                         chance = (choice.best() == given)[:, 1:].float()
                     accept[key][part][place] = chance.cpu()
                     limit[key][part][place] = (choice.order - 1).cpu()
-        return {key: walk(accept[key], texts.lengths.cpu(), limit[key]) for key in settings_of}
+        return {key: replay(accept[key], texts.lengths.cpu(), limit[key]) for key in settings_of}
 
 
 def _at(settings: JointSettings, eps_b: float) -> JointSettings:

@@ -12,10 +12,10 @@ import torch
 
 from vllm_ppd.heads.calibration.parts import counts as counts_of
 from vllm_ppd.heads.calibration.parts import timing
+from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.run import Calibration, Part
 from vllm_ppd.heads.calibration.tables import percent, table
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
-from vllm_ppd.heads.calibration.walk import Drafted, walk
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.training.target import Target
@@ -46,7 +46,7 @@ class ExitMatches:
     def drafted(self, form: int, layer: int, n: int) -> Drafted:
         """What an engine with n drafts at this exit would count on these texts."""
         accept = self.accept[form, self.layers.index(layer)]  # [texts, positions]
-        return walk(ahead(accept, range(1, n + 1)), self.lengths)
+        return replay(ahead(accept, range(1, n + 1)), self.lengths)
 
 
 @torch.no_grad()

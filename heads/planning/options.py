@@ -24,10 +24,10 @@ class PlanOptions(BaseModel):
     gpus: int = Field(1, ge=1, description="GPUs of a pipeline stage of a replica, for a fleet")
     seed: int = Field(0, ge=0, description="seed of a fleet's arrivals")
     texts: Literal["sampled", "greedy"] = Field(
-        "sampled", description="texts on which acceptance was measured; match rates of lanes are of greedy ones"
+        "sampled", description="texts on which acceptance was measured; match rates of candidates are of greedy ones"
     )
     stages: Literal["1", "2"] = Field("1", description="pipeline stages; 2 plans PPD's worker group (early heads)")
-    lanes: tuple[int, ...] = Field((1, 3, 5), description="k of the worker group, of those that were calibrated")
+    candidates: tuple[int, ...] = Field((1, 3, 5), description="k of the worker group, of those that were calibrated")
     hardware: tuple[float, float, float] | None = Field(
         None,
         description="GB/s of memory, TFLOP/s and link latency in microseconds, as 4800,990,10: a machine by its "
@@ -42,7 +42,7 @@ class PlanOptions(BaseModel):
     top: int = Field(8, ge=1, description="settings shown")
     largest: int = Field(512, ge=1, description="largest batch size considered")
 
-    @field_validator("lanes", "hardware", mode="before")
+    @field_validator("candidates", "hardware", mode="before")
     @classmethod
     def _split(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str):

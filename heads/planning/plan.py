@@ -70,7 +70,7 @@ def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
                 lacking.append(folder)
         ways += _ways(folder, config, parts, targets[0], options)
     if not ways:
-        raise HeadsError(f"no setting of {', '.join(options.heads)} can be planned for; see --stages and --lanes")
+        raise HeadsError(f"no setting of {', '.join(options.heads)} can be planned for; see --stages and --candidates")
     for folder in lacking:
         print(
             f"{folder}: its calibration lacks what the heads' own transforms cost, so gains look too high; run "
@@ -134,13 +134,13 @@ def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, 
 
 
 def _groups(folder: str, matches: dict[str, Any], depth: int, machine: Any, options: PlanOptions) -> Iterator[Way]:
-    for lanes in options.lanes:
-        for form, rates in matches["match"].get(str(lanes), {}).items():
+    for candidates in options.candidates:
+        for form, rates in matches["match"].get(str(candidates), {}).items():
             for layer, rate in zip(matches["layers"], rates, strict=True):
                 if (depth + 1) // 2 <= layer < depth:
                     model = {"model": folder} if form == "Y" else {}
-                    served = {**model, "exit_layer": layer, "lanes": lanes}
-                    yield group(rate, layer, lanes, served, machine, depth)
+                    served = {**model, "exit_layer": layer, "candidates": candidates}
+                    yield group(rate, layer, candidates, served, machine, depth)
 
 
 def _served(setting: Setting, folder: str | None) -> dict[str, Any]:

@@ -67,11 +67,11 @@ class Drafting(Way):
 
 @dataclass(frozen=True)
 class Group(Way):
-    """PPD's worker group over two pipeline stages, split at layer d_bar, with k lanes (PPD, Theorem 4.1)."""
+    """PPD's worker group over two pipeline stages, split at layer d_bar, with k candidates (PPD, Theorem 4.1)."""
 
     match_rate: float  # p_correct
     split: int
-    lanes: int
+    candidates: int
     machine: Machine
     num_layers: int
 
@@ -80,13 +80,13 @@ class Group(Way):
         return full_pass(self.machine, self.num_layers, max(1, batch / 2)) + 2 * self.machine.link
 
     def seconds(self, batch: int) -> float:
-        """Expected seconds of a token: d_bar + (1 - p)(d - d_bar) layers; lanes run beside the last stage's layers."""
+        """Expected seconds of a token: d_bar + (1 - p)(d - d_bar) layers; candidates run beside the last stage."""
         layer, late = self.machine.layer, self.num_layers - self.split
-        lanes = late * layer(batch * self.lanes) + self.machine.lm_head(batch)
+        candidates = late * layer(batch * self.candidates) + self.machine.lm_head(batch)
         last_stage = late * layer(batch) + self.machine.lm_head(batch)
         rest = (self.split - late) * layer(batch)
         missed = (1 - self.match_rate) * late * layer(batch)
-        return max(lanes, last_stage) + rest + missed + 2 * self.machine.link
+        return max(candidates, last_stage) + rest + missed + 2 * self.machine.link
 
 
 def drafting(setting: Setting, method: str, options: dict[str, Any], machine: Machine, num_layers: int) -> Drafting:
@@ -98,8 +98,8 @@ def drafting(setting: Setting, method: str, options: dict[str, Any], machine: Ma
 
 
 def group(
-    match_rate: float, split: int, lanes: int, options: dict[str, Any], machine: Machine, num_layers: int
+    match_rate: float, split: int, candidates: int, options: dict[str, Any], machine: Machine, num_layers: int
 ) -> Group:
     """A worker group; its compute is Theorem 4.1's for long texts: 1 + (k - p)(d - d_bar) / d."""
-    compute = 1 + (lanes - match_rate) * (num_layers - split) / num_layers
-    return Group("ppd", options, 1.0, compute, match_rate, split, lanes, machine, num_layers)
+    compute = 1 + (candidates - match_rate) * (num_layers - split) / num_layers
+    return Group("ppd", options, 1.0, compute, match_rate, split, candidates, machine, num_layers)

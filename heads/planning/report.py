@@ -16,7 +16,7 @@ FLAGS = {
     "exit_layer": "--ppd-exit-layer",
     "eps_b": "--ppd-eps-b",
     "draft_vocab_size": "--ppd-draft-vocab-size",
-    "lanes": "--ppd-lanes",
+    "candidates": "--ppd-candidates",
 }
 
 
@@ -91,6 +91,6 @@ def fleet_report(target: str, fleets: list[Fleet], options: PlanOptions) -> str:
 
 
 def setting_of(way: Way) -> str:
-    names = {"num_speculative_tokens": "n", "exit_layer": "exit", "draft_vocab_size": "vocabulary", "lanes": "k"}
+    names = {"num_speculative_tokens": "n", "exit_layer": "exit", "draft_vocab_size": "vocabulary", "candidates": "k"}
     parts = [f"{names.get(name, name)} {value}" for name, value in way.options.items() if name != "model"]
     return f"{way.method}, {', '.join(parts)}"

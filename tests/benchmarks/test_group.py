@@ -36,11 +36,11 @@ def test_theorem() -> None:
 
 def test_contenders(heads_folder: Callable[..., Path]) -> None:
     heads = str(heads_folder(exit_layers=(4,)))
-    found = {c.name: c for c in contenders(options(heads=(heads,), lanes="1,5", ticks=6))}
+    found = {c.name: c for c in contenders(options(heads=(heads,), candidates="1,5", micro_steps=6))}
     assert list(found) == [BASE, "vLLM, again", "group, k = 1", "group, k = 5", "TP 2"]
     config = found["group, k = 5"].speculative_config
     assert config == {
-        "method": "ppd", "model": heads, "num_speculative_tokens": 5, "lanes": 5, "disable_by_batch_size": 1,
+        "method": "ppd", "model": heads, "num_speculative_tokens": 5, "candidates": 5, "disable_by_batch_size": 1,
     }  # fmt: skip
     assert split_of(config, 6) == 4
     assert options().engine_arguments["pipeline_parallel_size"] == 2
@@ -52,8 +52,8 @@ def test_contenders(heads_folder: Callable[..., Path]) -> None:
 
 
 def test_table(tmp_path: Path) -> None:
-    """Half the lanes' tokens were right: 6 of 6 layers less 3 p, and the layers of what was thrown away."""
-    made = options(out=str(tmp_path / "bench.json"), lanes=(2,))
+    """Half the candidates' tokens were right: 6 of 6 layers less 3 p, and the layers of what was thrown away."""
+    made = options(out=str(tmp_path / "bench.json"), candidates=(2,))
     results = Results(made, contenders(made))
     turn = {
         "batch": 1, "group": 0, "round": 0, "window_tokens": 20, "steps": 10, "window_seconds": 1.0,
@@ -61,8 +61,8 @@ def test_table(tmp_path: Path) -> None:
         "peak_bytes": 5, "drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "repeated_4_grams": 0, "all_4_grams": 0,
     }  # fmt: skip
     ours = {
-        "group_ticks": 22.0, "group_hits": 10.0, "group_misses": 10.0,
-        "group_lanes": 40.0, "group_lanes_discarded": 30.0,
+        "group_micro_steps": 22.0, "group_hits": 10.0, "group_misses": 10.0,
+        "group_candidates": 40.0, "group_candidates_discarded": 30.0,
         "group_first_stage_seconds": 1.0, "group_first_stage_idle_seconds": 0.25,
         "group_last_stage_seconds": 1.0, "group_last_stage_idle_seconds": 0.5,
     }  # fmt: skip

@@ -22,8 +22,8 @@ from vllm_ppd.benchmarks.papers.ngrams import _CachedStates, emit
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.published import CP, DYNAMO
 from vllm_ppd.benchmarks.papers.run import make_tables
+from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
 from vllm_ppd.heads.calibration.text import Texts
-from vllm_ppd.heads.calibration.walk import accepted_by_position, walk
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.io import load_tensors, save_heads
@@ -74,7 +74,7 @@ def test_what_the_papers_print() -> None:
 
 def test_accepted_by_position_adds_up() -> None:
     accept, lengths = torch.rand(3, 9, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([10, 10, 4])
-    found = walk(accept, lengths)
+    found = replay(accept, lengths)
     places = accepted_by_position(accept, lengths)
     assert sum(places) == pytest.approx(found.accepted / found.cycles) and places == sorted(places, reverse=True)
     assert accepted_by_position(accept * torch.tensor([0.0, 1.0, 1.0]), lengths) == [0, 0, 0]

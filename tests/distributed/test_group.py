@@ -17,10 +17,16 @@ from vllm.sampling_params import StructuredOutputsParams
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "one lane": {"method": "ppd"},
-    # The first stage in two stacks: lanes run through two layers, the rest waits for the target's choice.
-    "lanes": {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5},
-    "late": {"method": "ppd", "lanes": 8, "exit_layer": 5, "num_speculative_tokens": 1, "disable_by_batch_size": 16},
+    "one candidate": {"method": "ppd"},
+    # The first stage in two stacks: candidates run through two layers, the rest waits for the target's choice.
+    "candidates": {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5},
+    "late": {
+        "method": "ppd",
+        "candidates": 8,
+        "exit_layer": 5,
+        "num_speculative_tokens": 1,
+        "disable_by_batch_size": 16,
+    },
 }
 
 QUICK = {"batch_1", "batch_16", "arrivals_and_aborts", "structured_output", "logprobs"}
@@ -55,7 +61,7 @@ def counted(run: Callable[[], Any], *names: str) -> tuple[Any, list[float]]:
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        pytest.param(name, case, marks=[] if name == "lanes" and case in QUICK else [pytest.mark.full])
+        pytest.param(name, case, marks=[] if name == "candidates" and case in QUICK else [pytest.mark.full])
         for name in VARIANTS
         for case in CASES
     ],
@@ -71,27 +77,27 @@ def test_same_tokens_as_stages_without_speculation(
 ) -> None:
     """vLLM's own pipeline of the same split, which an eager CPU engine of 0.32 cannot start."""
     compiled = {"enforce_eager": False}
-    assert CASES[case](group(VARIANTS["one lane"], **compiled)) == CASES[case](group(None, **compiled))
+    assert CASES[case](group(VARIANTS["one candidate"], **compiled)) == CASES[case](group(None, **compiled))
 
 
 def test_group_works_in_small_batches_alone(group: Callable[..., Any]) -> None:
-    """The suite above would pass without a tick: hits and misses of every kind must have been seen."""
-    llm = group(VARIANTS["lanes"])
-    names = ("group_ticks", "group_hits", "group_misses", "group_lanes", "group_lanes_discarded")
+    """The suite above would pass without a micro-step: hits and misses of every kind must have been seen."""
+    llm = group(VARIANTS["candidates"])
+    names = ("group_micro_steps", "group_hits", "group_misses", "group_candidates", "group_candidates_discarded")
     before = llm.counts.copy()
-    _, (ticks, hits, misses, lanes, discarded) = counted(lambda: generate(llm, prompts(1), greedy()), *names)
+    _, (micro_steps, hits, misses, candidates, discarded) = counted(lambda: generate(llm, prompts(1), greedy()), *names)
     seen = llm.counts - before
-    # Every token but the prompt's own comes from a tick, and the last one needs no lanes.
-    assert ticks == 39
+    # Every token but the prompt's own comes from a micro-step, and the last one needs no candidates.
+    assert micro_steps == 39
     assert hits + misses == 38
     assert hits > 3 and misses > 3
-    assert (lanes, discarded) == (3 * 38, 3 * 38 - hits)
+    assert (candidates, discarded) == (3 * 38, 3 * 38 - hits)
     assert seen["accepted"] + seen["drafts"] == 39
     # Nine requests are more than the cut-off of eight; they start and end together, so it is never undercut.
-    _, (ticks, *_) = counted(lambda: generate(llm, SHORT, greedy(12)), *names)
-    assert ticks == 0
-    _, (ticks, hits, misses, *_) = counted(lambda: generate(llm, SHORT[:8], greedy(12)), *names)
-    assert ticks > 0 and hits > 0 and misses > 0
+    _, (micro_steps, *_) = counted(lambda: generate(llm, SHORT, greedy(12)), *names)
+    assert micro_steps == 0
+    _, (micro_steps, hits, misses, *_) = counted(lambda: generate(llm, SHORT[:8], greedy(12)), *names)
+    assert micro_steps > 0 and hits > 0 and misses > 0
 
 
 def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
@@ -99,7 +105,7 @@ def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any],
     params = [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, seed=i, ignore_eos=True) for i in range(6)]
     expected = generate(engine(), SHORT[:6], params)
     got, (hits, misses) = counted(
-        lambda: generate(group(VARIANTS["lanes"]), SHORT[:6], params), "group_hits", "group_misses"
+        lambda: generate(group(VARIANTS["candidates"]), SHORT[:6], params), "group_hits", "group_misses"
     )
     assert got == expected
     assert hits > 0 and misses > 0
@@ -109,7 +115,7 @@ def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Callable[..., Any],
     """Chunks of 96 tokens: vLLM would take a draw of each back, which the generators of a CPU cannot."""
     params = [SamplingParams(temperature=1.0, max_tokens=12, seed=5 + i, ignore_eos=True) for i in range(3)]
     expected = generate(engine(max_num_batched_tokens=512), prompts(3, 150), params)
-    assert generate(group(VARIANTS["lanes"]), prompts(3, 150), params) == expected
+    assert generate(group(VARIANTS["candidates"]), prompts(3, 150), params) == expected
 
 
 # Two blocks and a token: read again, one token of it is left to compute.
@@ -121,7 +127,7 @@ THOUGHT = ReasoningConfig(reasoning_start_str="<t>", reasoning_end_str="</t>")
 def _with_prefix_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> tuple[Any, Any]:
     """One rank alone and a group, both of which keep prefixes and know where a thought begins and ends."""
     settings: dict[str, Any] = {"enable_prefix_caching": True, "reasoning_config": THOUGHT}
-    return engine(**settings), group(VARIANTS["lanes"], **settings)
+    return engine(**settings), group(VARIANTS["candidates"], **settings)
 
 
 def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
@@ -155,9 +161,9 @@ def test_prompts_of_one_token_join(
 ) -> None:
     """vLLM's own padding of such prompts does not say that a step may go on."""
     alone, stages = _with_prefix_cache(engine, group)
-    got, (ticks,) = counted(lambda: _joined(stages, running, params), "group_ticks")
+    got, (micro_steps,) = counted(lambda: _joined(stages, running, params), "group_micro_steps")
     assert got == _joined(alone, running, params)
-    assert (ticks > 0) == (running <= 8)
+    assert (micro_steps > 0) == (running <= 8)
 
 
 def test_logprobs_of_some_tokens(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
@@ -203,7 +209,7 @@ def test_prefix_cache_hits(engine: Callable[..., Any], group: Callable[..., Any]
 
 
 def test_preemption(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
-    """A KV cache too small for the batch: requests are evicted in mid-decode and resumed, lanes and all."""
+    """A KV cache too small for the batch: requests are evicted in mid-decode and resumed, candidates and all."""
     outputs = []
     for llm in _with_small_cache(engine, group):
         outputs.append(generate(llm, prompts(8, 90), greedy(100)))
@@ -215,7 +221,7 @@ def _with_small_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> 
     """One rank alone and a group, with 22 blocks each; the first stage has four of the six layers."""
     return (
         engine(kv_cache_memory_bytes=22 * 6 * BLOCK, enable_prefix_caching=True),
-        group(VARIANTS["lanes"], kv_cache_memory_bytes=22 * 4 * BLOCK, enable_prefix_caching=True),
+        group(VARIANTS["candidates"], kv_cache_memory_bytes=22 * 4 * BLOCK, enable_prefix_caching=True),
     )
 
 
@@ -223,9 +229,9 @@ def _with_small_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> 
     "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.full) for f in ("qwen2", "qwen3", "mistral", "phi3"))]
 )
 def test_families(engine: Callable[..., Any], group: Callable[..., Any], family: str) -> None:
-    """Gemma 3 keeps its KV in two groups, so every lane has two tail blocks; its norms are of another kind."""
+    """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its norms are of another kind."""
     expected = CASES["batch_1"](engine(family=family)), generate(engine(family=family), prompts(6), greedy())
-    llm = group({"method": "ppd", "lanes": 3, "exit_layer": 4}, family=family)
+    llm = group({"method": "ppd", "candidates": 3, "exit_layer": 4}, family=family)
     got, (hits,) = counted(lambda: (CASES["batch_1"](llm), generate(llm, prompts(6), greedy())), "group_hits")
     assert got == expected
     assert hits > 0
@@ -251,7 +257,7 @@ def test_heads_on_the_first_stage(
 @pytest.mark.full
 def test_two_by_two_ranks(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
     """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to the rank of its own number."""
-    llm = group(VARIANTS["lanes"], tensor_parallel_size=2)
+    llm = group(VARIANTS["candidates"], tensor_parallel_size=2)
     got, (hits,) = counted(lambda: (CASES["batch_1"](llm), CASES["arrivals_and_aborts"](llm)), "group_hits")
     assert got == (CASES["batch_1"](engine()), CASES["arrivals_and_aborts"](engine()))
     assert hits > 0

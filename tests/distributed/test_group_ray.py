@@ -37,7 +37,7 @@ def test_same_tokens(engine: Callable[..., Any], tiny_model: Callable[..., Any],
     expected = {case: CASES[case](engine()) for case in ("batch_1", "batch_16", "structured_output")}
     before = our_counter("group_hits")
     llm = start_engine(
-        tiny_model(), {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5},
+        tiny_model(), {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5},
         pipeline_parallel_size=2, distributed_executor_backend="ray",
     )  # fmt: skip
     try:

@@ -58,17 +58,17 @@ def test_a_stage_that_dies_ends_the_server(tiny_model: Callable[..., Path], tmp_
     before = shared_memory()
     server = Server(
         tiny_model(), tmp_path / "log", "--speculative-model", "ppd", "--pipeline-parallel-size", "2",
-        "--ppd-lanes", "2", "--max-num-seqs", "8",
+        "--ppd-candidates", "2", "--max-num-seqs", "8",
     )  # fmt: skip
     try:
         log = server.log.read_text()
-        assert "worker group over 2 pipeline stages of 3 and 3 layers, 2 lanes" in log
+        assert "worker group over 2 pipeline stages of 3 and 3 layers, 2 candidates" in log
         assert server.complete().json()["usage"]["completion_tokens"] == 24
         metrics = server.metrics()
-        assert metrics["ppd:group_ticks_total"] == 23
+        assert metrics["ppd:group_micro_steps_total"] == 23
         assert metrics["ppd:group_hits_total"] + metrics["ppd:group_misses_total"] == 22
-        assert metrics["ppd:group_lanes_total"] == 44
-        assert metrics["ppd:group_lanes_discarded_total"] == 44 - metrics["ppd:group_hits_total"]
+        assert metrics["ppd:group_candidates_total"] == 44
+        assert metrics["ppd:group_candidates_discarded_total"] == 44 - metrics["ppd:group_hits_total"]
         for part in ("first", "last"):
             spent, idle = (metrics[f"ppd:group_{part}_stage_{name}seconds_total"] for name in ("", "idle_"))
             assert 0 < idle < spent
@@ -77,7 +77,7 @@ def test_a_stage_that_dies_ends_the_server(tiny_model: Callable[..., Path], tmp_
         answers: list[Any] = []
         client = threading.Thread(target=_ask, args=(server, answers))
         client.start()
-        while server.metrics()["ppd:group_ticks_total"] < 60:
+        while server.metrics()["ppd:group_micro_steps_total"] < 60:
             time.sleep(0.02)
         os.kill(worker, signal.SIGKILL)
         client.join(60)

@@ -16,9 +16,9 @@ from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.parts import vocabularies
+from vllm_ppd.heads.calibration.replay import Drafted
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import Texts
-from vllm_ppd.heads.calibration.walk import Drafted
 from vllm_ppd.heads.dynamo import calibration as dynamo
 from vllm_ppd.heads.early import calibration as early
 

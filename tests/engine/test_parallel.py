@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ParaDecode's schedule: one storage for all layers, ticks that equal the layers one by one, and what a token costs."""
+"""ParaDecode's schedule: one storage for all layers, batched layers as good as single ones, and what a token costs."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_layers_are_views_of_one_storage(engine: Callable[..., Any], family: str
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tick_is_the_layers_one_by_one(
+def test_a_batched_layer_is_the_layers_one_by_one(
     engine: Callable[..., Any], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each tick of a real run against vLLM's own layers, in the same forward context; and the output is vLLM's."""
+    """Each batched layer of a real run against vLLM's own layers, in the same context; and the output is vLLM's."""
     expected = CASES["batch_16"](engine(family=family))
     llm = engine(PARALLEL, family=family)
     stacked = drafter_of(llm).schedule.layers.stacked
-    original, widths = stacked.tick, []
+    original, widths = stacked.run_layers, []
 
     def compared(which: slice, rows: Any, positions: Any, hidden: Any, residual: Any) -> Any:
         inputs = hidden.clone(), residual.clone()
@@ -110,7 +110,7 @@ def test_a_tick_is_the_layers_one_by_one(
         widths.append((which.step, *rows))
         return outputs
 
-    monkeypatch.setattr(stacked, "tick", compared)
+    monkeypatch.setattr(stacked, "run_layers", compared)
     assert CASES["batch_16"](llm) == expected
     pairs = [width for width in widths if len(width) == 3]
     assert {pair[0] for pair in pairs} == {LAYERS // 2}
@@ -125,8 +125,8 @@ def test_what_a_token_costs(
     """A token that an exit predicted rightly starts l layers after the one before it, any other L layers."""
     heads = fitted_heads("early", head="classifier")
     llm = engine({**PARALLEL, "model": heads, "exit_layer": exit_layer, "num_speculative_tokens": 4})
-    schedule, ticks, kept = drafter_of(llm).schedule, [], 0
-    counting(schedule.layers.stacked, "tick", ticks, monkeypatch)
+    schedule, calls, kept = drafter_of(llm).schedule, [], 0
+    counting(schedule.layers.stacked, "run_layers", calls, monkeypatch)
     plans: list[Any] = []
     counting(schedule, "run", plans, monkeypatch)
     before = {name: our_counter(name) for name in ("early_predictions", "early_rejections", "deferred_steps")}
@@ -136,11 +136,11 @@ def test_what_a_token_costs(
     kept = seen["early_predictions"] - seen["early_rejections"]
     tokens = sum(int(plan.max_drafts[0]) + 1 for plan in plans)
     assert 0 < kept < tokens
-    assert len(ticks) == (tokens - kept) * LAYERS + kept * exit_layer
+    assert len(calls) == (tokens - kept) * LAYERS + kept * exit_layer
     # The final layer chose every draft, and no step but the prompt's ran the model.
     assert llm.counts["accepted"] - accepted == llm.counts["drafted"] - drafted == tokens - len(plans)
     assert seen["deferred_steps"] == len(plans)
-    assert max(len(range(which.start, which.stop, which.step)) for which in ticks) == LAYERS // exit_layer
+    assert max(len(range(which.start, which.stop, which.step)) for which in calls) == LAYERS // exit_layer
 
 
 @pytest.mark.engine

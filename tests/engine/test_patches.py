@@ -37,7 +37,7 @@ from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.integration import patches
-from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import UndraftedSteps
+from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
 
 register()
 
@@ -130,7 +130,7 @@ def test_patch_scheduler() -> None:
     )
     assert {"size", "layer_stride", "block_stride", "offset"} == set(KVCacheTensor.__dataclass_fields__) - {
         "layers", "host_resident",
-    }, "the KV cache is laid out some other way: see Lanes.reserve"  # fmt: skip
+    }, "the KV cache is laid out some other way: see Candidates.reserve"  # fmt: skip
 
 
 def test_patch_request_validation() -> None:
@@ -261,7 +261,7 @@ def test_steps_without_drafts_are_prepared_as_without_speculation(
     seen = []
 
     def compared(scheduler_output: SchedulerOutput, scheduled: np.ndarray) -> Any:
-        stock = super(UndraftedSteps, runner)._prepare_inputs(scheduler_output, scheduled)
+        stock = super(NonSpeculativeSteps, runner)._prepare_inputs(scheduler_output, scheduled)
         ours = prepare(scheduler_output, scheduled)
         assert runner.speculative_config is configured
         assert (ours[0].tolist(), ours[2]) == (stock[0].tolist(), stock[2])

@@ -130,7 +130,7 @@ def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
             "unset it, or set exit_layer"
         )
     if engine_args.max_num_seqs is not None:
-        checks.check_lanes(config, engine_args.max_num_seqs)
+        checks.check_candidates(config, engine_args.max_num_seqs)
     engine_args.scheduler_cls = checks.GROUP_SCHEDULER
 
 

@@ -120,17 +120,17 @@ def check_group(
     })  # fmt: skip
 
 
-def check_lanes(config: DraftingConfig, max_num_seqs: int) -> None:
-    """Refuse more lanes at once than a GPU's attention backends have room for: a row of their buffers each.
+def check_candidates(config: DraftingConfig, max_num_seqs: int) -> None:
+    """Refuse more candidates at once than a GPU's attention backends have room for: a row of their buffers each.
 
     Raises:
         OptionError: with the number that it takes.
     """
     requests = min(config.disable_by_batch_size or 1, max_num_seqs)
-    needed = config.lanes * requests
+    needed = config.candidates * requests
     _refuse({
-        f"lanes={config.lanes} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; raise it, or "
-        "lower lanes or disable_by_batch_size": needed > max_num_seqs and not platform.is_cpu(),
+        f"candidates={config.candidates} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; "
+        "raise it, or lower candidates or disable_by_batch_size": needed > max_num_seqs and not platform.is_cpu(),
     })  # fmt: skip
 
 

@@ -104,12 +104,12 @@ class DraftingOptions(BaseModel):
         "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
         json_schema_extra={"flag": True},
     )
-    lanes: int = Field(
+    candidates: int = Field(
         1,
         ge=1,
         le=8,
         description="candidates for the next token that idle pipeline stages start at once (PPD's k); a batch of r "
-        "requests computes r * lanes rows",
+        "requests computes r * candidates rows",
         json_schema_extra={"flag": True},
     )
     adaptive: bool = Field(
@@ -132,7 +132,7 @@ class DraftingOptions(BaseModel):
         le=LONGEST_LOOKUP,
         description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
         "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
-        "drafts promise more (default: no lookup; try 2 or 3)",
+        "drafts have a higher expected speed-up (default: no lookup; try 2 or 3)",
         json_schema_extra={"flag": True},
     )
     prompt_lookup_drafts: int | None = Field(

@@ -71,10 +71,10 @@ def resolve(
     if stages > 1:
         values["exit_layer"] = split_at(options, num_layers, heads)
         values["disable_by_batch_size"] = options.disable_by_batch_size or GROUP_CUT_OFF
-    elif options.lanes > 1:
+    elif options.candidates > 1:
         raise OptionError(
-            f"speculative_config: lanes={options.lanes} needs pipeline stages that wait; give "
-            "--pipeline-parallel-size 2, or leave lanes out"
+            f"speculative_config: candidates={options.candidates} needs pipeline stages that wait; give "
+            "--pipeline-parallel-size 2, or leave candidates out"
         )
     return DraftingConfig(**values)
 

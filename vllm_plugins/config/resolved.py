@@ -59,7 +59,7 @@ class DraftingConfig(DraftingOptions):
         parts = []
         if self.stages > 1:
             parts.append(f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers")
-            parts.append(f"{self.lanes} lane{'s' * (self.lanes > 1)}")
+            parts.append(f"{self.candidates} candidate{'s' * (self.candidates > 1)}")
         elif self.exit_layer:
             parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")
         if self.model is None:
@@ -67,7 +67,7 @@ class DraftingConfig(DraftingOptions):
         else:
             parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
         if self.stages > 1:
-            parts.append(f"{self.num_speculative_tokens + 1} ticks a step")
+            parts.append(f"{self.num_speculative_tokens + 1} micro-steps a step")
         else:
             most = "up to " if self.adaptive else ""
             parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")

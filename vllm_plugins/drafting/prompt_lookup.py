@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup before the method: where a request's text repeats itself, what followed there is the draft.
 
-Such a draft costs next to nothing to make, so a step after which it promises more than the method's own drafts is left
-to it; every other step is the method's. In one step all drafts are of one source: the lookup's have no q(x).
+Such a draft costs next to nothing to make, so a step after which its expected speed-up exceeds that of the method's own
+drafts is left to it; every other step is the method's. In one step all drafts are of one source: the lookup's have no
+q(x).
 """
 
 from __future__ import annotations

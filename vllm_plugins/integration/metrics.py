@@ -31,20 +31,20 @@ COUNTERS = {
     "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
     "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
-    "group_ticks": "Ticks of a worker group: passes of the last stage within group steps.",
-    "group_hits": "Tokens that a worker group had started before the target chose them, by tick of the step.",
-    "group_misses": "Tokens that no lane of a worker group had started, by tick of the step.",
-    "group_lanes": "Lanes that a worker group computed: candidates run through the first stage.",
-    "group_lanes_discarded": "Lanes whose token the target did not choose.",
-    "group_first_stage_seconds": "Seconds that the first stage spent in ticks, waiting included.",
+    "group_micro_steps": "Micro-steps of a worker group: passes of the last stage within group steps.",
+    "group_hits": "Tokens that a worker group had started before the target chose them, by micro-step of the step.",
+    "group_misses": "Tokens that no candidate of a worker group had started, by micro-step of the step.",
+    "group_candidates": "Candidates that a worker group ran through the first stage.",
+    "group_candidates_discarded": "Candidates whose token the target did not choose.",
+    "group_first_stage_seconds": "Seconds that the first stage spent in micro-steps, waiting included.",
     "group_first_stage_idle_seconds": "Seconds of these that it waited for the last stage's tokens.",
-    "group_last_stage_seconds": "Seconds that the last stage spent in ticks but a step's first, waiting included.",
+    "group_last_stage_seconds": "Seconds of the last stage in micro-steps but a step's first, waiting included.",
     "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
-BY_TICK = ("group_hits", "group_misses")
-MOST_TICKS = 17  # of a step, as num_speculative_tokens allows
-# Where each counter's columns start; one that is told by tick has a column a tick.
-_WIDTHS = [MOST_TICKS if name in BY_TICK else 1 for name in COUNTERS]
+BY_MICRO_STEP = ("group_hits", "group_misses")
+MOST_MICRO_STEPS = 17  # of a step, as num_speculative_tokens allows
+# Where each counter's columns start; one that is told by micro-step has a column a micro-step.
+_WIDTHS = [MOST_MICRO_STEPS if name in BY_MICRO_STEP else 1 for name in COUNTERS]
 _FIRST = dict(zip(COUNTERS, np.cumsum([0, *_WIDTHS[:-1]]).tolist(), strict=True))
 _COLUMNS = sum(_WIDTHS)
 PATH_VARIABLE = "PPD_COUNTERS_FILE"  # PATH#ROW:ROWS, the rows of the engine in the file
@@ -118,13 +118,13 @@ class Counters:
             # A worker on another machine: drafting works, its counters are not seen.
             logger.warning("vllm-ppd: counters are not published (%s)", error)
 
-    def add(self, name: str, amount: float = 1, tick: int = 0) -> None:
+    def add(self, name: str, amount: float = 1, micro_step: int = 0) -> None:
         if amount:
-            self.values[_FIRST[name] + tick] += amount
+            self.values[_FIRST[name] + micro_step] += amount
 
 
 def totals() -> dict[str, float]:
-    """Each counter, over all engines of this process and all ticks."""
+    """Each counter, over all engines of this process and all micro-steps."""
     return {
         name: sum(float(table[:, first : first + width].sum()) for table in _published)
         for (name, first), width in zip(_FIRST.items(), _WIDTHS, strict=True)
@@ -139,11 +139,11 @@ class _Collector:
 
         engines = range(max(map(len, _published), default=0))
         for (name, text), width in zip(COUNTERS.items(), _WIDTHS, strict=True):
-            labels = ["engine", "tick"] if name in BY_TICK else ["engine"]
+            labels = ["engine", "micro_step"] if name in BY_MICRO_STEP else ["engine"]
             family = CounterMetricFamily(f"ppd:{name}", text, labels=labels)
             for engine in engines:
-                for tick in range(width):
-                    column = _FIRST[name] + tick
+                for micro_step in range(width):
+                    column = _FIRST[name] + micro_step
                     total = sum(float(table[engine, column]) for table in _published if engine < len(table))
-                    family.add_metric([str(engine), str(tick)][: len(labels)], total)
+                    family.add_metric([str(engine), str(micro_step)][: len(labels)], total)
             yield family

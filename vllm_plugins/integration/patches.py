@@ -158,7 +158,7 @@ def _num_lookahead_tokens(original: property) -> property:
         if config is None or not config.spec.writes_ahead:
             return stock(self)
         if config.stages > 1:
-            return 1  # the last tick's lanes start one token behind the scheduled ones
+            return 1  # the last micro-step's candidates start one token behind the scheduled ones
         # The base token and every draft write shallow KV past the verified tokens.
         return config.num_speculative_tokens + 1
 

@@ -56,7 +56,7 @@ class Target:
         compilation = self.vllm_config.compilation_config
         compiled = compilation.mode != CompilationMode.NONE
         self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=compiled and not self._graphs)
-        self._allocate_junction()
+        self._allocate_graph_buffers()
         return self.cut
 
     def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -75,13 +75,13 @@ class Target:
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
         states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         cut.add_branches(layers, self.vllm_config, states)
-        self._allocate_junction()
+        self._allocate_graph_buffers()
         return states
 
     @property
     def _graphs(self) -> bool:
         return self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
 
-    def _allocate_junction(self) -> None:
+    def _allocate_graph_buffers(self) -> None:
         if self._graphs:
-            self.cut.allocate_junction(self.max_tokens, self.hidden_size, self.dtype, self.device)
+            self.cut.allocate_graph_buffers(self.max_tokens, self.hidden_size, self.dtype, self.device)

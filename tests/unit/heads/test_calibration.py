@@ -16,9 +16,9 @@ from conftest import patterned_texts, write_texts
 from vllm_ppd.heads import draft_vocabulary
 from vllm_ppd.heads.calibration import run
 from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.replay import replay
 from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import Calibration, calibrate
-from vllm_ppd.heads.calibration.walk import walk
 from vllm_ppd.heads.cp import calibration as cp_calibration
 from vllm_ppd.heads.early import calibration as early_calibration
 from vllm_ppd.heads.early.calibration import match_exits
@@ -48,7 +48,7 @@ def test_walk_is_what_an_engine_would_do(limited: bool) -> None:
     rng = random.Random(0)
     accept, lengths = torch.rand(2, 7, 3), torch.tensor([8, 5])
     limit = torch.randint(0, 4, (2, 7)) if limited else None
-    found = walk(accept, lengths, limit)
+    found = replay(accept, lengths, limit)
     limits = limit.tolist() if limit is not None else [[3] * 7] * 2
     totals = torch.zeros(4)
     rounds = 20_000
@@ -61,7 +61,7 @@ def test_walk_is_what_an_engine_would_do(limited: bool) -> None:
 def test_walk_counts_whole_numbers_for_greedy_texts() -> None:
     rng = random.Random(1)
     accept = (torch.rand(1, 40, 4) < 0.6).float()
-    assert tuple(walk(accept, torch.tensor([41]))) == simulate(accept[0].tolist(), 41, [4] * 40, rng)
+    assert tuple(replay(accept, torch.tensor([41]))) == simulate(accept[0].tolist(), 41, [4] * 40, rng)
 
 
 @pytest.fixture(scope="module")

@@ -171,8 +171,9 @@ def test_cp_by_hand(folder: Callable[..., str]) -> None:
 
 
 def test_group_by_theorem_4_1(early: str) -> None:
-    found = plan(early, stages="2", lanes=(1, 3))
-    ways = {(p.way.options["exit_layer"], p.way.options["lanes"], "model" in p.way.options): p.way for p in found.ways}
+    found = plan(early, stages="2", candidates=(1, 3))
+    found_ways = [(p.way, p.way.options) for p in found.ways]
+    ways = {(options["exit_layer"], options["candidates"], "model" in options): way for way, options in found_ways}
     assert {layer for layer, _, _ in ways} == {6, 8}  # from the middle on
     way = ways[6, 1, True]
     assert isinstance(way, Group)
@@ -181,7 +182,7 @@ def test_group_by_theorem_4_1(early: str) -> None:
     assert way.speedup(1) == pytest.approx(12 / 9.6)
     assert way.compute == pytest.approx(1 + (1 - 0.6) * 0.4)
     assert ways[6, 3, True].compute == pytest.approx(1 + (3 - 0.6) * 0.4)
-    # Three lanes of two requests are 6 rows, which the last stage waits for.
+    # Three candidates of two requests are 6 rows, which the last stage waits for.
     assert ways[6, 3, True].seconds(2) - ways[6, 1, True].seconds(2) == pytest.approx(4 * 0.5e-3)
 
 

@@ -44,13 +44,13 @@ def test_stages_are_split_in_the_middle(num_layers: int, split: int) -> None:
 
 
 def test_configuration(tiny_model: Model, heads_folder: Model) -> None:
-    vllm_config = from_flags(tiny_model(), *STAGES, "--ppd-lanes", "4", "--spec-tokens", "7")
+    vllm_config = from_flags(tiny_model(), *STAGES, "--ppd-candidates", "4", "--spec-tokens", "7")
     config = active_config(vllm_config)
     assert config is not None
-    assert (config.stages, config.lanes, config.num_speculative_tokens) == (2, 4, 7)
+    assert (config.stages, config.candidates, config.num_speculative_tokens) == (2, 4, 7)
     assert vllm_config.scheduler_config.scheduler_cls == GROUP_SCHEDULER
     assert vllm_config.num_lookahead_tokens == 1
-    for part in ("worker group over 2 pipeline stages of 3 and 3 layers", "4 lanes", "8 ticks a step", "above 8"):
+    for part in ("worker group over 2 pipeline stages of 3 and 3 layers", "4 candidates", "8 micro-steps a", "above 8"):
         assert part in config.summary()
     # Heads decide where the stages are split: the earliest exit from the middle on.
     given = {"model": str(heads_folder(exit_layers=(2, 4, 5)))}
@@ -73,13 +73,13 @@ def test_configuration(tiny_model: Model, heads_folder: Model) -> None:
         ),
         ([*STAGES, "--ppd-exit-layer", "3,4"], "exit_layer=3,4 cannot split"),
         ([*STAGES, "--ppd-exit-layer", "6"], r"exit_layer=6 is outside 1\.\.5"),
-        ([*STAGES, "--ppd-lanes", "9"], "lanes=.9.: Input should be less than or equal to 8"),
+        ([*STAGES, "--ppd-candidates", "9"], "candidates=.9.: Input should be less than or equal to 8"),
         ([*STAGES, "--ppd-max-drafting-requests", "2"], "use disable_by_batch_size"),
         ([*STAGES, "--scheduler-cls", "a.B"], "--scheduler-cls a.B cannot be combined"),
         ([*STAGES, "--async-scheduling"], "--async-scheduling is not supported"),
         ([*STAGES, "--data-parallel-size", "2"], "data parallelism is not supported with a worker group"),
-        (["--speculative-model", "ppd", "--ppd-lanes", "3"], "lanes=3 needs pipeline stages that wait"),
-        (["-sc", '{"method": "cp", "model": "/h", "lanes": 2}'], "lanes belongs to method ppd"),
+        (["--speculative-model", "ppd", "--ppd-candidates", "3"], "candidates=3 needs pipeline stages that wait"),
+        (["-sc", '{"method": "cp", "model": "/h", "candidates": 2}'], "candidates belongs to method ppd"),
     ],
 )
 def test_refusals(tiny_model: Model, flags: list[str], message: str) -> None:
@@ -107,18 +107,18 @@ def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pyte
 
 
 def test_more_lanes_than_a_gpu_has_room_for(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = active_config(from_flags(tiny_model(), *STAGES, "--ppd-lanes", "3", "--max-num-seqs", "16"))
-    assert config is not None  # a CPU's backend has no buffers of a row a lane
+    config = active_config(from_flags(tiny_model(), *STAGES, "--ppd-candidates", "3", "--max-num-seqs", "16"))
+    assert config is not None  # a CPU's backend has no buffers of a row a candidate
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    checks.check_lanes(config, 24)
-    checks.check_lanes(config.model_copy(update={"lanes": 1}), 2)
-    with pytest.raises(OptionError, match="lanes=3 for 8 requests take --max-num-seqs 24, not 16; raise it"):
-        checks.check_lanes(config, 16)
-    with pytest.raises(OptionError, match="lanes=3 for 4 requests take --max-num-seqs 12, not 4"):
-        checks.check_lanes(config, 4)
+    checks.check_candidates(config, 24)
+    checks.check_candidates(config.model_copy(update={"candidates": 1}), 2)
+    with pytest.raises(OptionError, match="candidates=3 for 8 requests take --max-num-seqs 24, not 16; raise it"):
+        checks.check_candidates(config, 16)
+    with pytest.raises(OptionError, match="candidates=3 for 4 requests take --max-num-seqs 12, not 4"):
+        checks.check_candidates(config, 4)
     monkeypatch.undo()
     asked: list[int] = []
-    monkeypatch.setattr(checks, "check_lanes", lambda config, most: asked.append(most))
+    monkeypatch.setattr(checks, "check_candidates", lambda config, most: asked.append(most))
     vllm_config = from_flags(tiny_model(), *STAGES, "--max-num-seqs", "16")
     assert asked == [16]
 
@@ -150,7 +150,7 @@ def test_progress() -> None:
     everyone = np.arange(4)
     assert progress.limits.ends.tolist() == [7, 20, 20, 20]
     # A token at position 6 is the first request's last; the third's at 19 is the model's.
-    assert progress.with_lanes(everyone).tolist() == [1, 3]
+    assert progress.with_candidates(everyone).tolist() == [1, 3]
     assert progress.emit(everyone, np.array([8, 7, 7, 7])).tolist() == [False, True, False, True]
     progress.ready[[1, 3]] = True
     assert progress.sendable().tolist() == [1]
@@ -211,7 +211,7 @@ def test_group_steps(drafts: list[int], requests: int, allowed: dict[str, int] |
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
-    """vLLM waits for its sends in the next step; this one's ticks run the same CUDA graphs again."""
+    """vLLM waits for its sends in the next step; this one's micro-steps run the same CUDA graphs again."""
 
     class VllmsRunner:
         memory = IntermediateTensors({"hidden_states": torch.ones(2, 4), "residual": torch.ones(2, 4)})
@@ -222,7 +222,7 @@ def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
     class Runner(GroupRunnerMixin, VllmsRunner):
         def __init__(self) -> None:
             stage: Any = object.__new__(FirstStage)
-            stage.cut = SimpleNamespace(junction=(torch.zeros(2, 4), None) if graphs else None)
+            stage.cut = SimpleNamespace(graph_buffers=(torch.zeros(2, 4), None) if graphs else None)
             stage.is_group_step, stage.carried = lambda: True, lambda: None
             self.drafter = stage
 

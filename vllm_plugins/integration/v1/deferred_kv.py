@@ -77,7 +77,7 @@ class DeferredKVProposer(Proposer):
     def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
         """Normed hidden states [tokens, hidden] of tokens from their saved states."""
         cut = self.target.cut
-        return cut.stacks[-1](positions, *cut.at_junction(state))
+        return cut.stacks[-1](positions, *cut.in_graph_buffers(state))
 
     def draft(self, step: Step) -> list[list[int]]:
         self.saved.clear()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class UndraftedSteps:
+class NonSpeculativeSteps:
     """Mixed into GPUModelRunner or CPUModelRunner (V1).
 
     vLLM computes the metadata of drafts, and runs its rejection sampler, in every step of a speculative engine: for

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens in flight: those that started together stand before the same layer, and run on together as a cohort."""
+"""Tokens in flight: those at equal depth, before the same layer, run on together as a token group."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span, SpanAttent
 
 
 @dataclass
-class Cohort:
-    """One token each of some requests, all before the same layer."""
+class TokenGroup:
+    """One token each of some requests, all at equal depth: before the same layer."""
 
     requests: np.ndarray  # [tokens] places in the plan, no request twice
     offsets: np.ndarray  # [tokens] from the request's base token
@@ -31,9 +31,9 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def kept(self, keep: np.ndarray, index: torch.Tensor) -> Cohort:
-        """The cohort without some of its tokens; index is keep's places, on the device."""
-        return Cohort(
+    def kept(self, keep: np.ndarray, index: torch.Tensor) -> TokenGroup:
+        """The group without some of its tokens; index is keep's places, on the device."""
+        return TokenGroup(
             self.requests[keep], self.offsets[keep], self.rows[keep], self.positions[keep],
             self.hidden[index], self.residual[index], self.layer,
         )  # fmt: skip
@@ -52,19 +52,19 @@ def evenly_spaced(layers: Sequence[int]) -> list[slice]:
     return runs
 
 
-# Their builders keep one set of buffers, which the metadata of a further cohort overwrites.
+# Their builders keep one set of buffers, which the metadata of a further group overwrites.
 UNFIT_BACKENDS = ("FLASHINFER", "FLEX_ATTENTION")
 
 
 class ParallelLayers:
-    """Runs cohorts side by side: cohorts before evenly spaced layers go through one batched product a projection.
+    """Runs token groups side by side: those before evenly spaced layers go through one batched product a projection.
 
-    Two cohorts always do; with one exit at l, so do all L/l that a step has in flight. A batched product takes one
-    distance between its matrices, so three cohorts at uneven distances, which several exits can make, take two.
+    Two groups always do; with one exit at l, so do all L/l that a step has in flight. A batched product takes one
+    distance between its matrices, so three groups at uneven distances, which several exits can make, take two.
     """
 
     def __init__(self, runner: Any, stacked: StackedLayers) -> None:
-        """Raises: ValueError if the attention backend cannot hold several cohorts' metadata at once."""
+        """Raises: ValueError if the attention backend cannot hold several groups' metadata at once."""
         backend = stacked.layers[0].self_attn.attn.attn_backend.get_name()
         if backend in UNFIT_BACKENDS:
             raise ValueError(
@@ -75,21 +75,21 @@ class ParallelLayers:
         self.attention = SpanAttention(runner)
         self.names = [layer.self_attn.attn.layer_name for layer in stacked.layers]
 
-    def advance(self, cohorts: list[Cohort], num_layers: int) -> None:
-        """Take every cohort that many layers on, in place.
+    def advance(self, groups: list[TokenGroup], num_layers: int) -> None:
+        """Take every group that many layers on, in place.
 
         Args:
-            cohorts: before ascending layers, at least num_layers apart.
-            num_layers: at most what the last cohort has left.
+            groups: before ascending layers, at least num_layers apart.
+            num_layers: at most what the last group has left.
         """
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
-        for cohort in cohorts:
-            if cohort.context is None:
-                cohort.context = self._context(cohort)
-            for name in self.names[cohort.layer : cohort.layer + num_layers]:
-                metadata[name], slots[name] = cohort.context[0][name], cohort.context[1][name]
-        num_tokens = sum(map(len, cohorts))
+        for group in groups:
+            if group.context is None:
+                group.context = self._context(group)
+            for name in self.names[group.layer : group.layer + num_layers]:
+                metadata[name], slots[name] = group.context[0][name], group.context[1][name]
+        num_tokens = sum(map(len, groups))
         with set_forward_context(
             metadata,
             self.runner.vllm_config,
@@ -98,31 +98,31 @@ class ParallelLayers:
             is_padding=self.runner._prepare_padding_mask(num_tokens, num_tokens),
         ):
             first = 0
-            for run in evenly_spaced([cohort.layer for cohort in cohorts]):
-                members = cohorts[first : first + len(range(run.start, run.stop, run.step))]
+            for run in evenly_spaced([group.layer for group in groups]):
+                members = groups[first : first + len(range(run.start, run.stop, run.step))]
                 self._run(members, run, num_layers)
                 first += len(members)
 
-    def _run(self, cohorts: list[Cohort], which: slice, num_layers: int) -> None:
-        counts = [len(cohort) for cohort in cohorts]
+    def _run(self, groups: list[TokenGroup], which: slice, num_layers: int) -> None:
+        counts = [len(group) for group in groups]
         most = max(counts)
-        positions = np.zeros((len(cohorts), most), dtype=np.int64)
-        for row, cohort in zip(positions, cohorts, strict=True):
-            row[: len(cohort)] = cohort.positions
+        positions = np.zeros((len(groups), most), dtype=np.int64)
+        for row, group in zip(positions, groups, strict=True):
+            row[: len(group)] = group.positions
         at = torch.from_numpy(positions).to(self.runner.device, non_blocking=True)
-        hidden = _padded([cohort.hidden for cohort in cohorts], most)
-        residual = _padded([cohort.residual for cohort in cohorts], most)
-        for tick in range(num_layers):
-            layers = slice(which.start + tick, which.stop + tick, which.step)
-            hidden, residual = self.stacked.tick(layers, counts, at, hidden, residual)
-        for place, cohort in enumerate(cohorts):
-            cohort.hidden, cohort.residual = hidden[place, : len(cohort)], residual[place, : len(cohort)]
-            cohort.layer += num_layers
+        hidden = _padded([group.hidden for group in groups], most)
+        residual = _padded([group.residual for group in groups], most)
+        for step in range(num_layers):
+            layers = slice(which.start + step, which.stop + step, which.step)
+            hidden, residual = self.stacked.run_layers(layers, counts, at, hidden, residual)
+        for place, group in enumerate(groups):
+            group.hidden, group.residual = hidden[place, : len(group)], residual[place, : len(group)]
+            group.layer += num_layers
 
-    def _context(self, cohort: Cohort) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        span = Span(cohort.rows, cohort.positions, np.ones(len(cohort), dtype=np.int64))
-        positions = torch.from_numpy(cohort.positions).to(self.runner.device, non_blocking=True)
-        return self.attention.build(self.attention.all_layers(), span, positions, len(cohort))
+    def _context(self, group: TokenGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        span = Span(group.rows, group.positions, np.ones(len(group), dtype=np.int64))
+        positions = torch.from_numpy(group.positions).to(self.runner.device, non_blocking=True)
+        return self.attention.build(self.attention.all_layers(), span, positions, len(group))
 
 
 def _padded(parts: list[torch.Tensor], rows: int) -> torch.Tensor:

@@ -74,18 +74,18 @@ class StackPasses:
         return tuple(None if one is None else one[:num_tokens] for one in output)
 
     def _padded(self, state: CutState, padded: int) -> CutState:
-        junction, num_tokens = self.cut.junction, state[0].shape[0]
-        if junction is None:
+        graph_buffers, num_tokens = self.cut.graph_buffers, state[0].shape[0]
+        if graph_buffers is None:
             hidden, residual = state
             return _zeros_behind(hidden, padded), None if residual is None else _zeros_behind(residual, padded)
-        self.cut.at_junction(state)
+        self.cut.in_graph_buffers(state)
         if padded > num_tokens:
-            junction[0][num_tokens:padded].zero_()
-        return junction[0][:padded], None if junction[1] is None else junction[1][:padded]
+            graph_buffers[0][num_tokens:padded].zero_()
+        return graph_buffers[0][:padded], None if graph_buffers[1] is None else graph_buffers[1][:padded]
 
     def _graph(self, num_tokens: int) -> tuple[CUDAGraphMode, Any]:
         """The captured graph that serves a pass of so many tokens, if there is one."""
-        if self.cut.junction is None:
+        if self.cut.graph_buffers is None:
             return CUDAGraphMode.NONE, None
         return self.runner.cudagraph_dispatcher.dispatch(
             num_tokens, valid_modes={CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE}

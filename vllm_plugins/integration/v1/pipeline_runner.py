@@ -5,8 +5,8 @@ Overrides, each of which calls vLLM's:
 
     execute_model              a group step becomes a step of one token a request
     _model_forward             the first stage has that token's state already if the step before ran ahead
-    sample_tokens, _sample     the ticks that follow, on the first and on the last stage; see also token_logprobs.py
-    initialize_kv_cache        room for the lanes' tail blocks
+    sample_tokens, _sample     the micro-steps that follow, on either stage; see also token_logprobs.py
+    initialize_kv_cache        room for the candidates' tail blocks
     propose_draft_token_ids    nothing: what the group emits is final
     _prepare_inputs            see nonspeculative_steps.py
 """
@@ -20,13 +20,13 @@ import torch
 from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 
-from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import UndraftedSteps
+from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.pipeline.last_stage import LastStage
 
 
-class GroupRunnerMixin(UndraftedSteps, TokenLogprobs):
+class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
     """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
 
     drafter: FirstStage | LastStage
@@ -52,7 +52,7 @@ class GroupRunnerMixin(UndraftedSteps, TokenLogprobs):
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.drafter, FirstStage):
             kv_cache_config = copy.deepcopy(kv_cache_config)
-            self.drafter.lanes.reserve(kv_cache_config)
+            self.drafter.candidates.reserve(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +67,8 @@ class GroupRunnerMixin(UndraftedSteps, TokenLogprobs):
         carried = stage.carried()
         if carried is None:
             self._first_states = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-            if stage.cut.junction is not None:
-                # The ticks replay CUDA graphs into the same memory, while vLLM may still be sending from it.
+            if stage.cut.graph_buffers is not None:
+                # The micro-steps replay CUDA graphs into the same memory, while vLLM may still be sending from it.
                 copies = {name: states.clone() for name, states in self._first_states.tensors.items()}
                 self._first_states = IntermediateTensors(copies)
         else:
@@ -79,13 +79,13 @@ class GroupRunnerMixin(UndraftedSteps, TokenLogprobs):
         if isinstance(self.drafter, FirstStage) and self._first_states is not None:
             count = self.input_batch.num_reqs
             states, self._first_states = self._first_states, None
-            self.drafter.run_ticks((states["hidden_states"][:count], states["residual"][:count]))
+            self.drafter.run_micro_steps((states["hidden_states"][:count], states["residual"][:count]))
         return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         output = super()._sample(logits, spec_decode_metadata)
         if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
-            return self.drafter.run_ticks(output)
+            return self.drafter.run_micro_steps(output)
         return output
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

@@ -22,13 +22,13 @@ PLACEHOLDER = 0
 
 
 class GroupScheduler(Scheduler):
-    """Schedules small batches of decoding requests for several ticks a step."""
+    """Schedules small batches of decoding requests for several micro-steps a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
         assert config is not None and config.disable_by_batch_size is not None
-        checks.check_lanes(config, self.max_num_running_reqs)  # a default is known no sooner
+        checks.check_candidates(config, self.max_num_running_reqs)  # a default is known no sooner
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
 
@@ -37,9 +37,9 @@ class GroupScheduler(Scheduler):
         return super().has_requests() and not (self._is_small() and self._in_flight())
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        ticks = self._is_small() and self._all_decode()
+        group_step = self._is_small() and self._all_decode()
         for request in self.running:
-            request.spec_token_ids = [PLACEHOLDER] * self._room(request) if ticks else []
+            request.spec_token_ids = [PLACEHOLDER] * self._room(request) if group_step else []
         return super().schedule(*args, **kwargs)
 
     def _is_small(self) -> bool:
@@ -63,6 +63,6 @@ class GroupScheduler(Scheduler):
 
 
 def _needs_own_steps(request: Request) -> bool:
-    """Whether nobody may go on in a step with a request: ticks make no logprobs, and a thinking budget counts steps."""
+    """Whether a request needs plain steps: micro-steps make no logprobs, and a thinking budget counts steps."""
     params = request.sampling_params
     return params is None or params.num_logprobs is not None or params.thinking_token_budget is not None

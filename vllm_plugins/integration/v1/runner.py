@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import UndraftedSteps
+from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
 from vllm_ppd.vllm_plugins.integration.v1.step import Step
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 
 
-class DraftingRunnerMixin(UndraftedSteps, TokenLogprobs):
+class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer

@@ -27,7 +27,7 @@ from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, ExitState, Reading
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
-from vllm_ppd.vllm_plugins.integration.v1.parallel_layers import Cohort, ParallelLayers
+from vllm_ppd.vllm_plugins.integration.v1.parallel_layers import ParallelLayers, TokenGroup
 
 
 class ParallelSchedule:
@@ -64,21 +64,21 @@ class ParallelSchedule:
         self.tokens[:, 0] = self._index(plan.base_tokens)
         self.newest = np.zeros(requests, dtype=np.int64)  # offset of each request's last token in flight
         self.predictions = self.rejections = 0
-        cohorts = [self._started(np.arange(requests), self.newest.copy())]  # before ascending layers
-        while cohorts:
-            self.layers.advance(cohorts, self._layers_to_next_stop(cohorts))
-            cohorts = self._at_stop(cohorts)
+        groups = [self._started(np.arange(requests), self.newest.copy())]  # before ascending layers
+        while groups:
+            self.layers.advance(groups, self._layers_to_next_stop(groups))
+            groups = self._at_stop(groups)
         return self.tokens.cpu().numpy(), plan.max_drafts
 
-    def _layers_to_next_stop(self, cohorts: list[Cohort]) -> int:
-        """Layers until a cohort is at an exit or at the end, or before a layer that another one has just run."""
-        at = [cohort.layer for cohort in cohorts]
+    def _layers_to_next_stop(self, groups: list[TokenGroup]) -> int:
+        """Layers until a group is at an exit or at the end, or before a layer that another one has just run."""
+        at = [group.layer for group in groups]
         stops = [min(stop for stop in (*self.exits, self.num_layers) if stop > layer) for layer in at]
         return min([stop - layer for stop, layer in zip(stops, at, strict=True)] + np.diff(at).tolist())
 
-    def _at_stop(self, cohorts: list[Cohort]) -> list[Cohort]:
-        """Read what stands at an exit or at the end; returns the cohorts that are in flight then."""
-        ended = cohorts.pop() if cohorts[-1].layer == self.num_layers else None
+    def _at_stop(self, groups: list[TokenGroup]) -> list[TokenGroup]:
+        """Read what stands at an exit or at the end; returns the groups that are in flight then."""
+        ended = groups.pop() if groups[-1].layer == self.num_layers else None
         states: list[ExitState] = []
         asked: list[tuple[np.ndarray, np.ndarray]] = []  # (requests, offsets) of each state
         if ended is not None:
@@ -86,17 +86,17 @@ class ParallelSchedule:
             if unverified is not None:
                 states.append((None, (unverified.hidden, None)))
                 asked.append((unverified.requests, unverified.offsets))
-        for cohort in cohorts:
-            if cohort.layer in self.exits:
+        for group in groups:
+            if group.layer in self.exits:
                 # The newest token alone may predict; a request whose drafts are all in flight needs no more.
-                newest = self.newest[cohort.requests] == cohort.offsets
-                which = np.flatnonzero(newest & (cohort.offsets < self.plan.max_drafts[cohort.requests]))
+                newest = self.newest[group.requests] == group.offsets
+                which = np.flatnonzero(newest & (group.offsets < self.plan.max_drafts[group.requests]))
                 if len(which):
                     index = self._index(which)
-                    states.append((cohort.layer, (cohort.hidden[index], cohort.residual[index])))
-                    asked.append((cohort.requests[which], cohort.offsets[which]))
+                    states.append((group.layer, (group.hidden[index], group.residual[index])))
+                    asked.append((group.requests[which], group.offsets[which]))
         if not states:
-            return cohorts
+            return groups
         reading = self._read(states, np.concatenate([requests for requests, _ in asked]))
         starts, first = [], 0
         rejected = np.zeros(len(self.newest), dtype=bool)
@@ -110,19 +110,19 @@ class ParallelSchedule:
                 chosen = self._predict(requests, offsets, own, ~rejected[requests])
             starts.append((requests[chosen], offsets[chosen] + 1))
         if rejected.any():
-            cohorts = self._without(cohorts, rejected)
+            groups = self._without(groups, rejected)
         begun, offsets = (np.concatenate(parts) for parts in zip(*starts, strict=True))
         if len(begun):
             self.newest[begun] = offsets
-            cohorts.insert(0, self._started(begun, offsets))
-        return cohorts
+            groups.insert(0, self._started(begun, offsets))
+        return groups
 
-    def _end(self, cohort: Cohort) -> Cohort | None:
+    def _end(self, group: TokenGroup) -> TokenGroup | None:
         """Keep the final hidden states of tokens that ran all layers; returns those that have a token to verify."""
-        cohort.hidden = self.adapter.norm(cohort.hidden.contiguous(), cohort.residual.contiguous())
-        self.saved.store(cohort.rows * self.saved.width + cohort.offsets, 0, cohort.hidden, None)
-        more = cohort.offsets < self.plan.max_drafts[cohort.requests]
-        return cohort.kept(more, self._index(np.flatnonzero(more))) if more.any() else None
+        group.hidden = self.adapter.norm(group.hidden.contiguous(), group.residual.contiguous())
+        self.saved.store(group.rows * self.saved.width + group.offsets, 0, group.hidden, None)
+        more = group.offsets < self.plan.max_drafts[group.requests]
+        return group.kept(more, self._index(np.flatnonzero(more))) if more.any() else None
 
     def _read(self, states: list[ExitState], requests: np.ndarray) -> Reading:
         if self.sampling is None:
@@ -166,21 +166,21 @@ class ParallelSchedule:
         self.predictions += int(sure.sum())
         return sure
 
-    def _started(self, requests: np.ndarray, offsets: np.ndarray) -> Cohort:
+    def _started(self, requests: np.ndarray, offsets: np.ndarray) -> TokenGroup:
         token_ids = self.tokens[self._index(requests), self._index(offsets)]
         hidden = self.adapter.embed(token_ids.clamp(min=0).to(torch.int32))  # INVALID is no id
         positions = self.plan.base_positions[requests] + offsets
-        return Cohort(requests, offsets, self.plan.rows[requests], positions, hidden, torch.zeros_like(hidden))
+        return TokenGroup(requests, offsets, self.plan.rows[requests], positions, hidden, torch.zeros_like(hidden))
 
-    def _without(self, cohorts: list[Cohort], rejected: np.ndarray) -> list[Cohort]:
-        """The cohorts without the tokens that followed a rejected one."""
+    def _without(self, groups: list[TokenGroup], rejected: np.ndarray) -> list[TokenGroup]:
+        """The groups without the tokens that followed a rejected one."""
         left = []
-        for cohort in cohorts:
-            keep = ~rejected[cohort.requests]
+        for group in groups:
+            keep = ~rejected[group.requests]
             if keep.all():
-                left.append(cohort)
+                left.append(group)
             elif keep.any():
-                left.append(cohort.kept(keep, self._index(np.flatnonzero(keep))))
+                left.append(group.kept(keep, self._index(np.flatnonzero(keep))))
         return left
 
     def _index(self, values: np.ndarray) -> torch.Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes: k candidates for a request's next token, side by side at one position.
+"""k candidates for a request's next token, side by side at one position.
 
-They share the request's KV blocks up to that position. At it they differ, so every lane but the first writes into a
-tail block of its own, which holds the same tokens as the request's; the first lane writes into the request's. When the
+They share the request's KV blocks up to that position. At it they differ, so every candidate but the first writes into
+a tail block of its own, which holds the same tokens as the request's; the first writes into the request's. When the
 target has chosen, the chosen token's entry is copied into the others: on a CPU, whose blocks are large, that entry
 alone; elsewhere whole blocks, since a backend may keep the tokens of a block in any order.
 """
@@ -22,19 +22,19 @@ from vllm_ppd.model_patches.base import ModelCut
 NONE = -1
 
 
-class Lanes:
-    """Tail blocks of the lanes, and which of them hold what their request's block holds.
+class Candidates:
+    """Tail blocks of the candidates, and which of them hold what their request's block holds.
 
     Args:
         runner: the first stage's model runner.
-        cut: the first stage; lanes run through its first stack.
-        lanes: k.
+        cut: the first stage; candidates run through its first stack.
+        candidates: k.
         requests: most requests that a group serves at once.
     """
 
-    def __init__(self, runner: Any, cut: ModelCut, lanes: int, requests: int) -> None:
+    def __init__(self, runner: Any, cut: ModelCut, candidates: int, requests: int) -> None:
         self.runner, self.cut = runner, cut
-        self.count = lanes
+        self.count = candidates
         self.requests = requests
         self.tails = np.zeros((0, 0, 0), dtype=np.int64)  # [requests, k - 1, KV cache groups] block ids
         # [requests] the block of the request that its tail blocks are copies of, by name and place in the table
@@ -54,16 +54,16 @@ class Lanes:
         kv_cache_config.num_blocks += extra
 
     def tails_of(self, rows: np.ndarray) -> np.ndarray:
-        """The tail block of every lane of batch rows: [rows, k, groups]; NONE for the request's own."""
+        """The tail block of every candidate of batch rows: [rows, k, groups]; NONE for the request's own."""
         own = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)
         return np.concatenate([own, self.tails[rows]], axis=1)
 
     def prepare(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Have the tail blocks hold what stands before a position in its block: called before lanes run there.
+        """Have the tail blocks hold what stands before a position in its block: called before candidates run there.
 
         Args:
             rows: [requests] batch rows.
-            positions: [requests] where the lanes will write.
+            positions: [requests] where the candidates will write.
         """
         if self.count == 1:
             return
@@ -83,12 +83,12 @@ class Lanes:
                 self.copied[rows[place]] = (names[rows[place]], int(positions[place]) // size)
 
     def choose(self, rows: np.ndarray, positions: np.ndarray, winners: np.ndarray) -> None:
-        """Copy what the winner wrote into the request's block and into those of its other lanes.
+        """Copy what the winner wrote into the request's block and into those of its other candidates.
 
         Args:
             rows: [requests] batch rows.
-            positions: [requests] where their lanes wrote.
-            winners: [requests] the lane whose token was right; 0 also where the request's own block was written anew.
+            positions: [requests] where their candidates wrote.
+            winners: [requests] the candidate that was right; 0 also where the request's own block was written anew.
         """
         if self.count > 1:
             self._copy(rows, positions, winners, whole=False)
@@ -137,7 +137,7 @@ class Lanes:
         return self.places[gid]
 
     def _names(self) -> list[list[str]]:
-        """The layers that lanes run through, by KV cache group."""
+        """The layers that candidates run through, by KV cache group."""
         groups = self.runner.kv_cache_config.kv_cache_groups
         return [self.cut.attention_layers(0, group.layer_names) for group in groups]
 

@@ -18,11 +18,11 @@ from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.lm_head import CopiedLMHead
 from vllm_ppd.vllm_plugins.integration.v1.passes import StackPasses
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span
-from vllm_ppd.vllm_plugins.methods.pipeline.candidates import NONE, Lanes
+from vllm_ppd.vllm_plugins.methods.pipeline.candidates import NONE, Candidates
 from vllm_ppd.vllm_plugins.methods.pipeline.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
 
-# Rows, the lane of each whose token was right, and where it stands.
+# Rows, the candidate of each whose token was right, and where it stands.
 _NOTHING = tuple(np.zeros(0, dtype=np.int64) for _ in range(3))
 
 
@@ -33,12 +33,12 @@ class FirstStage(Stage):
         config, vllm_config, device = self.config, self.vllm_config, self.runner.device
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         dtype, hidden_size = model_config.dtype, model_config.hf_text_config.hidden_size
-        early = config.num_layers - self.split  # lanes need not go further before the last stage has chosen
+        early = config.num_layers - self.split  # candidates need not go further before the last stage has chosen
         exits = (early,) if early < self.split else ()
         self.cut = ModelCut(model, vllm_config, exits, layers=(0, self.split))
         adapter = self.cut.adapter
         if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
-            self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
+            self.cut.allocate_graph_buffers(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
         self.connect()
         norm, shard, bias, place = self.channel.receive_weights()
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
@@ -49,7 +49,7 @@ class FirstStage(Stage):
         self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
         # A row a request: the state behind d_bar of the token that the last stage is to take next.
         self.states = SavedStates(self.requests, 1, hidden_size, dtype, device, adapter.has_residual)
-        self.lanes = Lanes(self.runner, self.cut, config.lanes, self.requests)
+        self.candidates = Candidates(self.runner, self.cut, config.candidates, self.requests)
         self.limits = Limits(self.runner)
         self._unsettled = _NOTHING
 
@@ -78,7 +78,7 @@ class FirstStage(Stage):
         cached = scheduler_output.scheduled_cached_reqs
         if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids or self._allowed is None:
             self.states.clear()
-            self.lanes.forget()
+            self.candidates.forget()
             self.limits.forget()
         return output
 
@@ -91,8 +91,8 @@ class FirstStage(Stage):
         return None if rows is None else self.states.load(rows)
 
     @torch.inference_mode()
-    def run_ticks(self, state: CutState) -> None:
-        """Go on after the first tick's states went to the last stage.
+    def run_micro_steps(self, state: CutState) -> None:
+        """Go on after the first micro-step's states went to the last stage.
 
         Args:
             state: those states, a row a request of the batch; not overwritten.
@@ -102,25 +102,25 @@ class FirstStage(Stage):
         count = self.runner.input_batch.num_reqs
         self.states.clear()
         self.states.store(np.arange(count), 0, *state)
-        progress = Progress(self.base_positions(), self.allowance, self.ticks, self.limits)
+        progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.limits)
         sent = np.arange(count)
-        for tick in range(self.ticks):
-            if tick > 0:
+        for micro_step in range(self.micro_steps):
+            if micro_step > 0:
                 sent = self._next(progress)
                 self._send(sent, count)  # no rows: the step ends
                 if not len(sent):
                     break
-            self.counters.add("group_ticks")
-            self._tick(progress, sent, tick)
+            self.counters.add("group_micro_steps")
+            self._micro_step(progress, sent, micro_step)
         # What missed last would be the next step's first work; it is done while the engine ends this one.
         self._run_missed(progress)
-        self._settle_lanes()
+        self._settle_candidates()
         self._keep(progress)
         self.counters.add("group_first_stage_seconds", time.perf_counter() - started)
         self.counters.add("group_first_stage_idle_seconds", self.channel.seconds_waited - waited)
 
     def _next(self, progress: Progress) -> np.ndarray:
-        """Rows of the next tick; the last stage waits while every request's token has still to come through."""
+        """Rows of the next micro-step; the last stage waits while every request's token has still to come through."""
         sent = progress.sendable()
         if not len(sent) and progress.waits_for_missed():
             self._run_missed(progress)
@@ -130,69 +130,71 @@ class FirstStage(Stage):
     def _send(self, rows: np.ndarray, count: int) -> None:
         self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
 
-    def _tick(self, progress: Progress, sent: np.ndarray, tick: int) -> None:
-        """While the last stage ends the tokens that were sent: lanes for the next ones, and what missed before."""
+    def _micro_step(self, progress: Progress, sent: np.ndarray, micro_step: int) -> None:
+        """While the last stage ends the tokens that were sent: candidates for the next ones, and what missed before."""
         self.channel.expect_tokens(len(progress.position))
-        self._settle_lanes()
-        laned, k = progress.with_lanes(sent), self.lanes.count
+        self._settle_candidates()
+        speculating, k = progress.with_candidates(sent), self.candidates.count
         missed = np.flatnonzero(progress.missed)
-        candidates = np.zeros((len(laned), k), dtype=np.int64)
+        token_ids = np.zeros((len(speculating), k), dtype=np.int64)
         state = None
-        if len(laned) or len(missed):
-            state, candidates = self._run_lanes(progress, laned, missed)
+        if len(speculating) or len(missed):
+            state, token_ids = self._run_candidates(progress, speculating, missed)
         tokens = self.channel.tokens()[sent]
         goes_on = np.zeros(len(progress.position), dtype=bool)
         goes_on[sent] = progress.emit(sent, tokens)
 
-        hits = candidates == progress.token[laned, None]
+        hits = token_ids == progress.token[speculating, None]
         matched = hits.any(axis=1)
-        self._count(tick, len(laned), int(matched.sum()))
-        won = np.flatnonzero(matched & goes_on[laned])
-        winners, winning_lane = laned[won], hits.argmax(axis=1)[won]
+        self._count(micro_step, len(speculating), int(matched.sum()))
+        won = np.flatnonzero(matched & goes_on[speculating])
+        winners, winning_candidate = speculating[won], hits.argmax(axis=1)[won]
         goes_on[winners] = False
         self._advance(
             progress,
             np.concatenate([winners, missed]),
             state,
-            np.concatenate([won * k + winning_lane, len(laned) * k + np.arange(len(missed))]),
+            np.concatenate([won * k + winning_candidate, len(speculating) * k + np.arange(len(missed))]),
         )
         progress.missed[goes_on] = True
         self._unsettled = (
             np.concatenate([winners, missed]),
-            np.concatenate([winning_lane, np.zeros(len(missed), dtype=np.int64)]),
+            np.concatenate([winning_candidate, np.zeros(len(missed), dtype=np.int64)]),
             progress.position[np.concatenate([winners, missed])],
         )
 
-    def _run_lanes(self, progress: Progress, laned: np.ndarray, missed: np.ndarray) -> tuple[CutState, np.ndarray]:
-        """The first stack over k candidates of some rows, lane by lane, and over the missed tokens of others.
+    def _run_candidates(
+        self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
+    ) -> tuple[CutState, np.ndarray]:
+        """The first stack over k candidates of some rows, and over the missed tokens of others.
 
         Returns:
-            (states [len(laned) * k + len(missed), hidden], candidates [len(laned), k]).
+            (states [len(speculating) * k + len(missed), hidden], candidates [len(speculating), k]).
         """
-        k = self.lanes.count
-        if len(laned):
-            candidates = self.reader.candidates(self.split, self.states.load(laned), k)
+        k = self.candidates.count
+        if len(speculating):
+            token_ids = self.reader.candidates(self.split, self.states.load(speculating), k)
         else:
-            candidates = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
-        starts = progress.position[laned] + 1
-        self.lanes.prepare(laned, starts)
-        lanes = self.lanes.tails_of(laned)
-        own = np.full((len(missed), lanes.shape[2]), NONE, dtype=np.int64)
+            token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
+        starts = progress.position[speculating] + 1
+        self.candidates.prepare(speculating, starts)
+        tails = self.candidates.tails_of(speculating)
+        own = np.full((len(missed), tails.shape[2]), NONE, dtype=np.int64)
         span = Span(
-            np.concatenate([np.repeat(laned, k), missed]),
+            np.concatenate([np.repeat(speculating, k), missed]),
             np.concatenate([np.repeat(starts, k), progress.position[missed]]),
-            np.ones(len(laned) * k + len(missed), dtype=np.int64),
-            np.concatenate([lanes.reshape(len(laned) * k, lanes.shape[2]), own]),
+            np.ones(len(speculating) * k + len(missed), dtype=np.int64),
+            np.concatenate([tails.reshape(len(speculating) * k, tails.shape[2]), own]),
         )
-        ids = torch.cat([candidates.flatten(), self.index(progress.token[missed])])
-        return self.passes.first(span, ids), candidates.cpu().numpy()
+        ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
+        return self.passes.first(span, ids), token_ids.cpu().numpy()
 
     def _run_missed(self, progress: Progress) -> None:
         """Bring the missed tokens through the first stage."""
         missed = np.flatnonzero(progress.missed)
         if len(missed):
-            self._settle_lanes()
-            state, _ = self._run_lanes(progress, missed[:0], missed)
+            self._settle_candidates()
+            state, _ = self._run_candidates(progress, missed[:0], missed)
             self._advance(progress, missed, state, np.arange(len(missed)))
             self._unsettled = (missed, np.zeros(len(missed), dtype=np.int64), progress.position[missed])
 
@@ -209,10 +211,10 @@ class FirstStage(Stage):
         self.states.store(rows, 0, *state)
         progress.ready[rows], progress.missed[rows] = True, False
 
-    def _settle_lanes(self) -> None:
-        """Have all lanes hold what the target chose; done while the last stage computes."""
-        rows, lanes, positions = self._unsettled
-        self.lanes.choose(rows, positions, lanes)
+    def _settle_candidates(self) -> None:
+        """Have all candidates hold what the target chose; done while the last stage computes."""
+        rows, winners, positions = self._unsettled
+        self.candidates.choose(rows, positions, winners)
         self._unsettled = _NOTHING
 
     def _keep(self, progress: Progress) -> None:
@@ -229,9 +231,9 @@ class FirstStage(Stage):
             batch.num_tokens_no_spec[row] = where.stop
             self.runner.requests[req_id].output_token_ids.extend(tokens)
 
-    def _count(self, tick: int, requests: int, hits: int) -> None:
-        lanes = requests * self.lanes.count
-        self.counters.add("group_hits", hits, tick)
-        self.counters.add("group_misses", requests - hits, tick)
-        self.counters.add("group_lanes", lanes)
-        self.counters.add("group_lanes_discarded", lanes - hits)
+    def _count(self, micro_step: int, requests: int, hits: int) -> None:
+        computed = requests * self.candidates.count
+        self.counters.add("group_hits", hits, micro_step)
+        self.counters.add("group_misses", requests - hits, micro_step)
+        self.counters.add("group_candidates", computed)
+        self.counters.add("group_candidates_discarded", computed - hits)

@@ -28,7 +28,7 @@ class LastStage(Stage):
         model_config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
         hidden_size, dtype, device = model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device
         if self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
-            self.cut.allocate_junction(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
+            self.cut.allocate_graph_buffers(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
         self.passes = StackPasses(self.runner, self.cut)
         self.connect()
         # The first stage reads its candidates through the target's own norm and LM head, which vLLM loads here alone.
@@ -38,30 +38,30 @@ class LastStage(Stage):
         self.channel.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
 
     @torch.inference_mode()
-    def run_ticks(self, first: Any) -> Any:
+    def run_micro_steps(self, first: Any) -> Any:
         """Go on after a group step's first token.
 
         Args:
-            first: the SamplerOutput of the first tick.
+            first: the SamplerOutput of the first micro-step.
 
         Returns:
-            A SamplerOutput with all ticks' tokens, [batch rows, ticks], NO_TOKEN where a row has no more.
+            A SamplerOutput with all micro-steps' tokens, [batch rows, micro_steps], NO_TOKEN where a row has no more.
         """
         assert self.allowance is not None
         started, waited = time.perf_counter(), self.channel.seconds_waited
         sampled = first.sampled_token_ids[:, 0].cpu().numpy().astype(np.int64)
         count = len(sampled)
-        tokens = np.full((count, self.ticks), NO_TOKEN, dtype=np.int64)
+        tokens = np.full((count, self.micro_steps), NO_TOKEN, dtype=np.int64)
         tokens[:, 0] = sampled
         emitted = np.ones(count, dtype=np.int64)
         base = self.base_positions()
         self._expect_frame(1, count)
         self.channel.send_tokens(sampled)
-        for tick in range(1, self.ticks):
+        for micro_step in range(1, self.micro_steps):
             rows, state = self.channel.frame(count)
             if not len(rows):
                 break
-            self._expect_frame(tick + 1, count)
+            self._expect_frame(micro_step + 1, count)
             span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
             sampled = self._sample(rows, self.model.compute_logits(self.passes.final(span, state)))
             tokens[rows, emitted[rows]] = sampled[rows]
@@ -72,8 +72,8 @@ class LastStage(Stage):
         ids = torch.from_numpy(tokens).to(first.sampled_token_ids)
         return dataclasses.replace(first, sampled_token_ids=ids)
 
-    def _expect_frame(self, tick: int, count: int) -> None:
-        if tick < self.ticks:
+    def _expect_frame(self, micro_step: int, count: int) -> None:
+        if micro_step < self.micro_steps:
             self.channel.expect_frame(count)
 
     def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:

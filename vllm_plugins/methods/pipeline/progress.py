@@ -47,7 +47,7 @@ class Progress:
     stage), or out (the request ended).
     """
 
-    def __init__(self, positions: np.ndarray, allowance: np.ndarray, ticks: int, limits: Limits) -> None:
+    def __init__(self, positions: np.ndarray, allowance: np.ndarray, micro_steps: int, limits: Limits) -> None:
         count = len(positions)
         limits.look_up()
         self.limits = limits
@@ -55,7 +55,7 @@ class Progress:
         self.token = np.zeros(count, dtype=np.int64)  # the token at hand, once one was emitted
         self.allowance = allowance
         self.emitted = np.zeros(count, dtype=np.int64)
-        self.tokens = np.zeros((count, ticks), dtype=np.int64)  # emitted so far
+        self.tokens = np.zeros((count, micro_steps), dtype=np.int64)  # emitted so far
         self.ready = np.ones(count, dtype=bool)
         self.missed = np.zeros(count, dtype=bool)
 
@@ -67,7 +67,7 @@ class Progress:
         """Whether a missed token could still be ended in this step."""
         return bool((self.missed & (self.emitted < self.allowance)).any())
 
-    def with_lanes(self, rows: np.ndarray) -> np.ndarray:
+    def with_candidates(self, rows: np.ndarray) -> np.ndarray:
         """Those of some rows whose next token cannot be their last."""
         return rows[self.position[rows] + 2 < self.limits.ends[rows]]
 

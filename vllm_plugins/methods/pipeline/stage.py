@@ -2,11 +2,11 @@
 """What both stages of a worker group do: recognise a group step, and make it a step of one token that goes on.
 
 The scheduler gives a group step by placeholder drafts. The runner then sees a plain decode step of one token a request,
-which vLLM prepares, runs and samples as ever; the stages go on from there, tick after tick:
+which vLLM prepares, runs and samples as ever; the stages go on from there, micro-step after micro-step:
 
     last stage    layers d_bar..d of the token at hand     -> x, the target's own token
     first stage   layers 0..d-d_bar of k candidates for x, at the same time
-    match         the lane of x goes on with layers d-d_bar..d_bar, its state is sent, the next tick begins
+    match         the candidate x goes on with layers d-d_bar..d_bar, its state is sent, the next micro-step begins
     miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
 """
 
@@ -33,7 +33,7 @@ class Stage(ABC):
         self.vllm_config = vllm_config
         self.config = config
         self.split = config.split  # d_bar
-        self.ticks = config.num_speculative_tokens + 1
+        self.micro_steps = config.num_speculative_tokens + 1
         self.allowance: np.ndarray | None = None  # [batch rows] tokens each may emit in this group step
         self._allowed: dict[str, int] | None = None
 
@@ -72,7 +72,7 @@ class Stage(ABC):
         return plain
 
     def is_group_step(self) -> bool:
-        """Whether this step goes on for several ticks; the batch's rows must be in place."""
+        """Whether this step goes on for several micro-steps; the batch's rows must be in place."""
         if self._allowed is not None and self.allowance is None:
             names = self.runner.input_batch.req_ids
             self.allowance = np.array([self._allowed[name] for name in names], dtype=np.int64)

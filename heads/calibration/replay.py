@@ -27,7 +27,7 @@ class Drafted(NamedTuple):
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
 
-def walk(
+def replay(
     accept: torch.Tensor,  # [texts, cycle starts, n] probability that draft i is accepted after those before it were
     lengths: torch.Tensor,  # [texts] tokens of each text, at most cycle starts + 1
     limit: torch.Tensor | None = None,  # [texts, cycle starts] drafts a cycle makes there (None: n)
@@ -45,7 +45,7 @@ def walk(
 
 
 def accepted_by_position(
-    accept: torch.Tensor,  # [texts, cycle starts, n], as walk's
+    accept: torch.Tensor,  # [texts, cycle starts, n], as replay's
     lengths: torch.Tensor,  # [texts]
 ) -> list[float]:
     """Along the same way: drafts accepted a cycle at each of the n positions, whose sum is accepted / cycles."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting through the Triton kernels, in Triton's interpreter, against drafting through their torch references.
 
-Run as a script by test_wiring.py, with TRITON_INTERPRET=1: `parts` calls what drafting calls, without an engine;
+Run as a script by test_interpreter.py, with TRITON_INTERPRET=1: `parts` calls what drafting calls, without an engine;
 `engines MODEL OPTIONS` decodes with engines of a tiny model (OPTIONS: a JSON list of speculative_configs);
 `group MODEL` prints what a worker group does, whose workers are processes of their own.
 """
@@ -129,9 +129,9 @@ def heads() -> None:
     same(seeded, "adaptive_threshold")
 
 
-def lanes() -> None:
-    """The winner's block goes into the request's own and into the other lanes', in two groups of layers."""
-    from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Lanes
+def candidates() -> None:
+    """The winner's block goes into the request's own and into the other candidates', in two groups of layers."""
+    from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Candidates
 
     tables = [SimpleNamespace(block_table=SimpleNamespace(np=np.arange(24).reshape(4, 6) + gid), block_size=16)
               for gid in range(2)]  # fmt: skip
@@ -146,7 +146,7 @@ def lanes() -> None:
         compilation_config=SimpleNamespace(static_forward_context=context),
     )  # fmt: skip
     cut: Any = SimpleNamespace(attention_layers=lambda level, some: some)
-    found = Lanes(runner, cut, lanes=3, requests=4)
+    found = Candidates(runner, cut, candidates=3, requests=4)
     found.reserve(cache_config)
 
     def choose() -> list[torch.Tensor]:
@@ -198,14 +198,14 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
 
 
 def group(model: str) -> None:
-    """Prints what a worker group of three lanes says, and its hits and misses, with the environment's kernels."""
+    """Prints what a worker group of three candidates says, and its hits and misses, with the environment's kernels."""
     from cases import generate, greedy, prompts
     from conftest import our_counter, start_engine
 
-    options = {"method": "ppd", "lanes": 3, "exit_layer": 4, "num_speculative_tokens": 5}
+    options = {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5}
     llm = start_engine(Path(model), options, pipeline_parallel_size=2)
     output = generate(llm, prompts(3, 40), greedy(30))
-    counts = {name: our_counter(f"group_{name}") for name in ("ticks", "hits", "misses", "lanes")}
+    counts = {name: our_counter(f"group_{name}") for name in ("micro_steps", "hits", "misses", "candidates")}
     llm.llm_engine.engine_core.shutdown()
     print("RESULT", json.dumps([output, counts]))
 
@@ -214,7 +214,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     if sys.argv[1] == "parts":
         with torch.inference_mode():
-            for part in (reader, heads, lanes):
+            for part in (reader, heads, candidates):
                 part()
     elif sys.argv[1] == "group":
         group(sys.argv[2])

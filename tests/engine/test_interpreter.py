@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting takes the Triton kernels where they may run, and drafts the same with them (tests/wired.py, in a process
-whose kernels run in Triton's interpreter)."""
+"""Drafting takes the Triton kernels where they may run, and drafts the same with them.
+
+The checks are tests/interpreter_checks.py, in a process whose kernels run in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from vllm_ppd.kernels.dispatch import SWITCH
 pytest.importorskip("triton")
 
 
-def wired(*arguments: str, **environment: str) -> str:
-    command = [sys.executable, str(ROOT / "tests" / "wired.py"), *arguments]
+def in_interpreter(*arguments: str, **environment: str) -> str:
+    command = [sys.executable, str(ROOT / "tests" / "interpreter_checks.py"), *arguments]
     environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.stdout.endswith("same\n"), run.stdout[-3000:] + run.stderr[-5000:]
@@ -31,7 +33,7 @@ def wired(*arguments: str, **environment: str) -> str:
 
 
 def test_parts_draft_the_same() -> None:
-    wired("parts")
+    in_interpreter("parts")
 
 
 @pytest.mark.full
@@ -48,7 +50,7 @@ def test_engines_draft_the_same(tiny_model: Callable[..., Path], fitted_heads: C
         {"method": "cp", "model": fitted_heads("cp", rank=3), "draft_vocab_size": 100},
         {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.1},
     ]
-    assert wired("engines", str(tiny_model()), json.dumps(options)).count("steps") == len(options)
+    assert in_interpreter("engines", str(tiny_model()), json.dumps(options)).count("steps") == len(options)
 
 
 @pytest.mark.full
@@ -56,7 +58,7 @@ def test_engines_draft_the_same(tiny_model: Callable[..., Path], fitted_heads: C
 def test_a_group_starts_the_same_lanes(tiny_model: Callable[..., Path]) -> None:
     results = []
     for switch in ("0", "always"):
-        lines = wired("group", str(tiny_model()), **{SWITCH: switch}).splitlines()
+        lines = in_interpreter("group", str(tiny_model()), **{SWITCH: switch}).splitlines()
         results.append(json.loads(next(line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT "))))
     assert results[0] == results[1]
     assert min(results[0][1].values()) > 0
