@@ -59,6 +59,29 @@ def token_log_probs(
     return _TokenLogProbs.apply(states, tokens, unembedding, bias)
 
 
+@torch.no_grad()
+def top_log_probs(
+    states: torch.Tensor,  # [rows, hidden]
+    k: int,
+    unembedding: torch.Tensor,  # [vocabulary, hidden]
+    bias: torch.Tensor | None = None,  # [vocabulary]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest tokens of each row, the likeliest first.
+
+    Returns:
+        ([rows, k] int64, their log softmax(E h) over the whole vocabulary [rows, k] float32).
+    """
+    rows = states.to(unembedding.dtype)
+    ids, log_probs = [], []
+    step = rows_a_chunk(unembedding)
+    for start in range(0, len(rows), step):
+        logits = functional.linear(rows[start : start + step], unembedding, bias).float()
+        best = logits.topk(k, dim=-1)
+        ids.append(best.indices)
+        log_probs.append(best.values - torch.logsumexp(logits, dim=-1, keepdim=True))
+    return torch.cat(ids), torch.cat(log_probs)
+
+
 class _KLToTeacher(torch.autograd.Function):
     @staticmethod
     def forward(

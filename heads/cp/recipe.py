@@ -45,7 +45,7 @@ class CPRecipe(Recipe):
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         with torch.no_grad():
-            hidden = self.target.run(batch).final
+            hidden = self.states(batch).final
         tokens, valid = batch.ahead(self.options.positions)
         hidden, tokens = hidden[valid], tokens[valid]
         log_weights = self.head.log_weights(hidden)

@@ -17,6 +17,7 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.options import DynaMoOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
@@ -57,6 +58,10 @@ class DynaMoRecipe(Recipe):
         self.base = target.model if self.full else None
         self.cooccurrence: CoOccurrence | None = None
 
+    @property
+    def reads(self) -> Reads:
+        return Reads(stem=True)
+
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = [{"params": list(self.heads.parameters()), "peak": learning_rate}]
         if self.base is not None:
@@ -66,7 +71,7 @@ class DynaMoRecipe(Recipe):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         target, options = self.target, self.options
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
-            states = target.run(batch, stem=True)
+            states = self.states(batch)
         assert states.stem is not None
         args, kwargs = states.stem
         if self.full:

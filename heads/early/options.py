@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.options import TrainingOptions, split
 
 
 class EarlyOptions(TrainingOptions):
@@ -26,5 +26,5 @@ class EarlyOptions(TrainingOptions):
 
     @field_validator("exit_layers", mode="before")
     @classmethod
-    def _split(cls, value: Any) -> Any:
-        return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
+    def _layers(cls, value: Any) -> Any:
+        return split(value)

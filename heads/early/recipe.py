@@ -14,6 +14,7 @@ from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.early.options import EarlyOptions
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, rows_a_chunk, token_log_probs
@@ -35,10 +36,14 @@ class EarlyRecipe(Recipe):
         whole = target.unembedding if options.head == "classifier" else None
         self.heads = EarlyHeads(exits, target.hidden_size, options.head, whole).to(target.device)
 
+    @property
+    def reads(self) -> Reads:
+        return Reads(exits=self.heads.exit_layers)
+
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         target, exits = self.target, self.heads.exit_layers
         with torch.no_grad():
-            states = target.run(batch, exits)
+            states = self.states(batch)
         following, valid = batch.ahead(1)
         if self.heads.form == "classifier":
             loss, match = self._classifiers(states.exits, states.final, following[:, 0])

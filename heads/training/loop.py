@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import signal
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,24 @@ from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.io import CONFIG_NAME, save_heads, write_text
 from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.curve import POINTS, Curve, Point
+from vllm_ppd.heads.training.evaluation import BEST, Evaluation, Progress, evaluate
 from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.order import Order
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.training.recipe import Recipe, make_recipe
-from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
+from vllm_ppd.heads.training.signals import Stopped, stop_signals
+from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, load_weights, peek_facts, save_state, save_weights
+from vllm_ppd.heads.training.states import StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.token_files import check_same_tokens
-from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.training.tokens import TokenStore
 
 WORK = ".training"  # inside the heads folder while a run is unfinished
 DIVERGED = 3.0  # times the best smoothed loss
 # A run may continue with these changed.
 FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
-
-
-class Stopped(KeyboardInterrupt):
-    """The user stopped the run; its checkpoint is on disk."""
 
 
 def train(options: TrainingOptions) -> dict[str, Any]:
@@ -54,6 +53,8 @@ def train(options: TrainingOptions) -> dict[str, Any]:
     _check_folder(options, out, work)
     expand(options.data)  # a missing file is told before the target loads
     processes = Processes(options.device)
+    if processes.is_main:
+        print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
     dtype = getattr(torch, options.precision)
     full = getattr(options, "recipe", None) == "full"
     # The full recipe moves the base model by less than bfloat16 can hold.
@@ -70,7 +71,12 @@ def train(options: TrainingOptions) -> dict[str, Any]:
     if processes.is_main:
         _store(options, target, work)
     processes.wait()
-    run = _Run(options, processes, recipe, _store(options, target, work), work)
+    store = _store(options, target, work)
+    if options.states_cache is not None:
+        most = int(options.states_cache_gb * 1e9)
+        folder = Path(options.states_cache)
+        recipe.cache = StatesCache(folder, target, store, recipe.reads, options.states_layers, most)
+    run = _Run(options, processes, recipe, store, work)
     facts = run.train()
     if processes.is_main:
         recipe.prepare_output(run.store, out)
@@ -113,83 +119,91 @@ class _Run:
         self, options: TrainingOptions, processes: Processes, recipe: Recipe, store: TokenStore, work: Path
     ) -> None:
         self.options, self.processes, self.recipe, self.store, self.work = options, processes, recipe, store, work
-        windows = store.num_windows()
         if options.batch_size % (processes.world * options.accumulation):
             raise TrainingError(
                 f"--batch-size {options.batch_size} does not divide into {processes.world} processes "
                 f"x {options.accumulation} accumulated parts"
             )
-        self.steps = options.steps or max(1, math.ceil(options.epochs * windows / options.batch_size))
+        if options.patience is not None and options.evaluate_every is None:
+            raise TrainingError(
+                f"--patience {options.patience} needs --evaluate-every: give the steps between two evaluations"
+            )
+        self.steps = options.steps or max(1, math.ceil(options.epochs * store.num_windows() / options.batch_size))
+        self.order = Order(store, options.seed, options.batch_size, one_grid=recipe.cache is not None)
         self.optimizer = torch.optim.AdamW(
-            recipe.groups(options.learning_rate), betas=(0.9, 0.95), eps=1e-8, weight_decay=options.weight_decay
+            recipe.groups(options.learning_rate), betas=options.betas, eps=1e-8, weight_decay=options.weight_decay
         )
         self.step, self.saved, self.seconds = 0, 0, 0.0
         self.smoothed = self.best = math.inf
         self.before: dict[str, Any] = {}
-        self._order: tuple[int, torch.Tensor] | None = None
+        self.held_out = Progress()
         facts = load_state(work, recipe, self.optimizer)
         if facts is not None:
             check_same_tokens(work / NAME, facts.tokens, store.manifest.digest)
             self.step, self.seconds, self.before = facts.step, facts.seconds, facts.before
-            self.smoothed, self.best = facts.smoothed, facts.best
+            self.smoothed, self.best, self.held_out = facts.smoothed, facts.best, facts.held_out
+        self.saved = self.step
+        self.curve = Curve(work.parent, self.step, processes.is_main)
+        self.losses: list[float] = []  # since the curve's last line
 
     def train(self) -> dict[str, Any]:
         """All remaining steps, and the evaluation before the first and after the last."""
         options, processes = self.options, self.processes
         module, optimizer = processes.prepare(self.recipe, self.optimizer)
         if not self.step:
-            self.before = self.evaluate()
+            self.before = self._evaluate("before").figures
         tokens = options.batch_size * options.sequence_length
         progress = tqdm(
             initial=self.step * tokens, total=self.steps * tokens, unit=" tokens", unit_scale=True, mininterval=1,
             desc=f"training {options.kind} heads", disable=not processes.is_main,
         )  # fmt: skip
-        started, self.saved = time.monotonic(), self.step
+        started = time.monotonic()
         try:
-            with _stop_signals() as stop:
-                while self.step < self.steps:
-                    loss = self._loss_and_gradient(module)
+            with stop_signals() as stop:
+                while self.step < self.steps and not self._is_flat():
+                    loss = self._loss_and_gradient(module, progress)
                     self._watch(loss)
                     # Saved before the update, with a loss that says that these weights are good.
                     if stop or (self.step % options.save_every == 0 and self.step > self.saved):
                         self._save(self.seconds + time.monotonic() - started)
                     if stop:
                         raise Stopped(f"stopped at step {self.step} of {self.steps}; the same command continues it")
-                    self._update(optimizer)
-                    self.step += 1
-                    progress.update(tokens)
+                    self._update(optimizer, loss)
                     progress.set_postfix(step=f"{self.step}/{self.steps}", loss=f"{loss:.4f}")
+                    if options.evaluate_every and self.step % options.evaluate_every == 0:
+                        self._evaluate(f"step {self.step}")
         finally:
             progress.close()
         self.seconds += time.monotonic() - started
-        after = self.evaluate()
-        if "nan" in json.dumps(after).lower():
-            self._watch(math.nan)
-        self._save(self.seconds)
+        after = self._finish()
         return {
-            "steps": self.steps,
-            "tokens": self.steps * tokens,
+            "steps": self.step,
+            "tokens": self.step * tokens,
             "tokens_in_data": len(self.store.tokens["train"]),
             "documents_in_data": self.store.manifest.documents,
             "skipped_records": self.store.manifest.skipped,
             "seconds": round(self.seconds, 1),
+            "stopped_flat": self.step < self.steps,
             "held_out_before": self.before,
-            "held_out_after": after,
+            "held_out_after": after.figures,
+            "held_out_after_step": after.step,
         }
 
-    def _loss_and_gradient(self, module: Any) -> float:
+    def _loss_and_gradient(self, module: Any, progress: Any) -> float:
         """The gradient of the step's windows; returns the loss, the mean over all processes."""
         options, processes = self.options, self.processes
         module.train()
         total = torch.zeros((), device=processes.device)
-        for batch in self._batches():
+        parts = options.accumulation * processes.world
+        for batch in self.order.batches(self.step, parts, processes.rank, processes.world):
             with self._autocast():
-                loss, _ = module(batch.input_ids, batch.position_ids)
+                loss, _ = module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
             total += loss.detach() / options.accumulation
+            progress.update(batch.num_tokens * processes.world)
         return float(processes.sum(total)) / processes.world
 
-    def _update(self, optimizer: Any) -> None:
+    def _update(self, optimizer: Any, loss: float) -> None:
         """One optimiser step at the rate of this point of the schedule."""
         warmup = max(1, round(self.steps * self.options.warmup))
         scale = min((self.step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * self.step / self.steps)))
@@ -199,48 +213,45 @@ class _Run:
         torch.nn.utils.clip_grad_norm_(parameters, self.options.gradient_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.losses.append(loss)
+        if self.step % math.ceil(self.steps / POINTS) == 0 or self.step == self.steps:
+            self._note(loss=round(sum(self.losses) / len(self.losses), 5), rate=round(scale, 5))
+            self.losses = []
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
-        """Readable figures on held-out windows, the same ones every time."""
-        self.recipe.eval()
-        windows = max(1, min(self.store.num_windows("held_out"), self.options.evaluation_tokens // self.store.length))
-        sums: dict[str, float] = {}
-        size = max(1, self.options.batch_size // (self.options.accumulation * self.processes.world))
-        for start in range(0, windows, size):
-            batch = self.store.batch("held_out", range(start, min(start + size, windows))).to(self.processes.device)
-            with self._autocast():
-                _, counts = self.recipe.loss(batch)
-            for name, value in counts.items():
-                for index, item in enumerate(value.reshape(-1).tolist()):
-                    key = name if value.dim() == 0 else f"{name}.{index}"
-                    sums[key] = sums.get(key, 0.0) + item
-        return self.recipe.summary(sums)
+    def _evaluate(self, when: str) -> Evaluation:
+        """Held-out figures of the present weights; the best weights are kept where the run may stop early."""
+        found = evaluate(self.recipe, self.store, self.options, self.processes, self.step, when)
+        self._note(held_out_loss=found.loss, held_out=found.figures)
+        if self.held_out.take(found) and self.options.patience is not None and self.processes.is_main:
+            save_weights(self.work / BEST, self.recipe, found.step)
+        return found
+
+    def _is_flat(self) -> bool:
+        return self.options.patience is not None and self.held_out.stale >= self.options.patience
+
+    def _finish(self) -> Evaluation:
+        """The last evaluation; of a run that may stop early, the best weights and theirs."""
+        last = self.held_out.last
+        if last is None or last.step != self.step:
+            last = self._evaluate("after")
+        if not math.isfinite(last.loss):
+            self._watch(math.nan)
+        self._save(self.seconds)
+        best = self.held_out.best
+        if self.options.patience is not None and best is not None and best.step < self.step:
+            self.processes.wait()
+            load_weights(self.work / BEST, self.recipe, best.step)
+            return best
+        return last
+
+    def _note(self, **facts: Any) -> None:
+        tokens = self.step * self.options.batch_size * self.options.sequence_length
+        finite = {name: value for name, value in facts.items() if not isinstance(value, float) or math.isfinite(value)}
+        self.curve.add(Point(step=self.step, tokens=tokens, **finite))
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
-
-    def _batches(self) -> Iterator[Batch]:
-        """This process's parts of the step's windows; a function of the step alone, so a resumed run sees the same."""
-        options, processes = self.options, self.processes
-        parts = options.accumulation * processes.world
-        size = options.batch_size // parts
-        windows = [self._window(self.step * options.batch_size + i) for i in range(options.batch_size)]
-        for part in range(processes.rank, parts, processes.world):
-            chosen = windows[part * size : (part + 1) * size]
-            batches = [self.store.batch("train", [number], shift) for number, shift in chosen]
-            yield Batch(torch.cat([b.input_ids for b in batches]), torch.cat([b.position_ids for b in batches])).to(
-                processes.device
-            )
-
-    def _window(self, index: int) -> tuple[int, int]:
-        """(window number, shift in tokens): every epoch has an order and a grid of its own."""
-        count = self.store.num_windows()
-        epoch, place = divmod(index, count)
-        if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + epoch)
-            self._order = (epoch, torch.randperm(count, generator=generator))
-        return int(self._order[1][place]), epoch * 7919 % self.store.length if epoch else 0
+        return self.processes.autocast(self.options.precision)
 
     def _watch(self, loss: float) -> None:
         """Stop a run whose loss is not a number or climbs; its last checkpoint is from before that."""
@@ -261,28 +272,6 @@ class _Run:
             return
         facts = RunFacts(
             options=self.options.essence(), step=self.step, seconds=seconds, before=self.before,
-            smoothed=self.smoothed, best=self.best, tokens=self.store.manifest.digest,
+            smoothed=self.smoothed, best=self.best, tokens=self.store.manifest.digest, held_out=self.held_out,
         )  # fmt: skip
         save_state(self.work, self.recipe, self.optimizer, facts)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C or a termination signal; a second one interrupts at once."""
-    caught: list[int] = []
-
-    def note(number: int, _: Any) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    try:
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread, as in Ray's workers
-        yield caught
-        return
-    try:
-        yield caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

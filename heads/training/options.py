@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+def split(value: Any) -> Any:
+    """The parts of "a,b"; anything else as it is."""
+    return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
 
 
 class TrainingOptions(BaseModel):
@@ -29,6 +34,7 @@ class TrainingOptions(BaseModel):
     accumulation: int = Field(1, ge=1, description="parts a step's windows are computed in, to save memory")
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of the heads (AdamW)")
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises; a cosine follows")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas (DynaMo, A.1; the others name none)")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
     gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     precision: Literal["bfloat16", "float32"] = Field(
@@ -37,13 +43,41 @@ class TrainingOptions(BaseModel):
     stored_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype of the saved heads")
     held_out: float = Field(0.02, gt=0, lt=0.5, description="share of the documents kept for the evaluation")
     evaluation_tokens: int = Field(65_536, ge=1, description="held-out tokens the evaluation reads")
+    evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations, beside the first and last")
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="stop after so many evaluations in which the held-out loss did not fall by 0.1 %, and "
+        "keep the best weights",
+    )
+    states_cache: str | None = Field(
+        None, description="folder that keeps the frozen target's states for further epochs and trainings on the data"
+    )
+    states_cache_gb: float = Field(20.0, gt=0, description="what that folder may hold, in GB")
+    states_layers: tuple[int, ...] = Field(
+        (), description="layers whose states are kept, too, for heads of other kinds that are trained later"
+    )
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step the heads recommend")
     seed: int = Field(0, description="seed of the initial heads and of the order of the data")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
+    @field_validator("betas", "states_layers", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return split(value)
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("both must be from 0 to below 1")
+        return value
+
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
-        free = {"out", "save_every", "device", "evaluation_tokens"}
-        return {"kind": self.kind} | self.model_dump(mode="json", exclude=free)
+        free = {"out", "save_every", "device", "evaluation_tokens", "states_cache", "states_cache_gb", "states_layers"}
+        # The windows of later epochs lie elsewhere without a cache.
+        cached = {"states_cache": self.states_cache is not None}
+        return {"kind": self.kind} | self.model_dump(mode="json", exclude=free) | cached

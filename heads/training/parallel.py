@@ -48,6 +48,10 @@ class Processes:
         """The module to call and the optimiser to step."""
         return (module, optimizer) if self.accelerator is None else self.accelerator.prepare(module, optimizer)
 
+    def autocast(self, precision: str) -> Any:
+        """bfloat16 arithmetic where that is the precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
     def backward(self, loss: torch.Tensor) -> None:
         if self.accelerator is None:
             loss.backward()
@@ -80,6 +84,8 @@ def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
     use_gpu = options.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= workers
     # Workers run elsewhere: what is a path here must be one there.
     places = {"out": os.path.abspath(options.out), "data": tuple(map(os.path.abspath, options.data))}
+    if options.states_cache is not None:
+        places["states_cache"] = os.path.abspath(options.states_cache)
     if os.path.isdir(options.model):
         places["model"] = os.path.abspath(options.model)
     options = options.model_copy(update=places)

@@ -13,7 +13,8 @@ from torch import nn
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training.options import TrainingOptions
-from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
+from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 
 Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches and processes
@@ -26,16 +27,32 @@ class Recipe(nn.Module, ABC):
         super().__init__()
         self._outside = (options, target)  # a tuple: the target must not become a submodule
 
+        self.cache: StatesCache | None = None  # set by the loop where states are kept
+
     @property
     def target(self) -> Target:
         return self._outside[1]
+
+    @property
+    def reads(self) -> Reads:
+        """What of the frozen target this kind of heads learns from: its final states, and whatever is named here."""
+        return Reads()
+
+    def states(self, batch: Batch) -> TargetStates:
+        """What `reads` names, of every token of the batch: from the cache where there is one, else computed.
+
+        Cached states are rounded to bfloat16 and returned in the target's dtype; `top_log_probs` to float16.
+        """
+        if self.cache is not None and batch.windows:
+            return self.cache.states(batch)
+        return read_target(self.target, batch, self.reads)
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         """The loss to minimise (a mean over tokens), and counts of what was seen."""
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, Counts]:
-        return self.loss(Batch(input_ids, position_ids))
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        return self.loss(batch)
 
     @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:

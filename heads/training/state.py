@@ -16,6 +16,7 @@ from torch import nn
 from vllm_ppd.heads.data.messages import place
 from vllm_ppd.heads.io import write_tensors
 from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.evaluation import Progress
 
 NAME = "state.safetensors"
 MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, a parameter
@@ -33,6 +34,7 @@ class RunFacts(BaseModel):
     smoothed: float  # the loss
     best: float
     tokens: str | None = None  # digest of the token files (None: of an earlier version)
+    held_out: Progress = Progress()
 
 
 def save_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, facts: RunFacts) -> None:
@@ -83,6 +85,34 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
             parameter.copy_(tensors[f"module.{name}"])
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return facts
+
+
+def save_weights(path: Path, module: nn.Module, step: int) -> None:
+    """Write the trained parameters alone, with the step that they are of and a checksum."""
+    tensors = {name: p.detach().cpu().contiguous() for name, p in module.named_parameters()}
+    write_tensors(path, tensors, {"step": str(step), "checksum": _checksum(tensors, str(step))})
+
+
+def load_weights(path: Path, module: nn.Module, step: int) -> None:
+    """Restore what save_weights wrote, in place.
+
+    Raises:
+        TrainingError: if the file is missing, damaged, or of another step or module.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from None
+    parameters = dict(module.named_parameters())
+    shapes = {name: p.shape for name, p in parameters.items()}
+    found = (metadata or {}).get("step"), (metadata or {}).get("checksum")
+    if found != (str(step), _checksum(tensors, str(step))) or {n: t.shape for n, t in tensors.items()} != shapes:
+        raise _damaged(path, "its checksum differs")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
 
 
 def peek_facts(folder: Path) -> RunFacts | None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from vllm_ppd.heads.training.tokens import Batch
 
 LAYER_NAMES = ("layers", "h")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
+SAMPLED_VALUES = 1024  # of each parameter, in a digest
 
 
 @dataclass
@@ -27,6 +30,9 @@ class TargetStates:
 
     final: torch.Tensor  # after the final norm: what the LM head reads
     exits: dict[int, torch.Tensor] = field(default_factory=dict)  # after that many layers and the final norm
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)  # after that many layers, before the norm
+    top_ids: torch.Tensor | None = None  # [rows, k] int64: the target's likeliest next tokens
+    top_log_probs: torch.Tensor | None = None  # [rows, k] float32
     stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # what the last decoder layer was called with
 
 
@@ -94,29 +100,56 @@ class Target:
 
         Args:
             batch: the windows.
-            exits: layer counts after which the state is wanted, normed.
+            exits: layer counts after which the state is wanted, normed and as it is.
             stem: keep the call of the last decoder layer, for heads that run beside it.
         """
         caught: dict[int, torch.Tensor] = {}
         states = TargetStates(final=torch.empty(0))
-        hooks = [self.layers[layer - 1].register_forward_hook(_catch(caught, layer)) for layer in exits]
-        if stem:
-
-            def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                states.stem = (args, kwargs)
-
-            hooks.append(self.layers[-1].register_forward_pre_hook(keep, with_kwargs=True))
-        try:
-            with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
-                output = self.model.base_model(
-                    input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
-                )
-                states.final = output.last_hidden_state.flatten(0, 1)
-                states.exits = {layer: self.norm(caught[layer]).flatten(0, 1) for layer in exits}
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as hooks, torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
+            for layer in exits:
+                hooks.callback(self.layers[layer - 1].register_forward_hook(_catch(caught, layer)).remove)
+            if stem:
+                hooks.callback(self._keep_stem(states).remove)
+            output = self.model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+            states.final = output.last_hidden_state.flatten(0, 1)
+            states.layers = {layer: caught[layer].flatten(0, 1) for layer in exits}
+            states.exits = {layer: self.norm(hidden) for layer, hidden in states.layers.items()}
         return states
+
+    @torch.no_grad()
+    def stem_call(self, batch: Batch, hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the last decoder layer is called with, from the states before it; no layer runs.
+
+        Args:
+            batch: the windows.
+            hidden: [rows, hidden], states after all layers but the last.
+        """
+        states = TargetStates(final=torch.empty(0))
+        with ExitStack() as undo:
+            # The model's own forward pass makes masks and rotary embeddings; its layers hand on what they are given.
+            for layer in self.layers:
+                layer.forward = lambda hidden_states, *_, **__: hidden_states
+                undo.callback(layer.__dict__.pop, "forward")
+            undo.callback(self._keep_stem(states).remove)
+            embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
+            self.model.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)
+        assert states.stem is not None
+        return states.stem
+
+    def _keep_stem(self, states: TargetStates) -> Any:
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states.stem = (args, kwargs)
+
+        return self.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
+
+    def digest(self) -> str:
+        """A hash of what the states depend on: names, shapes, dtypes and sampled values of all parameters."""
+        found = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
+        for name, parameter in self.model.named_parameters():
+            values = parameter.detach().flatten()
+            sampled = values[:: max(1, len(values) // SAMPLED_VALUES)].float().cpu()
+            found.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + sampled.numpy().tobytes())
+        return found.hexdigest()
 
     def description(self) -> dict[str, Any]:
         """What a heads config says of its target."""

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Batch:
 
     input_ids: torch.Tensor  # [windows, length] int64
     position_ids: torch.Tensor  # [windows, length] int64
+    split: str = ""  # of the store that they are from
+    windows: tuple[int, ...] = ()  # their numbers in it; empty for windows that are not on its grid
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +55,24 @@ class Batch:
         return tokens.reshape(windows * length, n), same.reshape(-1)
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.input_ids.to(device), self.position_ids.to(device))
+        return replace(self, input_ids=self.input_ids.to(device), position_ids=self.position_ids.to(device))
+
+    def part(self, chosen: Sequence[int]) -> Batch:
+        """Some of its windows, by place."""
+        index = torch.as_tensor(chosen, device=self.input_ids.device)
+        windows = tuple(self.windows[i] for i in chosen) if self.windows else ()
+        return replace(self, input_ids=self.input_ids[index], position_ids=self.position_ids[index], windows=windows)
+
+    @staticmethod
+    def concatenated(parts: Sequence[Batch]) -> Batch:
+        """The windows of several batches of one split."""
+        on_grid = all(part.windows for part in parts)
+        return Batch(
+            torch.cat([part.input_ids for part in parts]),
+            torch.cat([part.position_ids for part in parts]),
+            parts[0].split,
+            tuple(number for part in parts for number in part.windows) if on_grid else (),
+        )
 
 
 class TokenStore:
@@ -108,7 +127,8 @@ class TokenStore:
             owner = starts[np.searchsorted(starts, where, side="right") - 1]
             ids.append(tokens[begin : begin + self.length].astype(np.int64))
             positions.append(where - np.maximum(owner, begin))
-        return Batch(torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)))
+        on_grid = () if shift else tuple(windows)
+        return Batch(torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)), split, on_grid)
 
     def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
         """How often each token occurs: [vocabulary] int32."""
@@ -133,7 +153,7 @@ class TokenStore:
         with ExitStack() as stack:
             ids_of = {split: stack.enter_context((self.folder / f"{split}.ids").open("wb")) for split in SPLITS}
             starts_of = {split: stack.enter_context((self.folder / f"{split}.starts").open("wb")) for split in SPLITS}
-            progress = tqdm(documents.token_ids(), desc="tokenising", unit=" documents", mininterval=2, delay=2)
+            progress = tqdm(documents.token_ids(), desc="tokenising", unit=" documents", mininterval=1)
             for number, ids in enumerate(progress):
                 row = np.array(ids if end is None or ids[-1:] == [end] else [*ids, end], dtype=np.int64)
                 if len(row) and int(row.max()) >= vocab_size:

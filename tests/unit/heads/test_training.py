@@ -24,6 +24,7 @@ from vllm_ppd.heads import files
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training.evaluation import Evaluation
 from vllm_ppd.vllm_plugins.cli import on_policy
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -80,7 +81,8 @@ def test_heads_learn(train: Train, kind: str, family: str) -> None:
     assert after < before
     assert kind_of(folder) == kind
     check_folder(folder, kind)
-    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors", "provenance.json"]
+    files = ["config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
+    assert sorted(p.name for p in folder.iterdir()) == files
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,11 +145,11 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     steps: list[int] = []
     compute = loop._Run._loss_and_gradient
 
-    def counted(self: Any, module: Any) -> float:
+    def counted(self: Any, *args: Any) -> float:
         steps.append(self.step)
         if len(steps) == count:
             os.kill(os.getpid(), signal.SIGINT)
-        return compute(self, module)
+        return compute(self, *args)
 
     monkeypatch.setattr(loop._Run, "_loss_and_gradient", counted)
     return steps
@@ -283,7 +285,7 @@ def test_folder_of_something_else_is_kept(train: Train, tmp_path: Path) -> None:
 
 def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "save_heads", lambda *_: (_ for _ in ()).throw(OSError("gone")))
-    monkeypatch.setattr(loop._Run, "evaluate", lambda self: {})
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(step=0, loss=1.0, figures={}))
     with pytest.raises(OSError, match="gone"):
         train()
     with pytest.raises(TrainingError, match="holds an unfinished run with batch_size=4, and this one has 2"):

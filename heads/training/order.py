@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which windows a step trains on: a function of the step alone, so that a run that continues sees the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+
+SHIFT = 7919  # tokens that an epoch's windows lie after those of the epoch before
+
+
+class Order:
+    """Every epoch has an order of its own, and a grid of its own unless windows are to be read again from a cache."""
+
+    def __init__(self, store: TokenStore, seed: int, batch_size: int, one_grid: bool) -> None:
+        self.store, self.seed, self.batch_size, self.one_grid = store, seed, batch_size, one_grid
+        self._permutation: tuple[int, torch.Tensor] | None = None
+
+    def batches(self, step: int, parts: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The step's windows in that many parts, of which a process computes every world-th."""
+        size = self.batch_size // parts
+        windows = [self._window(step * self.batch_size + i) for i in range(self.batch_size)]
+        for part in range(rank, parts, world):
+            chosen = windows[part * size : (part + 1) * size]
+            yield Batch.concatenated([self.store.batch("train", [number], shift) for number, shift in chosen])
+
+    def _window(self, index: int) -> tuple[int, int]:
+        """(window number, shift in tokens)."""
+        epoch, place = divmod(index, self.store.num_windows())
+        if self._permutation is None or self._permutation[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._permutation = (epoch, torch.randperm(self.store.num_windows(), generator=generator))
+        shift = 0 if self.one_grid else epoch * SHIFT % self.store.length
+        return int(self._permutation[1][place]), shift

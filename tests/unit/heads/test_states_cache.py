@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of the target on disk: what is read is what the target computes, once, bounded and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from conftest import patterned_texts, write_texts
+from safetensors.torch import load_file
+
+from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.training import TrainingError, loop, order
+from vllm_ppd.heads.training.states import Reads, StatesCache
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+
+ROUNDED = {"rtol": 1e-2, "atol": 1e-2}  # bfloat16
+ALL = Reads(exits=(2, 4), stem=True, top_k=5)
+ROOM = 10**9
+KINDS: dict[str, dict[str, Any]] = {"early": {"exit_layers": (2, 4)}, "cp": {}, "dynamo": {}}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    data = write_texts(tmp_path / "data.jsonl", patterned_texts(40, 3))
+    return TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+
+
+def load(tiny_model: Callable[..., Path], family: str = "llama") -> Target:
+    return Target(str(tiny_model(family)), torch.device("cpu"), torch.float32)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Windows of every pass of a target from now on."""
+    passes: list[int] = []
+    run = Target.run
+
+    def noted(self: Target, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        passes.append(len(batch.input_ids))
+        return run(self, batch, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "run", noted)
+    return passes
+
+
+@pytest.mark.parametrize("family", list(tiny.FAMILIES))
+def test_cached_states_are_the_targets(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, family: str
+) -> None:
+    target = load(tiny_model, family)
+    batch = store.batch("train", [3, 0, 5])
+    cache = StatesCache(tmp_path / "cache", target, store, ALL, (), ROOM)
+    direct = target.run(batch, ALL.exits, stem=True)
+    assert direct.stem is not None
+    layer = target.layers[-1]
+    for _ in range(2):  # computed, then read
+        cached = cache.states(batch)
+        torch.testing.assert_close(cached.final, direct.final, **ROUNDED)
+        for exit_layer in ALL.exits:
+            torch.testing.assert_close(cached.exits[exit_layer], direct.exits[exit_layer], **ROUNDED)
+        # The last layer, called as the stem says, does the same: states, masks and rotary embeddings.
+        assert cached.stem is not None
+        ours, theirs = (layer(*stem[0], **stem[1]) for stem in (cached.stem, direct.stem))
+        torch.testing.assert_close(ours, theirs, rtol=3e-2, atol=3e-2)
+        log_probs = torch.log_softmax(direct.final @ target.unembedding.T, dim=-1)
+        best = log_probs.topk(5)
+        assert cached.top_ids is not None and cached.top_log_probs is not None
+        assert torch.equal(cached.top_ids, best.indices)
+        torch.testing.assert_close(cached.top_log_probs, best.values, **ROUNDED)
+    after = target.run(batch, ALL.exits, stem=True)  # its layers do what they did
+    assert torch.equal(after.final, direct.final)
+
+
+def test_each_window_is_computed_once(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, passes = load(tiny_model), counted(monkeypatch)
+    cache = StatesCache(tmp_path / "cache", target, store, Reads(exits=(2,)), (5,), ROOM)
+    for windows in ([0, 1, 2], [2, 3], [1, 3]):
+        cache.states(store.batch("train", windows))
+    assert passes == [3, 1]
+    # Other kinds of heads read the same files: the stem was kept for them.
+    again = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(stem=True), (), ROOM)
+    again.states(store.batch("train", [0, 3]))
+    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), (), ROOM).states(store.batch("train", [0, 3]))
+    assert passes == [3, 1]
+    again.states(store.batch("held_out", [0]))
+    assert passes == [3, 1, 1]
+
+
+@pytest.mark.parametrize("what", ["target", "tokens"])
+def test_another_target_or_other_tokens_have_files_of_their_own(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, what: str
+) -> None:
+    target = load(tiny_model)
+    first = StatesCache(tmp_path / "cache", target, store, Reads(), (), ROOM)
+    if what == "target":
+        # Same tokenizer and LM head, as a fine-tuned copy may have.
+        with torch.no_grad():
+            target.layers[2].mlp.down_proj.weight.mul_(1.01)
+    else:
+        data = write_texts(tmp_path / "data.jsonl", patterned_texts(41, 3))
+        store = TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    assert StatesCache(tmp_path / "cache", target, store, Reads(), (), ROOM).folder != first.folder
+
+
+def flip(data: bytes) -> bytes:
+    return data[:100] + bytes([data[100] ^ 1]) + data[101:]
+
+
+@pytest.mark.parametrize("change", [flip, lambda data: data[:150], lambda data: b""], ids=["flipped", "cut", "empty"])
+@pytest.mark.parametrize("name", ["train.final", "train.layer-2", "train.final.crc"])
+def test_damaged_windows_are_computed_again(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, capsys: Any, name: str, change: Any
+) -> None:
+    batch, reads = store.batch("train", [0, 1]), Reads(exits=(2,))
+    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, (), ROOM)
+    before = cache.states(batch)
+    path = cache.folder / name
+    index = 0 if name.endswith("crc") else 100
+    content = path.read_bytes()
+    path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :] if change is flip
+                     else change(content))  # fmt: skip
+    after = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, (), ROOM).states(batch)
+    assert torch.equal(after.final, before.final) and torch.equal(after.exits[2], before.exits[2])
+    lost = name.endswith("crc") and change is not flip  # a window without a checksum was never written
+    assert ("is damaged; computing its windows again" in capsys.readouterr().err) != lost
+
+
+def test_a_kill_between_values_and_checksum_loses_the_window_only(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), (), ROOM)
+    cache.states(store.batch("train", [0, 1]))
+    sums = np.memmap(cache.folder / "train.final.crc", np.uint64, "r+")
+    sums[1] = 0
+    passes = counted(monkeypatch)
+    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), (), ROOM).states(store.batch("train", [0, 1]))
+    assert passes == [1]
+
+
+def test_bounds(tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: Any) -> None:
+    target, folder = load(tiny_model), tmp_path / "cache"
+    message = r"--states-cache needs 0\.00 GB beside the 0\.00 GB it holds, and --states-cache-gb allows 1e-05"
+    with pytest.raises(TrainingError, match=message) as caught:
+        StatesCache(folder, target, store, Reads(), (), 10_000)
+    assert len(str(caught.value)) <= 300 and not folder.exists()
+    StatesCache(folder, target, store, Reads(), (), ROOM)
+    used = sum(path.stat().st_size for path in folder.rglob("*"))
+    StatesCache(folder, target, store, Reads(), (), used)  # its own files do not count twice
+    with pytest.raises(TrainingError, match="--states-cache-gb allows"):
+        StatesCache(folder, target, store, Reads(exits=(2,)), (), used)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
+    with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free") as caught:
+        StatesCache(tmp_path / "other", target, store, Reads(), (), ROOM)
+    assert len(str(caught.value)) <= 300
+    with pytest.raises(TrainingError, match=r"--states-layers 6 is outside 1\.\.5"):
+        StatesCache(folder, target, store, Reads(), (6,), ROOM)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_over_a_cache(
+    tiny_model: Callable[..., Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs run the target over each window once, a second training not at all, and heads are the same."""
+    data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
+    passes = counted(monkeypatch)
+
+    def train(out: str, **options: Any) -> dict[str, torch.Tensor]:
+        given = {
+            "model": str(tiny_model()), "data": (str(data),), "epochs": 2, "sequence_length": 32, "batch_size": 8,
+            "precision": "float32", "stored_dtype": "float32", "device": "cpu", "held_out": 0.2, **KINDS[kind],
+        }  # fmt: skip
+        loop.train(HEADS[kind].options(**given, out=str(tmp_path / out), **options))
+        return load_file(tmp_path / out / "model.safetensors")
+
+    cached = {"states_cache": str(tmp_path / "cache"), "states_layers": "2,4,5"}
+    first = train("first", **cached)
+    once = sum(passes)
+    work = TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    assert once == work.num_windows("train") + work.num_windows("held_out")
+    second = train("second", **cached)
+    assert sum(passes) == once
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+    monkeypatch.setattr(order, "SHIFT", 0)  # the same windows in the second epoch
+    plain = train("plain")
+    for name, tensor in plain.items():
+        torch.testing.assert_close(first[name].float(), tensor.float(), rtol=0.05, atol=0.02)  # rounded states
+
+
+def test_the_full_recipe_has_no_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
+    options = HEADS["dynamo"].options(
+        model=str(tiny_model()), data=(str(data),), out=str(tmp_path / "out"), recipe="full", device="cpu",
+        sequence_length=32, states_cache=str(tmp_path / "cache"),
+    )  # fmt: skip
+    with pytest.raises(TrainingError, match="--states-cache keeps states of a frozen target, and --recipe full"):
+        loop.train(options)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that can be watched: progress in every phase, the curve, evaluations, and stopping when the loss is flat."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import patterned_texts, write_texts
+from safetensors.torch import load_file
+
+from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training.curve import NAME, Point, read_curve
+from vllm_ppd.heads.training.evaluation import Evaluation, Progress
+
+COMMON = {
+    "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
+    "device": "cpu", "held_out": 0.1, "evaluation_tokens": 512, "learning_rate": 3e-3, "exit_layers": (2, 4),
+}  # fmt: skip
+Train = Callable[..., Path]
+
+
+@pytest.fixture
+def train(tiny_model: Callable[..., Path], tmp_path: Path) -> Train:
+    data = write_texts(tmp_path / "data.jsonl", patterned_texts(120, 6))
+
+    def run(out: str = "heads", **options: Any) -> Path:
+        given = {**COMMON, **options, "model": str(tiny_model()), "data": (str(data),)}
+        loop.train(HEADS["early"].options(**given, out=str(tmp_path / out)))
+        return tmp_path / out
+
+    return run
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "provenance.json").read_text())
+
+
+def test_curve(train: Train) -> None:
+    folder = train(evaluate_every=4)
+    points = read_curve(folder)
+    held_out = [point for point in points if point.held_out is not None]
+    assert [point.step for point in held_out] == [0, 4, 8, 12]
+    facts = facts_of(folder)
+    assert held_out[0].held_out == facts["held_out_before"]
+    assert held_out[-1].held_out == facts["held_out_after"]
+    losses = [point for point in points if point.loss is not None]
+    assert [point.step for point in losses] == list(range(1, 13))
+    assert losses[-1].tokens == 12 * 4 * 64 == facts["tokens"]
+    # The held-out loss is the figures' sum over the exits, up to their rounding.
+    for point in held_out:
+        assert point.held_out is not None
+        assert point.held_out_loss == pytest.approx(sum(x["kl_nats"] for x in point.held_out.values()), abs=1e-3)
+
+
+def test_curve_of_a_stopped_run_continues(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train("whole", evaluate_every=2, save_every=3)
+    compute, calls = loop._Run._loss_and_gradient, 0
+
+    def counted(self: Any, *args: Any) -> float:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return compute(self, *args)
+
+    monkeypatch.setattr(loop._Run, "_loss_and_gradient", counted)
+    with pytest.raises(loop.Stopped):
+        train("parts", evaluate_every=2, save_every=3)
+    path = whole.parent / "parts" / NAME
+    with path.open("a") as file:  # a step after the checkpoint, and a line that a kill cut off
+        file.write(json.dumps({"step": 7, "tokens": 1, "loss": 9.0}) + '\n{"step": 8, "to')
+    parts = train("parts", evaluate_every=2, save_every=3)
+    assert read_curve(parts) == read_curve(whole)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"step": -1, "tokens": 0}', '{"step": 1, "tokens": 2, "loss": NaN}', "3"])
+def test_damaged_curve(tmp_path: Path, line: str) -> None:
+    (tmp_path / NAME).write_text(f'{{"step": 1, "tokens": 2, "loss": 1.5}}\n{line}\n')
+    with pytest.raises(TrainingError, match=rf"{NAME}:2 is damaged"):
+        read_curve(tmp_path)
+
+
+def test_progress_counts_evaluations_since_the_loss_fell() -> None:
+    progress = Progress()
+    fell = [
+        progress.take(Evaluation(step=i, loss=x, figures={})) for i, x in enumerate([3, 2, 1.999, 2.5, math.nan, 1])
+    ]
+    assert fell == [True, True, False, False, False, True]  # 1.999 is less than 0.1 % below 2
+    assert progress.best is not None and progress.best.step == 5 and progress.stale == 0
+
+
+def test_a_flat_run_stops_and_keeps_its_best_weights(train: Train, tmp_path: Path, monkeypatch: Any) -> None:
+    """Held-out losses that rise from step 4 on: the run ends two evaluations later with the heads of step 4."""
+    real, weights = loop.evaluate, {}
+
+    def rising(recipe: Any, *args: Any) -> Evaluation:
+        found, step = real(recipe, *args), args[3]
+        weights[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
+        return found.model_copy(update={"loss": 1.0 + abs(step - 4)})
+
+    monkeypatch.setattr(loop, "evaluate", rising)
+    folder = train(steps=40, evaluate_every=2, patience=2)
+    assert sorted(weights) == [0, 2, 4, 6, 8]
+    facts = facts_of(folder)
+    assert facts["steps"] == 8 and facts["stopped_flat"] and facts["held_out_after_step"] == 4
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(tensor, weights[4][name])
+        assert not torch.equal(tensor, weights[8][name])
+
+
+def test_a_run_that_improves_is_not_stopped(train: Train) -> None:
+    facts = facts_of(train(evaluate_every=3, patience=1))
+    assert facts["steps"] == 12 and not facts["stopped_flat"] and facts["held_out_after_step"] == 12
+
+
+def test_patience_survives_a_stop(train: Train, monkeypatch: Any) -> None:
+    real, steps = loop.evaluate, []
+
+    def rising(*args: Any) -> Evaluation:
+        steps.append(args[4])
+        return real(*args).model_copy(update={"loss": 1.0 + args[4]})
+
+    monkeypatch.setattr(loop, "evaluate", rising)
+    compute = loop._Run._loss_and_gradient
+
+    def stop_at_three(self: Any, *args: Any) -> float:
+        if self.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return compute(self, *args)
+
+    monkeypatch.setattr(loop._Run, "_loss_and_gradient", stop_at_three)
+    with pytest.raises(loop.Stopped):
+        train(steps=40, evaluate_every=2, patience=2)
+    monkeypatch.setattr(loop._Run, "_loss_and_gradient", compute)
+    folder = train(steps=40, evaluate_every=2, patience=2)
+    assert steps == [0, 2, 4]
+    assert facts_of(folder)["held_out_after_step"] == 0
+
+
+def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:
+    train(evaluate_every=6)
+    shown = capsys.readouterr().err
+    phases = ["loading ", "tokenising", "evaluating (before)", "training early heads", "evaluating (step 6)"]
+    places = [shown.find(phase) for phase in phases]
+    assert -1 not in places and places == sorted(places)
+
+
+def test_betas_reach_the_optimiser(train: Train, monkeypatch: Any) -> None:
+    made: list[Any] = []
+    real = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **kw: made.append(kw) or real(*args, **kw))
+    train(betas="0.8,0.9", steps=1)
+    assert made[0]["betas"] == (0.8, 0.9)
+
+
+def test_bad_options(train: Train) -> None:
+    with pytest.raises(TrainingError, match=re.escape("--patience 2 needs --evaluate-every")):
+        train(patience=2)
+    with pytest.raises(ValueError, match="both must be from 0 to below 1"):
+        train(betas="0.9,1")
+    assert Point(step=1, tokens=2).model_dump(exclude_none=True) == {"step": 1, "tokens": 2}
