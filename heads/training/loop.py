@@ -130,6 +130,7 @@ class _Run:
             )
         self.steps = options.steps or max(1, math.ceil(options.epochs * store.num_windows() / options.batch_size))
         self.order = Order(store, options.seed, options.batch_size, one_grid=recipe.cache is not None)
+        recipe.begin(store, fresh=peek_facts(work) is None)
         self.optimizer = torch.optim.AdamW(
             recipe.groups(options.learning_rate), betas=options.betas, eps=1e-8, weight_decay=options.weight_decay
         )
@@ -193,6 +194,8 @@ class _Run:
         """The gradient of the step's windows; returns the loss, the mean over all processes."""
         options, processes = self.options, self.processes
         module.train()
+        # What a recipe draws is a function of the step, so that a run that continues draws the same.
+        torch.manual_seed((self.options.seed * 1_000_003 + self.step) * processes.world + processes.rank)
         total = torch.zeros((), device=processes.device)
         parts = options.accumulation * processes.world
         for batch in self.order.batches(self.step, parts, processes.rank, processes.world):

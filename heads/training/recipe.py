@@ -33,6 +33,14 @@ class Recipe(nn.Module, ABC):
     def target(self) -> Target:
         return self._outside[1]
 
+    def begin(self, store: TokenStore, fresh: bool) -> None:
+        """Whatever is made of the data before a run's first step, or before it continues (nothing by default).
+
+        Called with the cache in place, before the optimiser's groups are asked for. Parameters of a run that is not
+        fresh are replaced by its checkpoint's afterwards.
+        """
+        return None
+
     @property
     def reads(self) -> Reads:
         """What of the frozen target this kind of heads learns from: its final states, and whatever is named here."""
