@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The papers' tables and figures on a given model and data, beside the published values: `ppd bench tables`.
 
-options.py -> run.py (which tables, and what is kept) -> context.py (model, texts, heads, engines, made once)
+options.py -> run.py (which tables, and what is kept) -> context.py (model, tasks, texts, heads, engines, made once)
 -> ppd.py, paradecode.py, cp.py, dynamo.py (a function a table; published.json holds what they print) -> render.py
 """
 
@@ -16,6 +16,7 @@ from vllm_ppd.benchmarks import BenchError
 if TYPE_CHECKING:
     from vllm_ppd.benchmarks.papers.context import Context
 
+VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
 Value = float | str | None  # None: not measured, or not in the paper
 
 
@@ -26,7 +27,7 @@ class Missing(BenchError):
 class Row(NamedTuple):
     """A row of a table, or a point of a figure."""
 
-    label: str  # as in the paper; "given data", "given model" where ours has no counterpart of that name
+    label: str  # as in the paper, or of our task
     ours: Sequence[Value] | None
     theirs: Sequence[Value] | None = None
 
@@ -37,6 +38,14 @@ class Curve(NamedTuple):
     label: str
     ours: Sequence[tuple[float, float]] | None
     theirs: Sequence[tuple[float, float]] | None = None
+
+
+class Verdict(NamedTuple):
+    """What a measurement says of a claim of the paper."""
+
+    claim: str
+    holds: bool | None  # None: the measurement is too small to decide
+    evidence: str
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class PaperTable:
     settings: dict[str, Any] = field(default_factory=dict)
     axes: tuple[str, str] | None = None  # x and y of a figure
     curves: tuple[Curve, ...] = ()
+    claims: tuple[Verdict, ...] = ()
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -69,6 +79,7 @@ class PaperTable:
         data = asdict(self)
         data["rows"] = [row._asdict() for row in self.rows]
         data["curves"] = [curve._asdict() for curve in self.curves]
+        data["claims"] = [claim._asdict() for claim in self.claims]
         return data
 
     @classmethod
@@ -77,6 +88,7 @@ class PaperTable:
         known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
         known["rows"] = tuple(Row(**row) for row in data["rows"])
         known["curves"] = tuple(Curve(**curve) for curve in data.get("curves", ()))
+        known["claims"] = tuple(Verdict(**claim) for claim in data.get("claims", ()))
         return cls(**known)
 
 

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
+import torch
 
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.decode.run import decode
@@ -16,10 +20,13 @@ from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.results import Row
 from vllm_ppd.benchmarks.papers import Missing
 from vllm_ppd.benchmarks.papers.options import TablesOptions
+from vllm_ppd.benchmarks.papers.tasks import Group, Task, answers, counterpart, named, read_task
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.calibration.run import Calibration, data_windows
+from vllm_ppd.heads.calibration.text import Texts, generate
+from vllm_ppd.heads.io import load_config, write_text
 from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
 
 Made = TypeVar("Made")
 
@@ -57,22 +64,61 @@ class Context:
         return made
 
     def calibration(self, folder: str) -> Calibration:
-        """Target, heads and texts as `ppd calibrate` has them; all folders share the target and the texts.
+        """Target and heads as `ppd calibrate` has them; all folders share the target.
 
         Raises:
             HeadsError, TrainingError: on heads, a target or data that do not fit.
         """
         if folder not in self._calibrations:
-            same = self.settings(
-                "model", "data", "prompts", "prompt_tokens", "new_tokens", "temperature", "batch", "seed", "device",
-                "trust_remote_code",
-            )  # fmt: skip
+            same = self.settings("model", "batch", "seed", "device", "trust_remote_code")
+            files = tuple(named(task)[1] for task in self.options.task)
             options = CalibrationOptions(
-                **{"heads": folder, "precision": self.options.dtype, "recommend": False, **same}
+                **{"heads": folder, "data": files, "precision": self.options.dtype, "recommend": False, **same}
             )
             first = next(iter(self._calibrations.values()), None)
             self._calibrations[folder] = Calibration(options, first)
         return self._calibrations[folder]
+
+    @cached_property
+    def tasks(self) -> list[Task]:
+        """The tasks of the options."""
+        given = self.options
+        limits = given.prompts, given.longest, given.prompt_tokens
+        return [read_task(task, self.target, *limits) for task in given.task]
+
+    @property
+    def task(self) -> Task:
+        """The task of tables that take one."""
+        return self.tasks[0]
+
+    def counterpart(self, data_set: str) -> Group | None:
+        """Our task or category that stands for a data set of the papers."""
+        return counterpart(data_set, self.tasks)
+
+    def texts(self, task: Task, temperature: float = 0.0, **sampling: float) -> Texts:
+        """What the target writes after the prompts of a task; the same texts for the same way of decoding."""
+
+        def make() -> Texts:
+            torch.manual_seed(self.options.seed)
+            prompts, starts = task.padded(self.target.device)
+            size, tokens = max(32, self.options.batch), self.options.new_tokens
+            return generate(self.target, prompts, tokens, temperature, size, starts, **sampling)
+
+        return self.once(("texts", task.name, temperature, *sorted(sampling.items())), make)
+
+    def sampled(self, task: Task) -> Texts:
+        """Texts at the options' temperature."""
+        return self.texts(task, self.options.temperature)
+
+    def windows(self, task: Task) -> list[Batch]:
+        """What likelihoods are measured on: the texts of a task, or what the target sampled after its prompts."""
+
+        def make() -> list[Batch]:
+            if task.texts:
+                return data_windows([task.path], self.target, self.options.prompts, self.options.batch)
+            return answers(self.sampled(task), self.options.batch)
+
+        return self.once(("windows", task.name), make)
 
     @cached_property
     def num_layers(self) -> int:
@@ -91,13 +137,18 @@ class Context:
         return self.calibration(folder).target
 
     def speeds(
-        self, everyone: list[Contender], kind: type[DecodeOptions] = DecodeOptions, **changes: Any
+        self,
+        everyone: list[Contender],
+        kind: type[DecodeOptions] = DecodeOptions,
+        task: Task | None = None,
+        **changes: Any,
     ) -> dict[tuple[str, int], Row]:
         """Decode in turns, the base first in each round; every turn is kept beside the tables as soon as it is over.
 
         Args:
             everyone: who is compared; the first is contenders.BASE.
             kind: GroupOptions for worker groups.
+            task: whose prompts are decoded (None: the first one's).
             changes: of DecodeOptions' fields; by default one request at a time.
 
         Returns:
@@ -109,12 +160,24 @@ class Context:
             Stopped: on Ctrl-C.
         """
         same = self.settings(
-            "model", "data", "rounds", "prompt_tokens", "new_tokens", "eager", "kv_cache_gib", "engine", "alive",
-            "seed", "trust_remote_code",
+            "model", "rounds", "new_tokens", "eager", "kv_cache_gib", "engine", "alive", "seed", "trust_remote_code",
         )  # fmt: skip
-        own = {"batch_sizes": (1,), "dtype": self.options.engine_dtype, "out": str(self.turns)}
+        task = task or self.task
+        own = {
+            "batch_sizes": (1,), "dtype": self.options.engine_dtype, "out": str(self.turns),
+            "data": (str(self._prompts_file(task)),), "prompt_tokens": max(map(len, task.prompts)),
+        }  # fmt: skip
         options = kind(**{**same, **own, **changes})
         return {(row["contender"], row["batch"]): row for row in rows_of(decode(options, everyone)[0])}
+
+    def _prompts_file(self, task: Task) -> Path:
+        """A task's prompts as token ids, for engines; in an order of no meaning."""
+        path = self.turns.with_suffix("") / f"{task.name.replace('/', '-')}-{len(task.prompts)}.jsonl"
+        order = np.random.default_rng(self.options.seed).permutation(len(task.prompts))  # they stand by length
+        text = "".join(json.dumps({"prompt_token_ids": task.prompts[i]}) + "\n" for i in order)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
+        return path
 
     @staticmethod
     def quartiles(summary: Row | None) -> str | None:

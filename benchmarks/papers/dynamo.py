@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
-from vllm_ppd.benchmarks.papers import Curve, Measure, PaperTable, Row, Value
+from vllm_ppd.benchmarks.papers import Curve, Measure, PaperTable, Row, Value, Verdict
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.dynamo_quality import (
     DEFAULT,
@@ -25,10 +25,11 @@ from vllm_ppd.benchmarks.papers.dynamo_quality import (
     text_settings,
 )
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
+from vllm_ppd.benchmarks.papers.tasks import Task, first_windows
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
+from vllm_ppd.heads.dynamo.options import DynaMoOptions
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.training.provenance import provenance_of
-from vllm_ppd.heads.training.tokens import Batch
 
 KIND = "dynamo"
 GIVEN = "given model"
@@ -36,8 +37,8 @@ COLUMNS = ("PPL_1", "PPL_2", "PPL_3", "PPL_1:2", "PPL_1:3")
 DYNAMIC_TOKENS = 4096  # of the data, for Fig. 15
 SERVED_EPS_B = (0.0, 0.5)  # unverified engines of Table 4
 HOW = (
-    "Ours: teacher-forced on the given data, PPL_n of each head and PPL_1:n of the product of independent heads "
-    "(eq. 4). The +- of the paper are left out."
+    "Ours: teacher-forced on a task's texts, or on the answers that the target samples; PPL_n of each head and PPL_1:n "
+    "of the product of independent heads (eq. 4). The +- of the paper are left out."
 )
 
 
@@ -66,29 +67,36 @@ def _size(parameters: int) -> str:
     return f"{parameters / unit:.{0 if parameters >= 10 * unit else 1}f}{letter}"
 
 
-def perplexities(context: Context, folder: str) -> list[Value]:
-    """Of heads on the given data, by the names of COLUMNS; None beyond the heads' tokens."""
+def perplexities(context: Context, folder: str, task: Task) -> list[Value]:
+    """Of heads on a task, by the names of COLUMNS; None beyond the heads' tokens."""
 
     def make() -> list[Value]:
-        found = measures_of(context, folder).perplexities(context.calibration(folder).windows)
+        found = measures_of(context, folder).perplexities(context.windows(task))
         alone, joint = ([*found[key], None, None][:3] for key in ("ppl_n", "ppl_1:n"))
         return [*alone, *joint[1:]]
 
-    return context.once(("dynamo perplexities", folder), make)
+    return context.once(("dynamo perplexities", folder, task.name), make)
 
 
 def suite(context: Context) -> PaperTable:
+    rows, claims = [], []
     folders = context.heads(KIND)
-    rows = [Row(GIVEN, [perplexities(context, folders[0])[0], None, None, None, None])]
-    rows += [Row(name(context, folder), perplexities(context, folder)) for folder in folders]
-    return _perplexities(context, 2, "multi-token perplexity results", rows, theirs.SUITE, "Theirs: the Pile.")
+    for task in context.tasks:
+        rows.append(Row(f"{GIVEN}, {task.name}", [perplexities(context, folders[0], task)[0], *[None] * 4]))
+        for folder in folders:
+            values = perplexities(context, folder, task)
+            rows.append(Row(f"{name(context, folder)}, {task.name}", values))
+            known = [value for value in values[:3] if isinstance(value, float)]
+            told = f"{name(context, folder)}, {task.name}: {', '.join(f'{value:.1f}' for value in known)}"
+            claims.append(Verdict("Each further token is harder to predict", known == sorted(known), told))
+    return _perplexities(context, 2, "multi-token perplexity results", rows, theirs.SUITE, "Theirs: the Pile.", claims)
 
 
 def architectures(context: Context) -> PaperTable:
-    folders = context.heads(KIND)
-    rows = [Row(GIVEN, [perplexities(context, folders[0])[0], None, None, None, None])]
+    folders, rows, task = context.heads(KIND), [], context.task
+    rows.append(Row(f"{GIVEN}, {task.name}", [perplexities(context, folders[0], task)[0], *[None] * 4]))
     for folder in folders:
-        values, form = perplexities(context, folder), _recipe(folder)
+        values, form = perplexities(context, folder, task), recipe_of(folder)
         if _tokens(context, folder) > 2:
             rows.append(Row(f"{name(context, folder)}{form}, without head 3",
                             [*values[:2], None, values[3], None]))  # fmt: skip
@@ -96,42 +104,47 @@ def architectures(context: Context) -> PaperTable:
     return _perplexities(
         context, 10, "multi-token perplexity results for various architectural variations", rows,
         theirs.ARCHITECTURES,
-        "(H): the token heads alone are trained, as in DynaMo-74M-T2-H; (C): they start as copies of the last layer. "
-        "Heads are trained apart on a frozen model, so fewer tokens are the same heads. Other variations have no "
-        "counterpart here. Theirs: the Pile, Pythia-70M.",
+        f"Ours: {task.name}. (H): the token heads alone are trained, as in DynaMo-74M-T2-H; (C): they start as copies "
+        "of the last layer and are trained at the base model's low rate; copied: they start so and are trained at the "
+        "heads' own rate, which is no setting of the paper. Heads that are trained apart on a frozen model are the "
+        "same with fewer tokens. Other variations have no counterpart here. Theirs: the Pile, Pythia-70M.", [],
     )  # fmt: skip
 
 
-def _recipe(folder: str) -> str:
-    """How heads were trained, in the paper's letters, from their provenance."""
+def recipe_of(folder: str) -> str:
+    """How heads were trained, in the paper's letters where it has that setting, from their provenance."""
     try:
         options = provenance_of(folder).options
     except HeadsError:
         return ""
-    said = {"H": options.get("recipe") == "heads", "C": options.get("start") == "copy"}
-    letters = [letter for letter, is_so in said.items() if is_so]
-    return f" ({', '.join(letters)})" if letters else ""
+    said = ["H"] if options.get("recipe") == "heads" else []
+    if options.get("start") == "copy":
+        low = DynaMoOptions.model_fields["base_learning_rate"].default
+        rate, base = options.get("learning_rate"), options.get("base_learning_rate", low)
+        said.append("C" if rate is not None and rate <= base else "copied")
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _perplexities(
-    context: Context, number: int, what: str, rows: list[Row], published: Mapping[str, Any], further: str
-) -> PaperTable:
+    context: Context, number: int, what: str, rows: list[Row], published: Mapping[str, Any], further: str,
+    claims: list[Verdict],
+) -> PaperTable:  # fmt: skip
     rows += [Row(label, None, values) for label, values in published.items()]
-    windows = context.calibration(context.heads(KIND)[0]).windows
-    read = {"tokens": sum(batch.num_tokens for batch in windows), "window": windows[0].input_ids.shape[1]}
+    read = {
+        task.name: f"{sum(int(b.ahead(1)[1].sum()) for b in context.windows(task))} tokens" for task in context.tasks
+    }
     return PaperTable(
-        f"dynamo-{number}", PAPER, f"Table {number}: {what}", COLUMNS, tuple(rows), f"{HOW} {further}", "{:.1f}", read
-    )
+        f"dynamo-{number}", PAPER, f"Table {number}: {what}", COLUMNS, tuple(rows), f"{HOW} {further}", "{:.1f}", read,
+        claims=tuple(claims),
+    )  # fmt: skip
 
 
 def dynamic(context: Context) -> PaperTable:
-    rows, curves = [], []
+    rows, curves, task = [], [], context.task
     for folder in context.heads(KIND):
-        calibration = context.calibration(folder)
-        config, windows = calibration.config, calibration.windows[0]
+        config, windows = context.calibration(folder).config, context.windows(task)[0]
         assert isinstance(config, DynaMoConfig)
-        few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
-        batch = Batch(windows.input_ids[:few], windows.position_ids[:few])
+        batch = first_windows(windows, max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1]))
         found = measures_of(context, folder).dynamic_perplexity([batch], config.sampling, EPS_B)
         label = name(context, folder)
         rows += [Row(f"{label}, eps_b = {p['eps_b']:g}", [p["ppl_d"], p["tokens_a_pass"]]) for p in found]
@@ -147,7 +160,7 @@ def dynamic(context: Context) -> PaperTable:
         "dynamo-fig-15", PAPER, "Figure 15: dynamic multi-token perplexity; effect of eps_b on (a) PPL_d and (b) "
         "speed-up, (c) PPL_d vs. speed-up",
         ("(a) PPL_d", "(b) speed-up"), tuple(rows),
-        "Ours: along the given data, as many tokens at a time as Algorithm 1 takes; speed-up is tokens a pass. Theirs: "
+        f"Ours: along {task.name}, as many tokens at a time as Algorithm 1 takes; speed-up is tokens a pass. Theirs: "
         "the figure is drawn without numbers; its ends are Table 2's PPL_1 (eps_b 1 takes one token) and PPL_1:3 "
         "(eps_b 0 takes three).",
         ("{:.1f}", "{:.2f}x"), {"tokens": DYNAMIC_TOKENS}, ("speed-up", "PPL_d"), tuple(curves),

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from vllm_ppd.benchmarks.papers import Curve, PaperTable, Row, Value
+from vllm_ppd.benchmarks.papers import Curve, PaperTable, Row, Value, Verdict
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.likelihood import SameQuality, mean_log_prob, same_quality, win_rate
 from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
@@ -39,7 +40,7 @@ JUDGE = (
     "drawn from its top-k; win rate is wins / losses."
 )
 HOW = (
-    f"Ours: texts written by Algorithm 1 after prompts of the given data, unverified, temperature {TEMPERATURE}, "
+    f"Ours: texts written by Algorithm 1 after prompts of the first task, unverified, temperature {TEMPERATURE}, "
     f"repetition penalty {PENALTY}, top-k as the heads have it; speed-up is tokens a pass."
 )
 NAMES = ("unigrams", "bigrams", "trigrams")
@@ -76,11 +77,11 @@ def _points(context: Context) -> dict[tuple[str, str, float], Point]:
 
 def _measure(context: Context, folder: str, scheme: str, eps_b: list[float]) -> list[Point]:
     measures, base = measures_of(context, folder), _base(context, folder)
-    prompts = _prompts(context, folder)
+    count = len(_prompts(context)[0])
     settings = _settings(context, folder, scheme)
-    each = torch.tensor(eps_b, device=prompts.device).repeat_interleave(len(prompts))
-    emitted = _emit(context, measures, prompts.repeat(len(eps_b), 1), settings, each, seed=context.options.seed)
-    rows = [slice(start, start + len(prompts)) for start in range(0, len(each), len(prompts))]
+    each = torch.tensor(eps_b).repeat_interleave(count)
+    emitted = _emit(context, measures, len(eps_b), settings, each, seed=context.options.seed)
+    rows = [slice(start, start + count) for start in range(0, len(each), count)]
     return [_point(context, folder, eps, emitted.part(part), base) for eps, part in zip(eps_b, rows, strict=True)]
 
 
@@ -96,21 +97,24 @@ def _base(context: Context, folder: str) -> torch.Tensor:
     """Log-probabilities of the base's own texts: [BASES, prompts]."""
 
     def make() -> torch.Tensor:
-        prompts, settings = _prompts(context, folder), _settings(context, folder, DEFAULT)
-        again = prompts.repeat(BASES, 1)
-        ones = torch.ones(len(again), device=prompts.device)
-        emitted = _emit(context, measures_of(context, folder), again, settings, ones, seed=context.options.seed + 1)
+        settings, ones = _settings(context, folder, DEFAULT), torch.ones(BASES * len(_prompts(context)[0]))
+        emitted = _emit(context, measures_of(context, folder), BASES, settings, ones, seed=context.options.seed + 1)
         return _log_prob(context, folder, emitted).view(BASES, -1)
 
     return context.once(("dynamo base", folder), make)
 
 
 def _emit(
-    context: Context, measures: DynaMoMeasures, prompts: torch.Tensor, settings: JointSettings, eps_b: torch.Tensor,
-    seed: int,
-) -> Emitted:  # fmt: skip
+    context: Context, measures: DynaMoMeasures, times: int, settings: JointSettings, eps_b: torch.Tensor, seed: int
+) -> Emitted:
+    """So many texts after each prompt."""
+    prompts, starts = _prompts(context)
     generator = torch.Generator(prompts.device).manual_seed(seed)
-    return emit(measures, prompts, context.options.new_tokens // 2, settings, eps_b, TEMPERATURE, generator)
+    tokens = context.options.new_tokens // 2
+    return emit(
+        measures, prompts.repeat(times, 1), tokens, settings, eps_b.to(prompts.device), TEMPERATURE, generator,
+        starts.repeat(times),
+    )  # fmt: skip
 
 
 def _log_prob(context: Context, folder: str, emitted: Emitted) -> torch.Tensor:
@@ -118,9 +122,11 @@ def _log_prob(context: Context, folder: str, emitted: Emitted) -> torch.Tensor:
     return mean_log_prob(calibration.target, emitted.texts, context.options.batch, calibration.autocast)
 
 
-def _prompts(context: Context, folder: str) -> torch.Tensor:
-    """Some of them, as a joint of three heads has 125,000 entries a token."""
-    return context.calibration(folder).prompts[::SPARSE]
+def _prompts(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Some of the first task's, and where they begin, as a joint of three heads has 125,000 entries a token."""
+    prompts, starts = context.task.padded(context.target.device)
+    chosen = starts[::SPARSE]
+    return prompts[::SPARSE, int(chosen.min()) :], chosen - chosen.min()
 
 
 def _settings(context: Context, folder: str, scheme: str) -> JointSettings:
@@ -146,6 +152,10 @@ def shares(context: Context) -> PaperTable:
         published = theirs.SHARES.get(point.eps_b)
         ours: list[Value] = [*point.shares, *[None] * (len(names) - n)]
         rows.append(Row(f"eps_b = {point.eps_b:g}", ours, published and [*published, *[None] * (len(names) - 3)]))
+    between = [point for point in found if 0 < point.eps_b < 1 and point.shares[-1] < 1]
+    told = ", ".join(f"{p.shares[1]:.0%} and {p.shares[-1]:.0%} at {p.eps_b:g}" for p in between[::3])
+    claim = "Generations of two tokens are fewer than those of three"
+    claims = (Verdict(claim, all(p.shares[1] < p.shares[-1] for p in between), told),) if n == 3 else ()
     curves = [
         Curve(name, [(p.eps_b, p.shares[i]) for p in found] if i < n else None,
               [(eps, values[i]) for eps, values in theirs.SHARES.items()] if i < 3 else None)
@@ -154,13 +164,13 @@ def shares(context: Context) -> PaperTable:
     return PaperTable(
         "dynamo-fig-5", PAPER, "Figure 5: percentage of unigram, bigram and trigram generations vs. eps_b", names,
         tuple(rows), f"{HOW} Theirs: DynaMo-70M-T3; the figure is drawn without numbers, its text names both ends.",
-        "{:.2%}", text_settings(context), ("eps_b", "share of generations"), tuple(curves),
+        "{:.2%}", text_settings(context), ("eps_b", "share of generations"), tuple(curves), claims,
     )  # fmt: skip
 
 
 def ablation(context: Context) -> PaperTable:
     folder = context.heads("dynamo")[0]
-    rows, curves = [], []
+    rows, curves, speeds = [], [], {}
     for scheme in SCHEMES:
         masked = "CO" in scheme
         if masked and measures_of(context, folder).counts is None:
@@ -172,9 +182,13 @@ def ablation(context: Context) -> PaperTable:
             ours = [point.speed_up, point.win_rate, -point.log_prob, point.repeated]
             rows.append(Row(f"{scheme}, eps_b = {point.eps_b:g}", ours, published))
         same = quality(context, folder, scheme, ABLATED_EPS_B)
+        speeds[scheme] = 0.0 if same is None else same.speed_up
         best: list[Value] = ["none", None] if same is None else [f"{same.speed_up:.2f}x" + "*" * same.extrapolated, 1.0]
         rows.append(Row(f"{scheme}, same-quality speed-up", [*best, None, None]))
         curves.append(Curve(scheme, [(p.speed_up, p.win_rate) for p in found if p.win_rate is not None]))
+    told = ", ".join(f"{scheme} {speed:.2f}x" if speed else f"{scheme} none" for scheme, speed in speeds.items())
+    highest = DEFAULT in speeds and 0 < speeds[DEFAULT] == max(speeds.values())
+    claims = (Verdict(f"{DEFAULT} has the highest same-quality speed-up", highest, told),)
     return PaperTable(
         "dynamo-fig-12", PAPER, "Figure 12: ablation of adaptive thresholding (with and without Gaussian blur) and "
         "co-occurrence masking",
@@ -185,6 +199,7 @@ def ablation(context: Context) -> PaperTable:
         "eps_b = 0.5 stands Table 9, of DynaMo-7.3B-T3 on the Vicuna benchmark with GPT-4 as judge. vanilla is neither "
         "masked nor adaptive (Fig. 11).",
         ("{:.2f}x", "{:.2f}", "{:.3f}", "{:.2%}"), text_settings(context), ("speed-up", "win rate"), tuple(curves),
+        claims,
     )  # fmt: skip
 
 
@@ -193,9 +208,7 @@ def _published(scheme: str) -> tuple[Value, ...] | None:
     return None if values is None else (*values, None, None)
 
 
-def text_settings(context: Context) -> dict[str, int]:
-    options = context.options
+def text_settings(context: Context) -> dict[str, Any]:
     return {
-        "prompts": -(-options.prompts // SPARSE), "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens // 2,
+        "task": context.task.name, "prompts": len(_prompts(context)[0]), "new_tokens": context.options.new_tokens // 2,
     }  # fmt: skip

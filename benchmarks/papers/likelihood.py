@@ -21,7 +21,7 @@ def mean_log_prob(target: Target, texts: Texts, batch: int, autocast: Any) -> to
         with autocast():
             final = target.run(windows).final
         generated, valid = texts.generated[part], texts.valid()[part]
-        log_p = log_prob_of(target, texts.reading(final), generated.flatten(), 0.0).view_as(generated)
+        log_p = log_prob_of(target, texts.reading(final, windows), generated.flatten(), 0.0).view_as(generated)
         found.append((log_p * valid).sum(1) / valid.sum(1).clamp(min=1))
     return torch.cat(found)
 

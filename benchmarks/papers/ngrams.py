@@ -36,9 +36,7 @@ class Emitted:
         return (self.taken.sum(0) / self.taken.sum().clamp(min=1)).tolist()
 
     def part(self, rows: slice) -> Emitted:
-        texts = self.texts
-        kept = Texts(texts.ids[rows], texts.prompt, texts.lengths[rows], texts.temperature)
-        return Emitted(kept, self.taken[rows])
+        return Emitted(self.texts.rows(rows), self.taken[rows])
 
 
 @torch.no_grad()
@@ -50,6 +48,7 @@ def emit(
     eps_b: torch.Tensor,  # [texts], in place of the settings'
     temperature: float,
     generator: torch.Generator,
+    starts: torch.Tensor | None = None,  # [texts] where each prompt begins, behind padding (None: at 0)
 ) -> Emitted:
     """Write n-grams after prompts as they are sampled from the joint of all heads.
 
@@ -64,13 +63,16 @@ def emit(
     lengths = torch.full_like(written, tokens)
     taken = torch.zeros(texts, n, device=device)
     going = torch.ones(texts, dtype=torch.bool, device=device)
-    states_of, given, real = _CachedStates(measures, texts), prompts, torch.ones_like(prompts, dtype=torch.bool)
-    columns = torch.arange(n, device=device)
+    begin = torch.zeros_like(written) if starts is None else starts
+    everywhere = torch.arange(ids.shape[1], device=device)
+    states_of, given, real = _CachedStates(measures, texts), prompts, everywhere[:width] >= begin[:, None]
+    columns = everywhere[:n]
     progress = tqdm(total=tokens, desc="writing n-grams", mininterval=2, delay=2, leave=False)
     while bool(going.any()):
         states = states_of(given, real)
         seen = ids[:, : width + int(written.max())]
-        seen = seen.masked_fill(torch.arange(seen.shape[1], device=device) >= width + written[:, None], -1)
+        place = everywhere[: seen.shape[1]]
+        seen = seen.masked_fill((place < begin[:, None]) | (place >= width + written[:, None]), -1)
         grams = torch.full((texts, n), -1, device=device)
         for several in (False, True):
             rows = torch.nonzero(going & ((eps_b < 1) == several)).squeeze(1)
@@ -94,7 +96,7 @@ def emit(
         given, real = given[:, :used], real[:, :used]
         progress.update(int(written[going].min() if bool(going.any()) else tokens) - progress.n)
     progress.close()
-    return Emitted(Texts(ids[:, : width + tokens], width, lengths, temperature), taken.cpu())
+    return Emitted(Texts(ids[:, : width + tokens], width, lengths, temperature, starts), taken.cpu())
 
 
 class _CachedStates:
@@ -135,6 +137,6 @@ class _CachedStates:
                 others = [target.norm(heads(token, args, kwargs)) for token in range(2, heads.tokens + 1)]
         finally:
             hook.remove()
-        last = (real.sum(1) - 1).clamp(min=0)
+        last = (real * torch.arange(real.shape[1], device=real.device)).amax(1)
         index = torch.arange(len(last), device=last.device)
         return [states[index, last] for states in (output.last_hidden_state, *others)]

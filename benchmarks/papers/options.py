@@ -16,8 +16,10 @@ class TablesOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str = Field(description="target")
-    data: tuple[str, ...] = Field(
-        min_length=1, description="text that the heads were not trained on: .jsonl, .json, plain text, or folders"
+    task: tuple[str, ...] = Field(
+        min_length=1,
+        description="NAME=FILE, what to measure on, and not trained on: chats or prompts (.jsonl, .json; each "
+        "`category` is also shown by itself), or texts; tables of one task take the first",
     )
     heads: tuple[str, ...] = Field((), description="heads folders; of one kind there may be several (CP ranks)")
     only: tuple[Name, ...] = Field(
@@ -27,8 +29,9 @@ class TablesOptions(BaseModel):
     again: bool = Field(
         False, description="measure tables that are there once more; speeds are summarised with the earlier turns"
     )
-    prompts: int = Field(32, ge=1, description="prompts taken from the middle of documents")
-    prompt_tokens: int = Field(64, ge=4, description="tokens a prompt")
+    prompts: int = Field(32, ge=1, description="prompts of each task, its categories in turns")
+    prompt_tokens: int = Field(64, ge=4, description="tokens of a prompt from the middle of a text")
+    longest: int = Field(768, ge=8, description="most tokens of a chat's prompt; longer ones are left out")
     new_tokens: int = Field(128, ge=16, description="tokens written after each prompt")
     temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts, beside the greedy ones")
     rounds: int = Field(8, ge=1, description="turns of each engine, for speeds; a prompt each")
@@ -53,6 +56,6 @@ class TablesOptions(BaseModel):
         return tuple(name for part in parts for name in part.replace(" ", "").split(",") if name)
 
     def essence(self) -> dict[str, Any]:
-        """What tables must share to be the same; model, data and heads are told apart by their files."""
-        left_out = {"model", "data", "heads", "only", "out", "again", "alive", "batch", "device"}
+        """What tables must share to be the same; model, tasks and heads are told apart by their files."""
+        left_out = {"model", "task", "heads", "only", "out", "again", "alive", "batch", "device"}
         return self.model_dump(mode="json", exclude=left_out)

@@ -33,7 +33,7 @@ def predictions(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer
         with calibration.autocast():
             states = calibration.target.run(windows, (layer,))
         valid = texts.valid()[part].flatten()
-        hidden = texts.reading(states.exits[layer])[valid]
+        hidden = texts.reading(states.exits[layer], windows)[valid]
         best = exit_logits(calibration, heads, hidden, layer).softmax(-1).max(-1)
         confidence.append(best.values.cpu())
         right.append((best.indices == texts.generated[part].flatten()[valid]).cpu())
@@ -62,9 +62,17 @@ def unverified(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer:
         for start in range(0, len(texts.ids), calibration.options.batch):
             part = slice(start, start + calibration.options.batch)
             tokens, cache, said = texts.ids[part, : texts.prompt], None, []
+            starts = torch.zeros(1, dtype=torch.int64) if texts.starts is None else texts.starts[part]
+            place = torch.arange(texts.ids.shape[1], device=tokens.device) - starts.to(tokens.device)[:, None]
+            place = place.expand(len(tokens), -1)
+            end = 0
             for _ in range(texts.generated.shape[1]):
+                begin, end = end, end + tokens.shape[1]
                 with calibration.autocast():
-                    output = target.model.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
+                    output = target.model.base_model(
+                        input_ids=tokens, past_key_values=cache, use_cache=True,
+                        attention_mask=(place[:, :end] >= 0).long(), position_ids=place[:, begin:end].clamp(min=0),
+                    )  # fmt: skip
                     hidden = target.norm(caught.pop()[:, -1])
                 cache = output.past_key_values
                 tokens = exit_logits(calibration, heads, hidden, layer).argmax(-1, keepdim=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_ppd.benchmarks.papers import PaperTable, Value
+from vllm_ppd.benchmarks.papers import VERDICTS, PaperTable, Value
 from vllm_ppd.heads.calibration.tables import table as markdown
 
 
@@ -31,8 +31,10 @@ def render(table: PaperTable) -> str:
             f"### {table.paper}, {table.title} (`{table.key}`)",
             body,
             table.note + (f" Settings: {settings}." * bool(settings)),
+            *(["\n".join(f"- {one.claim}: {VERDICTS[one.holds]} ({one.evidence})." for one in table.claims)]
+              if table.claims else []),
         ]
-    )
+    )  # fmt: skip
 
 
 def _cells(values: Sequence[Value], forms: Sequence[str]) -> list[str]:

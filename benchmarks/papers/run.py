@@ -15,6 +15,7 @@ from vllm_ppd.benchmarks.papers import Measure, PaperTable, cp, dynamo, paradeco
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.render import render
+from vllm_ppd.benchmarks.papers.tasks import named
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.training.provenance import provenance
@@ -125,7 +126,7 @@ def _identity(context: Context, kind: str) -> dict[str, Any]:
     return {
         "model": options.model,
         "model_files": _stamps(sorted(Path(options.model).glob("*.safetensors"))),
-        "data": _stamps(expand(options.data)),
+        "tasks": {name: _stamps(expand([path])) for name, path in map(named, options.task)},
         "heads": heads,
         "options": options.essence(),
     }

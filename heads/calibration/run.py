@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,44 +87,10 @@ class Calibration:
 
     @cached_property
     def windows(self) -> list[Batch]:
-        """The data itself as unpacked windows of one length, for teacher-forced likelihoods.
-
-        Raises:
-            TrainingError: if no document has SHORTEST_WINDOW tokens.
-        """
+        """The data itself, at most as many windows as there are prompts; see data_windows."""
         if self._shared is not None:
             return self._shared.windows
-        length, count = self._held()
-        prompts = take_prompts(self.options.data, self.target, count, length, report=False)
-        positions = torch.arange(length, device=prompts.device)
-        size = self.options.batch
-        return [
-            Batch(prompts[s : s + size], positions.expand(len(prompts[s : s + size]), -1))
-            for s in range(0, len(prompts), size)
-        ]
-
-    def _held(self) -> tuple[int, int]:
-        """Tokens of a window, and how many the data holds, at most as many as there are prompts.
-
-        Where no document has WINDOW tokens, a window has as many as the longest document.
-        """
-        found = longest = as_long = 0
-        documents = Documents(self.options.data, lambda: self.target.tokenizer, report=False)
-        for ids in documents.token_ids():
-            found += len(documents.special.pieces(ids, WINDOW))
-            if found >= self.options.prompts:
-                return WINDOW, self.options.prompts
-            if len(ids) > longest:
-                longest, as_long = len(ids), 0
-            as_long += len(ids) == longest
-        if found:
-            return WINDOW, found
-        if longest < SHORTEST_WINDOW:
-            raise TrainingError(
-                f"the longest document of the data has {longest} tokens, and likelihoods are measured on "
-                f"{SHORTEST_WINDOW} at least: give longer documents"
-            )
-        return longest, min(as_long, self.options.prompts)
+        return data_windows(self.options.data, self.target, self.options.prompts, self.options.batch)
 
     @cached_property
     def times(self) -> dict[str, dict[int, float]]:
@@ -134,6 +100,48 @@ class Calibration:
     def head_share(self) -> float:
         """h: a read of the LM head in units of a full pass, batch 1."""
         return head_share(self.times, self.target.num_layers, min(self.options.batch_sizes))
+
+
+def data_windows(data: Sequence[str], target: Target, most: int, size: int) -> list[Batch]:
+    """Data as unpacked windows of one length, for teacher-forced likelihoods.
+
+    Args:
+        data: files, and folders of them.
+        target: the model.
+        most: windows at most.
+        size: windows of a batch.
+
+    Raises:
+        TrainingError: if no document has SHORTEST_WINDOW tokens.
+    """
+    length, count = _held(data, target, most)
+    prompts = take_prompts(data, target, count, length, report=False)
+    positions = torch.arange(length, device=prompts.device)
+    return [Batch(part, positions.expand(len(part), -1)) for part in prompts.split(size)]
+
+
+def _held(data: Sequence[str], target: Target, most: int) -> tuple[int, int]:
+    """Tokens of a window, and how many the data holds.
+
+    Where no document has WINDOW tokens, a window has as many as the longest document.
+    """
+    found = longest = as_long = 0
+    documents = Documents(data, lambda: target.tokenizer, report=False)
+    for ids in documents.token_ids():
+        found += len(documents.special.pieces(ids, WINDOW))
+        if found >= most:
+            return WINDOW, most
+        if len(ids) > longest:
+            longest, as_long = len(ids), 0
+        as_long += len(ids) == longest
+    if found:
+        return WINDOW, found
+    if longest < SHORTEST_WINDOW:
+        raise TrainingError(
+            f"the longest document of the data has {longest} tokens, and likelihoods are measured on "
+            f"{SHORTEST_WINDOW} at least: give longer documents"
+        )
+    return longest, min(as_long, most)
 
 
 def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:

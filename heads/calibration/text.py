@@ -22,12 +22,13 @@ from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 @dataclass
 class Texts:
-    """Prompts of equal length and what was generated after them."""
+    """Prompts and what was generated after them; a shorter prompt stands at the right of its place."""
 
     ids: torch.Tensor  # [texts, prompt + generated] int64
-    prompt: int  # tokens of the prompt
+    prompt: int  # tokens of the longest prompt
     lengths: torch.Tensor  # [texts] generated tokens, the end token included
     temperature: float  # at which it was sampled; 0 is greedy
+    starts: torch.Tensor | None = None  # [texts] where each prompt begins (None: all at 0)
 
     @property
     def generated(self) -> torch.Tensor:
@@ -44,14 +45,22 @@ class Texts:
         found = []
         for start in range(0, len(self.ids), size):
             part = slice(start, start + size)
-            ids = self.ids[part, :-1]  # the last token's state is read by nobody
-            positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-            found.append((part, Batch(ids, positions)))
+            starts = self.starts[part] if self.starts is not None else torch.zeros(1, dtype=torch.int64)
+            first = int(starts.min())
+            ids = self.ids[part, first:-1]  # the last token's state is read by nobody
+            # A document begins at each position 0: padding has nothing to do with what follows it.
+            positions = torch.arange(ids.shape[1], device=ids.device) - (starts.to(ids.device) - first)[:, None]
+            found.append((part, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
         return found
 
-    def reading(self, states: torch.Tensor) -> torch.Tensor:
+    def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
         """Of a batch's states [tokens, hidden], those that read each generated token: [texts * generated, hidden]."""
-        return states.unflatten(0, (-1, self.ids.shape[1] - 1))[:, self.prompt - 1 :].flatten(0, 1)
+        return states.unflatten(0, windows.input_ids.shape)[:, -self.generated.shape[1] :].flatten(0, 1)
+
+    def rows(self, index: slice | torch.Tensor) -> Texts:
+        """Some of the texts."""
+        starts = None if self.starts is None else self.starts[index]
+        return Texts(self.ids[index], self.prompt, self.lengths[index], self.temperature, starts)
 
     def repeated_4_grams(self) -> float:
         """Share of generated 4-grams that occurred before in their text: loops flatter acceptance."""
@@ -119,8 +128,9 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, r
 
 @torch.no_grad()
 def generate(
-    target: Target, prompts: torch.Tensor, tokens: int, temperature: float = 0.0, batch: int = 32, **sampling: Any
-) -> Texts:
+    target: Target, prompts: torch.Tensor, tokens: int, temperature: float = 0.0, batch: int = 32,
+    starts: torch.Tensor | None = None, **sampling: Any,
+) -> Texts:  # fmt: skip
     """Let the target write after the prompts.
 
     Args:
@@ -129,6 +139,7 @@ def generate(
         tokens: most tokens a text.
         temperature: 0 is greedy.
         batch: texts at a time.
+        starts: [texts] where each prompt begins, behind padding (None: all at 0).
         sampling: top_k, top_p.
     """
     ends = end_tokens(target)
@@ -141,15 +152,21 @@ def generate(
     )
     parts = []
     for start in tqdm(range(0, len(prompts), batch), desc="writing texts", mininterval=2, delay=2):
-        chunk = prompts[start : start + batch]
+        part = slice(start, start + batch)
+        first = 0 if starts is None else int(starts[part].min())
+        chunk = prompts[part, first:]
+        mask = torch.ones_like(chunk)
+        if starts is not None:
+            mask = (torch.arange(chunk.shape[1], device=chunk.device) >= (starts[part] - first)[:, None]).long()
         with _own_defaults(target.model):
-            out = target.model.generate(chunk, attention_mask=torch.ones_like(chunk), generation_config=config)
-        parts.append(functional.pad(out, (0, prompts.shape[1] + tokens - out.shape[1]), value=padding))
+            out = target.model.generate(chunk, attention_mask=mask, generation_config=config)
+        padded = (first, prompts.shape[1] + tokens - first - out.shape[1])
+        parts.append(functional.pad(out, padded, value=padding))
     ids = torch.cat(parts)
     generated = ids[:, prompts.shape[1] :]
     ended = torch.isin(generated, torch.tensor(ends, device=ids.device, dtype=ids.dtype))
-    first = torch.where(ended.any(1), ended.float().argmax(1) + 1, generated.shape[1])
-    return Texts(ids, prompts.shape[1], first, temperature)
+    lengths = torch.where(ended.any(1), ended.float().argmax(1) + 1, generated.shape[1])
+    return Texts(ids, prompts.shape[1], lengths, temperature, starts)
 
 
 def end_tokens(target: Target) -> list[int]:

@@ -92,7 +92,7 @@ def acceptance(
         with autocast():
             final = target.run(windows).final
         generated = texts.generated[part]
-        hidden = texts.reading(final)
+        hidden = texts.reading(final, windows)
         log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
         if token_ids is not None:
             generated = columns(token_ids, target.vocab_size)[generated]

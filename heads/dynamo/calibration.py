@@ -90,8 +90,10 @@ class DynaMoMeasures:
         taken = torch.zeros(counts, n, dtype=torch.float64)
         for batch in batches:
             states, shape = self.states(batch), batch.input_ids.shape
-            order = self._orders(states, settings, eps_b).view(counts, *shape).cpu()
             tokens, valid = batch.ahead(n)
+            order = torch.ones(counts, len(valid), dtype=torch.int64)
+            order[:, valid.cpu()] = self._orders([s[valid] for s in states], settings, eps_b).cpu()
+            order = order.view(counts, *shape)
             observed = torch.stack(
                 [
                     token_log_probs(s, tokens[:, i], self.target.unembedding, self.target.bias)
@@ -133,7 +135,7 @@ class DynaMoMeasures:
         limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
         for part, windows in texts.batches(batch):
             generated = texts.generated[part]
-            states = [texts.reading(s) for s in self.states(windows)]
+            states = [texts.reading(s, windows) for s in self.states(windows)]
             log_p = log_prob_of(self.target, states[0], generated.flatten(), texts.temperature).view_as(generated)
             tokens = ahead(generated, range(n), fill=-2).flatten(0, 1)
             targets = ahead(log_p, range(1, n)).flatten(0, 1)

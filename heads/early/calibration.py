@@ -32,16 +32,27 @@ class ExitMatches:
 
     layers: tuple[int, ...]
     ks: tuple[int, ...]
-    hits: torch.Tensor  # [forms, layers, ks, positions] texts whose token was among the exit's k best
-    count: torch.Tensor  # [positions] texts that have a token there
+    hits: torch.Tensor  # [forms, layers, ks, texts, positions] bool, whether the token was among the exit's k best
+    valid: torch.Tensor  # [texts, positions] bool, whether there is a token
     accept: torch.Tensor  # [forms, layers, texts, positions] probability that a draft of that token is accepted
     lengths: torch.Tensor  # [texts]
 
     def rate(self, form: int, layer: int, k: int, positions: slice | None = None) -> float:
         """p_correct: share of tokens among the k best of the exit."""
-        positions = positions or slice(None)
-        hits = self.hits[form, self.layers.index(layer), self.ks.index(k), positions].sum()
-        return float(hits / self.count[positions].sum().clamp(min=1))
+        hits, tokens = self.counts(form, layer, k, positions)
+        return float(hits.sum() / tokens.sum().clamp(min=1))
+
+    def counts(
+        self, form: int, layer: int, k: int, positions: slice | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of each text among the k best of the exit, and all of its tokens: [texts] each."""
+        where = slice(None), positions or slice(None)
+        return self.hits[form, self.layers.index(layer), self.ks.index(k)][where].sum(1), self.valid[where].sum(1)
+
+    def rows(self, index: torch.Tensor) -> ExitMatches:
+        """Of some of the texts."""
+        hits, accept = self.hits[..., index, :], self.accept[:, :, index]
+        return ExitMatches(self.layers, self.ks, hits, self.valid[index], accept, self.lengths[index])
 
     def drafted(self, form: int, layer: int, n: int) -> Drafted:
         """What an engine with n drafts at this exit would count on these texts."""
@@ -61,16 +72,16 @@ def match_exits(
     layers = heads.exit_layers
     steps = texts.generated.shape[1]
     valid = texts.valid()
-    hits = torch.zeros(len(FORMS), len(layers), len(ks), steps)
+    hits = torch.zeros(len(FORMS), len(layers), len(ks), len(texts.ids), steps, dtype=torch.bool)
     accept = torch.zeros(len(FORMS), len(layers), len(texts.ids), steps)
     for part, windows in texts.batches(batch):
         with autocast():
             states = target.run(windows, layers)
         rows = len(windows.input_ids)
         tokens, real = texts.generated[part].flatten(), valid[part]
-        log_p = log_prob_of(target, texts.reading(states.final), tokens, texts.temperature)
+        log_p = log_prob_of(target, texts.reading(states.final, windows), tokens, texts.temperature)
         for index, layer in enumerate(layers):
-            hidden = texts.reading(states.exits[layer])
+            hidden = texts.reading(states.exits[layer], windows)
             for form in range(len(FORMS)):
                 with autocast():
                     read = hidden if form == 0 else heads(hidden, layer)
@@ -78,10 +89,10 @@ def match_exits(
                 rank, log_q = _rank_and_log_prob(target, read, tokens, texts.temperature, whole)
                 rank = rank.view(rows, steps)
                 for at, k in enumerate(ks):
-                    hits[form, index, at] += ((rank < k) & real).sum(0).cpu()
+                    hits[form, index, at, part] = ((rank < k) & real).cpu()
                 chance = (log_q - log_p).exp().clamp(max=1).view(rows, steps) if texts.temperature else (rank == 0)
                 accept[form, index, part] = (chance.float() * real).cpu()
-    return ExitMatches(layers, ks, hits, valid.sum(0).cpu(), accept, texts.lengths.cpu())
+    return ExitMatches(layers, ks, hits, valid.cpu(), accept, texts.lengths.cpu())
 
 
 def _rank_and_log_prob(

@@ -22,8 +22,9 @@ from vllm_ppd.benchmarks.papers.ngrams import _CachedStates, emit
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.published import CP, DYNAMO
 from vllm_ppd.benchmarks.papers.run import make_tables
+from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
-from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.calibration.text import Texts, generate
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.io import load_tensors, save_heads
@@ -47,7 +48,8 @@ def context(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     assert isinstance(config, DynaMoConfig)
     save_heads(made, config.model_copy(update={"sampling": JointSettings(k=K)}), tensors)
     options = TablesOptions(
-        model=str(tiny_model()), data=(str(data),), heads=tuple(map(str, [*heads, made])), out=str(folder / "t.json"),
+        model=str(tiny_model()), task=(f"patterns={data}",), heads=tuple(map(str, [*heads, made])),
+        out=str(folder / "t.json"),
         prompts=6, prompt_tokens=8, new_tokens=20, rounds=1, kv_cache_gib=0.05, device="cpu", engine_dtype="float32",
     )  # fmt: skip
     return Context(options)
@@ -82,10 +84,10 @@ def test_accepted_by_position_adds_up() -> None:
 
 def test_cp_rows(context: Context) -> None:
     rows = rows_of(cp.head_only(context))
-    assert list(rows) == ["Rank 1 (cp-b)", "Rank 1 (cp-c)", "Rank 2", "Rank 3", "Rank 5"]
-    assert rows["Rank 1 (cp-b)"][1][:2] == (2.07, 1.52) and rows["Rank 1 (cp-c)"][1] is None
-    assert rows["Rank 2"][1] is None and rows["Rank 3"] == (None, (1.88, 1.64, None, None, None, None))
-    ours, _ = rows["Rank 2"]
+    assert list(rows) == ["Rank 1 (cp-b), patterns", "Rank 1 (cp-c), patterns", "Rank 2, patterns", "Rank 3", "Rank 5"]
+    assert rows["Rank 1 (cp-b), patterns"][1][:2] == (2.07, 1.52) and rows["Rank 1 (cp-c), patterns"][1] is None
+    assert rows["Rank 2, patterns"][1] is None and rows["Rank 3"] == (None, (1.88, 1.64, None, None, None, None))
+    ours, _ = rows["Rank 2, patterns"]
     assert ours[1] == pytest.approx(1 + ours[3] + ours[4]) and ours[5] == pytest.approx(3 * ours[0])
 
 
@@ -93,13 +95,13 @@ def test_cp_loss_is_that_of_the_joint(context: Context) -> None:
     heads = cp.given(context)[-1]
     target, n = heads.calibration.target, heads.config.positions
     total, count = 0.0, 0
-    for batch in heads.calibration.windows:
+    for batch in context.windows(context.task):
         states = target.model(batch.input_ids, output_hidden_states=True).hidden_states[-1]
         for row, ids in zip(states, batch.input_ids, strict=True):
             following = ids.unfold(0, n, 1)[1:]
             found, _ = heads.head.log_likelihood(row[: len(following)], following, target.unembedding)
             total, count = total - float(found.detach().sum()), count + len(following)
-    assert cp.loss(context, heads) == pytest.approx(total / count / n, abs=1e-3)
+    assert cp.loss(context, heads, context.task) == pytest.approx(total / count / n, abs=1e-3)
 
 
 def test_forward_pass(context: Context) -> None:
@@ -133,7 +135,7 @@ def test_states_of_texts_of_unequal_pace(context: Context) -> None:
 
 def test_ngrams_are_as_long_as_thresholds_allow(context: Context) -> None:
     folder = context.heads("dynamo")[0]
-    measures, prompts = dynamo_quality.measures_of(context, folder), context.calibration(folder).prompts
+    measures, (prompts, _) = dynamo_quality.measures_of(context, folder), context.task.padded(context.target.device)
 
     def write(settings: JointSettings, eps_b: float, rows: int = len(prompts)) -> Any:
         generator = torch.Generator().manual_seed(0)
@@ -145,15 +147,19 @@ def test_ngrams_are_as_long_as_thresholds_allow(context: Context) -> None:
     between = write(plain, 0.3)
     assert 1 < between.tokens_a_pass() < 3 and between.part(slice(0, 2)).texts.ids.shape == (2, 8 + 9)
     # With the best token alone, one at a time, it is the target's greedy text.
-    greedy = context.calibration(folder).greedy
+    greedy = context.texts(context.task)
     best = write(JointSettings(k=1, alpha_c=0.0), 1.0).texts
     for row, length in enumerate(best.lengths.tolist()):
         assert best.generated[row, :length].tolist() == greedy.generated[row, :length].tolist()
+    ids, starts = Task("unequal", "", [[5], [9, 3, 4, 8, 7], [1, 2, 3]]).padded(prompts.device)
+    settings, generator = JointSettings(k=1, alpha_c=0.0), torch.Generator()
+    best = emit(measures, ids, 6, settings, torch.ones(3), 0.7, generator, starts).texts
+    assert best.generated.tolist() == generate(context.target, ids, 6, starts=starts).generated.tolist()
 
 
 def test_likelihood_of_texts(context: Context) -> None:
     calibration = context.calibration(context.heads("dynamo")[0])
-    target, texts = calibration.target, calibration.sampled
+    target, texts = calibration.target, context.sampled(context.task)
     found = mean_log_prob(target, texts, 4, calibration.autocast)
     logits = target.model(texts.ids).logits.log_softmax(-1)
     for row, length in enumerate(texts.lengths.tolist()):
@@ -172,11 +178,11 @@ def test_quality() -> None:
 
 
 def test_dynamo_tables(context: Context) -> None:
-    (label,) = (row.label for row in dynamo.suite(context).rows[1:2])
-    assert label.endswith("-T3, given heads")
     suite, variants = rows_of(dynamo.suite(context)), rows_of(dynamo.architectures(context))
-    ours, _ = suite[label]
-    assert suite["given model"][0][0] == ours[0] and suite["DynaMo-77M-T3"][1][2] == 262.0
+    (label,) = (name.removesuffix(", patterns") for name in list(suite)[1:2])
+    assert label.endswith("-T3, given heads")
+    ours, _ = suite[f"{label}, patterns"]
+    assert suite["given model, patterns"][0][0] == ours[0] and suite["DynaMo-77M-T3"][1][2] == 262.0
     fewer, _ = variants[f"{label}, without head 3"]
     assert fewer == [ours[0], ours[1], None, ours[3], None]
     ends = rows_of(dynamo.dynamic(context))
@@ -216,7 +222,7 @@ def test_dynamo_figures_of_texts(context: Context) -> None:
 
 @pytest.mark.full
 def test_cp_speeds(context: Context, tmp_path: Path) -> None:
-    ours = rows_of(speeds(context, tmp_path, "cp-1", context.heads("cp")[0]))["Rank 2"][0]
+    ours = rows_of(speeds(context, tmp_path, "cp-1", context.heads("cp")[0]))["Rank 2, patterns"][0]
     assert ours[2] > 0 and ours[3] > 0
 
 

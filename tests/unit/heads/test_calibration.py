@@ -117,7 +117,7 @@ def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Pat
                         logits = target.model.lm_head(read)
                         order = logits.argsort(descending=True).tolist()
                         for place, k in enumerate((1, 3)):
-                            hits[form, index, place, j] += token in order[:k]
+                            hits[form, index, place, row, j] = token in order[:k]
                         q = torch.softmax(logits / temperature, -1)
                         sure = float(order[0] == token)
                         accept[form, index, row, j] = (

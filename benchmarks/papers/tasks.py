@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tables are measured on: named files of chats, prompts or texts, and their categories.
+
+A record with `messages` is a chat: its turns up to the last of the user, through the chat template, are the prompt. One
+with `prompt_token_ids` is a prompt, as `ppd data` writes them. Other records are texts, whose middle gives prompts of
+one length.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.heads.calibration.text import Texts, take_prompts
+from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, values
+from vllm_ppd.heads.data.messages import place
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+CHATS = ("messages", "conversations")
+IDS = "prompt_token_ids"
+# Our names of tasks and categories that stand for a data set of the papers.
+COUNTERPARTS = {
+    "SQUAD": ("squad", "qa"),
+    "WMT EN-FR": ("wmt", "translation"),
+    "CNN/DM": ("cnn/dm", "cnndm", "summarization"),
+    "Text Summarization (XSum)": ("xsum", "summarization"),
+    "Code Generation (HumanEval)": ("humaneval", "coding"),
+    "Mathematical Reasoning (GSM8K)": ("gsm8k", "math_reasoning"),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Prompts of a name, shortest first."""
+
+    name: str
+    path: str
+    prompts: list[list[int]]
+    categories: dict[str, list[int]] = field(default_factory=dict)  # places of their prompts
+    texts: bool = False  # documents to be cut, instead of prompts
+    left_out: int = 0  # prompts that were too long
+
+    def padded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts at the right of [prompts, longest], and where each begins."""
+        width = max(map(len, self.prompts))
+        ids = torch.zeros(len(self.prompts), width, dtype=torch.int64)
+        for row, prompt in enumerate(self.prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        starts = torch.tensor([width - len(prompt) for prompt in self.prompts])
+        return ids.to(device), starts.to(device)
+
+
+class Group(NamedTuple):
+    """A task, or a category of it."""
+
+    label: str
+    task: Task
+    rows: torch.Tensor  # [prompts of it] their places
+
+    @property
+    def whole(self) -> bool:
+        return len(self.rows) == len(self.task.prompts)
+
+
+@dataclass
+class Answers(Batch):
+    """Texts after their prompts: what is told of is the answers."""
+
+    first: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [windows, 1] place of an answer's first token
+    last: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [windows, 1] of its last one
+
+    def ahead(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, valid = super().ahead(n)
+        place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return tokens, valid & ((place >= self.first - 1) & (place + n <= self.last)).reshape(-1)
+
+    def few(self, count: int) -> Answers:
+        """The first windows."""
+        parts = (self.input_ids, self.position_ids, self.first, self.last)
+        ids, positions, first, last = (part[:count] for part in parts)
+        return Answers(ids, positions, first=first, last=last)
+
+
+def first_windows(batch: Batch, count: int) -> Batch:
+    """The first windows of a batch."""
+    if isinstance(batch, Answers):
+        return batch.few(count)
+    return Batch(batch.input_ids[:count], batch.position_ids[:count])
+
+
+def answers(texts: Texts, size: int) -> list[Batch]:
+    """The generated part of texts, for likelihoods."""
+    found: list[Batch] = []
+    for part, windows in texts.batches(size):
+        ids = torch.cat([windows.input_ids, texts.ids[part, -1:]], dim=1)
+        positions = torch.cat([windows.position_ids, windows.position_ids[:, -1:] + 1], dim=1)
+        first = torch.full((len(ids), 1), ids.shape[1] - texts.generated.shape[1], device=ids.device)
+        found.append(Answers(ids, positions, first=first, last=first + texts.lengths[part, None] - 1))
+    return found
+
+
+def groups_of(tasks: list[Task]) -> list[Group]:
+    """Every task, followed by its categories."""
+    found = []
+    for task in tasks:
+        found.append(Group(task.name, task, torch.arange(len(task.prompts))))
+        found += [Group(f"{task.name}/{name}", task, torch.tensor(at)) for name, at in task.categories.items()]
+    return found
+
+
+def counterpart(data_set: str, tasks: list[Task]) -> Group | None:
+    """The task or category that stands for a data set of the papers."""
+    wanted = (data_set.lower(), *COUNTERPARTS.get(data_set, ()))
+    by_name = {group.label.lower().rpartition("/")[2]: group for group in reversed(groups_of(tasks))}
+    by_name |= {task.name.lower(): group for task in tasks for group in groups_of([task])[:1]}
+    return next((by_name[name] for name in wanted if name in by_name), None)
+
+
+def named(text: str) -> tuple[str, str]:
+    """The name and the file of NAME=FILE, or of FILE."""
+    name, equals, path = text.partition("=")
+    return (name, path) if equals and "/" not in name else (Path(text).stem, text)
+
+
+def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> Task:
+    """Prompts of a task, taken from its categories in turns.
+
+    Args:
+        text: NAME=FILE.
+        target: whose tokenizer and chat template are used.
+        most: prompts at most; of texts exactly as many.
+        longest: tokens of a prompt; longer ones are left out, as a part of a chat is no chat.
+        cut: tokens of a prompt from the middle of a text.
+
+    Raises:
+        BenchError, TrainingError: if the file is missing or malformed, or holds no prompt of that length.
+    """
+    name, path = named(text)
+    found: dict[str, list[list[int]]] = defaultdict(list)
+    left_out = 0
+    for where, record in _records(path):
+        if not isinstance(record, dict) or not (any(column in record for column in CHATS) or IDS in record):
+            return Task(name, path, take_prompts([path], target, most, cut).tolist(), texts=True)
+        ids = _prompt(record, where, target.tokenizer)
+        if len(ids) <= longest:
+            found[str(record.get("category", ""))].append(ids)
+        left_out += len(ids) > longest
+    turns = itertools.zip_longest(*([(category, ids) for ids in rows] for category, rows in found.items()))
+    taken = [pair for turn in turns for pair in turn if pair is not None][:most]
+    if not taken:
+        raise BenchError(f"--task {name}: none of {left_out} prompts has up to {longest} tokens; give more --longest")
+    taken.sort(key=lambda pair: len(pair[1]))
+    categories = {one: [at for at, (own, _) in enumerate(taken) if own == one] for one in found if len(found) > 1}
+    return Task(name, path, [ids for _, ids in taken], {k: v for k, v in categories.items() if v}, left_out=left_out)
+
+
+def _records(path: str) -> Iterator[tuple[str, Any]]:
+    for file in expand([path]):
+        if file.suffix in LINES_SUFFIXES:
+            for number, line in lines(file):
+                if line.strip():
+                    yield place(file, number), parse(line, place(file, number))
+        elif file.suffix == JSON_SUFFIX:
+            yield from ((place(file, number), value) for number, value in values(file))
+        else:
+            yield place(file), None
+
+
+def _prompt(record: dict[str, Any], where: str, tokenizer: Any) -> list[int]:
+    if IDS in record:
+        return list(record[IDS])
+    messages = next(record[column] for column in CHATS if column in record)
+    try:
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        rendered = tokenizer.apply_chat_template(messages[: last + 1], add_generation_prompt=True, tokenize=False)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BenchError(f"{where}: no chat for this model's template ({type(error).__name__}: {error})") from None
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
