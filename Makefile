@@ -10,7 +10,8 @@ JOBS   ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 
-# Tests that keep to a core each, JOBS at a time, and then those that take them all; either may have none of $(ARGS).
+# Tests that keep to a core each, JOBS at a time, then those that take them all, then those of runner V2, for which vLLM
+# must find Triton when it is imported; any of them may have none of $(ARGS).
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
@@ -37,6 +38,7 @@ test test-full: setup
 	@failed=0; \
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
 	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
+	PPD_TEST_V2=1 $(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) v2" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
 	exit $$failed
 
 quality: setup

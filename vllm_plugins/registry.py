@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _METHODS = "vllm_ppd.vllm_plugins.methods"
 _V1 = "vllm_ppd.vllm_plugins.integration.v1"
+_V2 = "vllm_ppd.vllm_plugins.integration.v2"
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class MethodSpec:
     title: str  # as the start-up line has it
     drafter: str  # its Drafter
     proposer: str = f"{_V1}.proposer.Proposer"  # what vLLM's runner V1 starts, which drives the drafter
+    speculator: str | None = None  # what vLLM's runner V2 starts in its place; None: runner V1 alone
     heads: str | None = None  # kind of heads folder that it reads
     needs_heads: bool = False
     cuts: bool = False  # runs parts of the target by themselves, so its family must have an adapter
@@ -57,6 +59,7 @@ METHODS: dict[str, MethodSpec] = {
     "cp": MethodSpec(
         "CP drafting",
         drafter=f"{_METHODS}.cp.drafter.CPDrafter",
+        speculator=f"{_V2}.speculator.Speculator",
         heads="cp",
         needs_heads=True,
         options=("draft_vocab_size",),

@@ -88,8 +88,10 @@ def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draft
     if not asked:
         return None
     if is_proposer(asked.get("model")) and is_active(engine_args):  # the same arguments, used a second time
-        parallel_config.worker_cls = checks.WORKER
-        return active_config(engine_args)
+        config = active_config(engine_args)
+        assert config is not None
+        parallel_config.worker_cls = checks.worker_of(config)
+        return config
     if not is_ours(asked):
         ours = [flag_name(key) for key in asked if key in flag_fields() and not platform.is_speculative_option(key)]
         if ours:
@@ -97,12 +99,14 @@ def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draft
         return None
     checks.check_engine_args(engine_args)
     config = checks.resolve_options(asked, model_config, parallel_config)
+    checks.check_scheduling(engine_args, config)
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
         "method": "custom_class",
         "model": config.proposer,
         "num_speculative_tokens": config.most_drafts,
         "draft_sample_method": config.draft_sample_method,
+        **config.schedule_of_drafts(),
     }
     if config.stages > 1:
         _arrange_stages(engine_args, config)
@@ -113,7 +117,7 @@ def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draft
         **(engine_args.additional_config or {}),
         CONFIG_KEY: config.model_dump(mode="json"),
     }
-    parallel_config.worker_cls = checks.WORKER
+    parallel_config.worker_cls = checks.worker_of(config)
     return config
 
 

@@ -16,6 +16,7 @@ from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.config.runner import Runners
 from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, MethodSpec
 
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
 WORKER = "vllm_ppd.vllm_plugins.integration.v1.worker.DraftingWorker"
+WORKER_V2 = "vllm_ppd.vllm_plugins.integration.v2.worker.DraftingWorker"
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
 GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler.GroupScheduler"
 
 # What changes a layer of Llama's build where a model's configuration has it.
 _NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
+
+
+def worker_of(config: DraftingConfig) -> str:
+    """Dotted path of the worker that vLLM starts."""
+    return WORKER_V2 if config.runner == "v2" else WORKER
 
 
 def resolve_options(
@@ -69,7 +76,8 @@ def resolve_options(
     if stages > 1:
         check_group(options, method, model_config, parallel_config)
     heads = None if options.model is None else _check_heads(options, method, model_config)
-    return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages)
+    runners = Runners(platform.asked_runner(), platform.default_runner(), platform.has_triton())
+    return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages, runners)
 
 
 def check_stacking(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
@@ -187,7 +195,7 @@ def check_supported(method: MethodSpec, model_config: ModelConfig, parallel_conf
         ),
         "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
         f"worker class {worker} cannot be combined with {method.title}, which brings its own": (
-            parallel_config.worker_cls not in ("auto", WORKER)
+            parallel_config.worker_cls not in ("auto", WORKER, WORKER_V2)
         ),
     }
     _refuse(refusals)
@@ -216,7 +224,6 @@ def check_engine_args(engine_args: Any) -> None:
     scheduler = shortened(str(engine_args.scheduler_cls), LONGEST_VALUE)
     refusals = {
         "LoRA (--enable-lora) is not supported with vllm-ppd; merge the adapter first": engine_args.enable_lora,
-        "--async-scheduling is not supported with vllm-ppd; leave it out": engine_args.async_scheduling,
         "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
         "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
         "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
@@ -225,6 +232,27 @@ def check_engine_args(engine_args: Any) -> None:
         ),
     }
     _refuse(refusals)
+
+
+def check_scheduling(engine_args: Any, config: DraftingConfig) -> None:
+    """Refuse what the model runner that was chosen cannot do.
+
+    Raises:
+        OptionError: naming the argument.
+    """
+    because = f" ({config.v1_because})" if config.v1_because else ""
+    asked, on_v2 = bool(engine_args.async_scheduling), config.runner == "v2"
+    breakable = platform.breakable_graphs()
+    _refuse({
+        f"--async-scheduling is not supported with runner V1{because}; leave it out": asked and not on_v2,
+        "--async-scheduling needs vLLM 0.33 with vllm-ppd: 0.32 has a closed list of methods; leave it out": (
+            asked and on_v2 and not platform.schedules_ahead()
+        ),
+        f"VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with {config.spec.title}; unset it": (
+            breakable and config.spec.cuts
+        ),
+        "watermarking (--watermark-config) is not supported with vllm-ppd": engine_args.watermark_config,
+    })  # fmt: skip
 
 
 def _refuse(refusals: dict[str, Any]) -> None:

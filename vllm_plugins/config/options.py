@@ -143,6 +143,12 @@ class DraftingOptions(BaseModel):
         "num_speculative_tokens)",
         json_schema_extra={"flag": True},
     )
+    runner: Literal["auto", "v1", "v2"] = Field(
+        "auto",
+        description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
+        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt lookup)",
+        json_schema_extra={"flag": True},
+    )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.config.runner import V1_ALONE, Runners, check_v1_options, choose_runner
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
@@ -18,9 +19,13 @@ GROUP_CUT_OFF = 8
 
 
 def resolve(
-    options: DraftingOptions, num_layers: int, heads: HeadsConfig | None = None, stages: int = 1
+    options: DraftingOptions,
+    num_layers: int,
+    heads: HeadsConfig | None = None,
+    stages: int = 1,
+    runners: Runners = V1_ALONE,
 ) -> DraftingConfig:
-    """Fill what depends on the target (L layers), on the heads and on the pipeline stages.
+    """Fill what depends on the target (L layers), on the heads, on the pipeline stages and on vLLM's model runners.
 
     Raises:
         OptionError: if an exit layer is outside 1..L-1 or has no head, or more drafts are asked than the heads make.
@@ -43,7 +48,12 @@ def resolve(
     values |= {"num_layers": num_layers, "stages": stages}
     # A group's tokens are final, and so are unverified ones: none of them is in vain.
     final = "pipeline parallelism" if stages > 1 else None if options.verify else "verify: false"
-    values["adaptive"] = options.adaptive and final is None
+    exits = values["exit_layer"] if stages == 1 else None
+    values["runner"], values["v1_because"] = choose_runner(options, stages, exits or (), runners)
+    on_v2 = values["runner"] == "v2"
+    values["adaptive"] = options.adaptive and final is None and not on_v2
+    if on_v2:
+        check_v1_options(options)
     if "adaptive" in options.model_fields_set and options.adaptive and not values["adaptive"]:
         raise OptionError(
             f"speculative_config: adaptive is of no use with {final}: no token is drafted in vain there; leave it out"

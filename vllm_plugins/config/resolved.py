@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from vllm_ppd.vllm_plugins.config.options import DraftingOptions
+from typing import Any
+
+from vllm_ppd.vllm_plugins.config.options import LARGEST, DraftingOptions
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
 
@@ -13,6 +15,7 @@ class DraftingConfig(DraftingOptions):
     num_layers: int
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
     heads_summary: str = ""
+    v1_because: str | None = None  # what keeps it on runner V1
 
     @property
     def spec(self) -> MethodSpec:
@@ -42,6 +45,14 @@ class DraftingConfig(DraftingOptions):
         elif len(self.exit_layer or ()) > 1:
             path = spec.several_exits or path
         return path
+
+    def schedule_of_drafts(self) -> dict[str, Any]:
+        """How vLLM's scheduler varies the number of drafts on runner V2; V1 follows our own planner."""
+        if self.runner != "v2" or self.disable_by_batch_size is None:
+            return {}
+        limit, drafts = self.disable_by_batch_size, self.num_speculative_tokens
+        ranges = [(1, limit, drafts), (limit + 1, LARGEST, 0)]
+        return {"num_speculative_tokens_per_batch_size": ranges}
 
     @property
     def split(self) -> int:
@@ -80,6 +91,7 @@ class DraftingConfig(DraftingOptions):
             parts.append(f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel"))
         if self.eps_b is not None:
             parts.append(f"eps_b {self.eps_b:g}")
+        parts.append(f"runner {self.runner.upper()}" + (f" ({self.v1_because})" if self.v1_because else ""))
         soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"
         hard = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
         return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-offs: soft {soft}, hard {hard}"

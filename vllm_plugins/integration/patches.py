@@ -6,8 +6,10 @@
     EngineArgs.from_cli_args               carry those flags into speculative_config
     EngineArgs.create_speculative_config   turn our methods into vLLM's `custom_class`
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
+    VllmConfig.use_v2_model_runner         our choice of model runner, see runner_choice.py
+    VllmConfig._get_v2_model_runner_unsupported_features   runner V2 may draft with our methods
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
-    Scheduler.__init__                     no placeholder drafts beside a prompt's last token
+    Scheduler.__init__                     no placeholder drafts beside a prompt's last token (runner V1)
     AsyncLLM.generate                      the same before a streamed response begins, while its status can be 400
     OpenAIServingResponses._generate_with_builtin_tools   the same of /v1/responses, which asks the engine later
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
@@ -29,6 +31,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
+
+from vllm_ppd.vllm_plugins.integration import runner_choice
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -186,11 +190,17 @@ def _scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm_ppd.vllm_plugins.config.activation import active_config
 
         original(self, vllm_config, *args, **kwargs)
+        config = active_config(vllm_config)
+        if config is None:
+            return
+        ahead = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
+        logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
         # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
         # placeholder drafts, unless the number of drafts follows the batch size. The rejection sampler would draw for
         # them from the request's own generator, so that a seeded request could not repeat, and having no q(x) for them
         # it would take that of no request of the batch. Here the number is the same for every batch size.
-        if active_config(vllm_config) is not None and self.dynamic_sd_lookup is None:
+        # (Runner V2 marks placeholders itself, and its random numbers depend on seed and position alone.)
+        if config.runner == "v1" and self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 
     return __init__
@@ -257,6 +267,8 @@ PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils", "maybe_override_with_speculators", _maybe_override_with_speculators),
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
+    ("vllm.config:VllmConfig", "use_v2_model_runner", runner_choice.use_v2_model_runner),
+    ("vllm.config:VllmConfig", "_get_v2_model_runner_unsupported_features", runner_choice.unsupported_features),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
     ("vllm.v1.core.sched.scheduler:Scheduler", "__init__", _scheduler),
     ("vllm.v1.engine.async_llm:AsyncLLM", "generate", _checked_before_streaming),

@@ -25,11 +25,48 @@ def device_name() -> str:
     return str(current_platform.device_name)
 
 
+def asked_runner() -> str | None:
+    """The model runner that VLLM_USE_V2_MODEL_RUNNER names: v1, v2, or None where it is not set."""
+    from vllm import envs
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    return None if asked is None else "v2" if asked else "v1"
+
+
+def default_runner() -> str:
+    """The model runner that vLLM takes for a method that runs on both, v1 or v2; the CPU build keeps V1."""
+    return "v1" if is_cpu() or not has_triton() else "v2"
+
+
+def has_triton() -> bool:
+    """Whether vLLM can run its Triton kernels here, which its model runner V2 is made of."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def schedules_ahead() -> bool:
+    """Whether this vLLM schedules asynchronously with a speculator of ours: 0.32 does with a closed list of methods."""
+    from packaging.version import Version
+    from vllm.config import vllm as config
+
+    from vllm_ppd.vllm_plugins.integration.patches import vllm_version
+
+    return Version(vllm_version()).release >= (0, 33) or "custom_class" in get_args(config.NgramGPUTypes)
+
+
+def breakable_graphs() -> bool:
+    """Whether vLLM captures CUDA graphs that break at attention, which take no torch.compile."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+
+
 def older_ray_executor() -> bool:
     """Whether Ray is to run vLLM's older executor."""
     from vllm import envs
 
-    return not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND
+    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # 0.33 has one Ray executor
 
 
 def is_speculative_option(name: str) -> bool:

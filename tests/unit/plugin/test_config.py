@@ -74,7 +74,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
         "adaptive": False, "prompt_lookup_min": 4, "prompt_lookup_drafts": 7,
-        "schedule": "deferred", "step_costs": "measure",
+        "schedule": "deferred", "step_costs": "measure", "runner": "v1", "v1_because": None,
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
     assert config.num_lookahead_tokens == 6

@@ -26,7 +26,7 @@ from vllm_ppd.vllm_plugins.integration.v1.proposer import AcceptanceWatch, Propo
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-NOT_STEPS = {"adaptive", "step_costs", "heads_summary"}  # options that change nothing in a step
+NOT_STEPS = {"adaptive", "step_costs", "heads_summary", "runner"}  # options that change nothing in a step
 
 
 class WarmUpMixin:

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model runner drafts: vLLM's own choice where the method runs on both, and one clear line where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import VllmConfig
+
+from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins.config.checks import WORKER, WORKER_V2, check_scheduling, worker_of
+from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.config.runner import Runners
+from vllm_ppd.vllm_plugins.integration import platform
+
+register()
+GPU = Runners(None, "v2", True)
+CPU_BUILD = Runners(None, "v1", False)
+
+
+def chosen(options: dict[str, Any], runners: Runners = GPU, stages: int = 1) -> Any:
+    return resolve(parse_options(options), 12, None, stages, runners)
+
+
+def test_v2_where_vllm_takes_it() -> None:
+    config = chosen({"method": "cp"})
+    assert (config.runner, config.v1_because, worker_of(config)) == ("v2", None, WORKER_V2)
+    assert not config.adaptive  # how many drafts is vLLM's there
+    assert "runner V2" in config.summary()
+    for runners in (CPU_BUILD, Runners("v1", "v2", True)):
+        config = chosen({"method": "cp"}, runners)
+        assert (config.runner, config.adaptive, worker_of(config)) == ("v1", True, WORKER)
+
+
+@pytest.mark.parametrize(
+    ("options", "stages", "reason"),
+    [
+        ({"method": "ppd"}, 2, "pipeline parallelism"),
+        ({"method": "paradecode", "schedule": "parallel"}, 1, "schedule: parallel"),
+        ({"method": "dynamo", "verify": False}, 1, "verify: false"),
+        ({"method": "ppd", "exit_layer": [2, 4]}, 1, "several exit layers"),
+        ({"method": "cp", "prompt_lookup_min": 2}, 1, "prompt_lookup_min"),
+    ],
+)
+def test_v1_where_v2_cannot(options: dict[str, Any], stages: int, reason: str) -> None:
+    config = chosen(options, stages=stages)
+    assert (config.runner, config.v1_because) == ("v1", reason)
+    assert f"runner V1 ({reason})" in config.summary()
+    for said, runners in (("VLLM_USE_V2_MODEL_RUNNER=1", Runners("v2", "v2", True)), ("runner=v2", GPU)):
+        forced = {**options, "runner": "v2"} if said == "runner=v2" else options
+        with pytest.raises(OptionError, match=f"^{said} is not supported with {reason}"):
+            chosen(forced, runners, stages)
+
+
+def test_the_option_goes_before_the_environment() -> None:
+    assert chosen({"method": "cp", "runner": "v1"}, Runners("v2", "v2", True)).runner == "v1"
+    assert chosen({"method": "cp", "runner": "v2"}, Runners("v1", "v2", True)).runner == "v2"
+    with pytest.raises(OptionError, match=r"^runner=v2 needs Triton"):
+        chosen({"method": "cp", "runner": "v2"}, CPU_BUILD)
+
+
+@pytest.mark.parametrize("given", [{"adaptive": True}, {"step_costs": "measure"}])
+def test_options_that_are_v1s(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"speculative_config: {next(iter(given))}.* runner V2.*give runner v1"):
+        chosen({"method": "cp", **given})
+    assert chosen({"method": "cp", "runner": "v1", **given}).runner == "v1"
+
+
+def test_cut_off_is_vllms_schedule() -> None:
+    config = chosen({"method": "cp", "disable_by_batch_size": 8, "num_speculative_tokens": 4})
+    schedule = config.schedule_of_drafts()["num_speculative_tokens_per_batch_size"]
+    assert [entry[:1] + entry[2:] for entry in schedule] == [(1, 4), (9, 0)]
+    assert chosen({"method": "cp", "disable_by_batch_size": 8, "runner": "v1"}).schedule_of_drafts() == {}
+
+
+def test_what_a_runner_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: Any, **given: Any) -> str:
+        args = SimpleNamespace(**{"async_scheduling": None, "watermark_config": None, **given})
+        with pytest.raises(OptionError) as error:
+            check_scheduling(args, config)
+        return str(error.value)
+
+    on_v1, on_v2 = chosen({"method": "ppd", "exit_layer": [2, 4]}), chosen({"method": "cp"})
+    assert refused(on_v1, async_scheduling=True).startswith(
+        "--async-scheduling is not supported with runner V1 (several exit layers)"
+    )
+    monkeypatch.setattr(platform, "schedules_ahead", lambda: False)
+    assert "needs vLLM 0.33" in refused(on_v2, async_scheduling=True)
+    monkeypatch.setattr(platform, "schedules_ahead", lambda: True)
+    check_scheduling(SimpleNamespace(async_scheduling=True, watermark_config=None), on_v2)
+    assert "watermarking" in refused(on_v2, watermark_config={"type": "kgw"})
+    monkeypatch.setattr(platform, "breakable_graphs", lambda: True)
+    assert refused(on_v1).startswith("VLLM_USE_BREAKABLE_CUDAGRAPH=1")
+
+
+def test_vllm_asks_us(tiny_model: Callable[..., Path]) -> None:
+    """Wherever vLLM asks which runner it has, the answer is ours; where we are not, it is vLLM's."""
+    stock = VllmConfig()
+    assert stock.use_v2_model_runner is False  # this CPU build has no Triton backend
+    stock.speculative_config = SimpleNamespace(  # type: ignore[assignment]
+        method="custom_class", parallel_drafting=False, use_heterogeneous_vocab=False
+    )
+    assert any("custom_class" in feature for feature in stock._get_v2_model_runner_unsupported_features())
+    for runner in ("v1", "v2"):
+        config = chosen({"method": "cp", "runner": runner})
+        stock.additional_config = {CONFIG_KEY: config.model_dump(mode="json")}
+        assert stock.use_v2_model_runner is (runner == "v2")
+        assert not stock._get_v2_model_runner_unsupported_features()

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on runner V2, in Triton's interpreter: `PPD_TEST_V2=1 pytest tests/v2`, a process of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import interpreted
+import pytest
+from conftest import DEMO, start_engine
+
+if os.environ.get("PPD_TEST_V2") == "1":
+    interpreted.prepare()
+    interpreted.allow_asynchronous()
+else:
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.v2)
+
+
+@pytest.fixture(scope="session")
+def v2_engine() -> Callable[..., Any]:
+    """v2_engine(speculative_config, asynchronous, **settings) on the demo model; equal arguments, one engine."""
+    started: dict[str, Any] = {}
+
+    def get(options: dict[str, Any] | None = None, asynchronous: bool = False, **settings: Any) -> Any:
+        key = repr((options, asynchronous, sorted(settings.items())))
+        if key not in started:
+            interpreted.asynchronous = asynchronous
+            if options is not None:
+                options = {"runner": "v2", **options}
+            started[key] = start_engine(DEMO, options, **{"max_num_seqs": 4, "async_scheduling": None, **settings})
+        return started[key]
+
+    return get

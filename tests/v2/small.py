@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the V2 tests share: an engine's view that keeps cases small, and the demo model's heads."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from conftest import ROOT
+
+HEADS = ROOT / "benchmarks" / "demo" / "heads"
+
+
+def demo_heads(kind: str) -> str:
+    """The demo model's heads of a kind."""
+    return str(HEADS / kind)
+
+
+class Small:
+    """An engine that takes the first requests of a call alone, and fewer tokens of each: a step here is slow."""
+
+    def __init__(self, llm: Any, requests: int = 3, tokens: int = 16) -> None:
+        self._llm, self.requests, self.tokens = llm, requests, tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def generate(self, prompts: list[Any], params: Any, **settings: Any) -> Any:
+        every = params if isinstance(params, list) else [params] * len(prompts)
+        shorter = [copy(one) for one in every[: self.requests]]
+        for one in shorter:
+            one.max_tokens = min(one.max_tokens, self.tokens)
+        return self._llm.generate(prompts[: self.requests], shorter, **settings)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the V2 speculators promise beside the output: no wait for the device, masks, both ways of scheduling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import generate, greedy, prompts
+from conftest import runner_of
+from small import Small, demo_heads
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.engine
+
+METHODS = {"cp": {"method": "cp", "model": demo_heads("cp")}}
+# What makes the host wait for the device: values read as Python numbers, and results whose shape depends on values.
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2", "bincount"}
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations of a block, and those that wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        boolean = name.startswith("index") and any(
+            isinstance(part, torch.Tensor) and part.dtype == torch.bool
+            for part in (args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ())
+        )
+        self.seen["indexed by a mask" if boolean else name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def waits(self) -> list[str]:
+        return sorted(name for name in self.seen if name in WAITS or name == "indexed by a mask")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_proposing_never_waits_for_the_device(
+    v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool
+) -> None:
+    llm = v2_engine(METHODS[name])
+    speculator = runner_of(llm).speculator
+    stock, modes = speculator.propose, []
+
+    def propose(*args: Any, **kwargs: Any) -> Any:
+        with Waits() as mode:
+            modes.append(mode)
+            return stock(*args, **kwargs)
+
+    monkeypatch.setattr(speculator, "propose", propose)
+    settings = {"temperature": 0.8, "top_k": 20, "top_p": 0.9} if sampled else {}
+    generate(Small(llm, 2, 6), prompts(2), greedy(**settings))
+    assert modes and all(mode.seen for mode in modes)
+    assert {wait for mode in modes for wait in mode.waits} == set()
+
+
+def test_the_watch_sees_waits() -> None:
+    with Waits() as mode:
+        torch.ones(3)[torch.tensor([True, False, True])].sum().item()
+    assert mode.waits == ["_local_scalar_dense", "indexed by a mask"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_asynchronous_scheduling_gives_the_same(v2_engine: Callable[..., Any], name: str) -> None:
+    """Two batches in flight: the host schedules a step before it knows what the one before it said."""
+    requests, params = prompts(4), [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
+    expected = generate(v2_engine(), requests, params)
+    llm = v2_engine(METHODS[name], asynchronous=True)
+    core = llm.llm_engine.engine_core.engine_core
+    assert type(core.scheduler).__name__ == "AsyncScheduler" and core.batch_queue_size == 2
+    before = llm.counts.copy()
+    assert generate(llm, requests, params) == expected
+    assert (llm.counts - before)["accepted"] > 0
+
+
+def test_request_that_opts_out_accepts_nothing(v2_engine: Callable[..., Any]) -> None:
+    """Its drafts are verified, as vLLM schedules a number a batch, and all rejected."""
+    llm = v2_engine(METHODS["cp"])
+    accepted = []
+    for allowed in (True, False):
+        before = llm.counts.copy()
+        generate(Small(llm, 2, 24), prompts(2), greedy(extra_args={"ppd_draft": allowed}))
+        accepted.append((llm.counts - before)["accepted"])
+    assert accepted[0] > 0 == accepted[1]
+
+
+def test_seeded_requests_repeat(v2_engine: Callable[..., Any]) -> None:
+    """Whatever else was drawn in between, and however the batch is made up."""
+    llm = v2_engine(METHODS["cp"])
+    seeded, free = greedy(12, temperature=0.9, seed=7), greedy(12, temperature=0.9)
+    first = generate(llm, prompts(1), seeded)
+    generate(llm, prompts(2), free)
+    assert generate(llm, prompts(1) + prompts(2), [seeded, free, free])[0] == first[0]

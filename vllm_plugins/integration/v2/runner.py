@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner V2: a mixin over vLLM's own, whose speculator is ours.
+
+Overrides, each of which calls vLLM's:
+
+    __init__          init_speculator, a global of vLLM's module, is ours for that moment
+    load_model        verification rejects drafts that are not to be used
+    add_requests      options of a request that drafting reads
+    prepare_inputs    what the speculator decides from the schedule, before the target runs
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu import model_runner
+
+from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.integration.v2.speculator import Speculator
+
+
+class DraftingRunnerMixin:
+    """Mixed into vLLM's GPUModelRunner or CPUModelRunner (V2)."""
+
+    speculator: Speculator
+    rejection_sampler: Any
+    req_states: Any
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        config, stock = own_config(vllm_config, self), model_runner.init_speculator
+        assert config.spec.speculator is not None
+        model_runner.init_speculator = resolve_name(config.spec.speculator)
+        try:
+            super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        finally:
+            model_runner.init_speculator = stock
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.speculator.bind(self)
+        self.rejection_sampler = Verification(self.rejection_sampler, self.speculator)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for new in scheduler_output.scheduled_new_reqs:
+            self.speculator.add_request(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+        if scheduler_output.scheduled_new_reqs:
+            self.speculator.requests.apply()
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.speculator.begin_step(batch)
+        return batch
+
+
+class Verification:
+    """vLLM's rejection sampler, which rejects every draft that its request was not to be given."""
+
+    def __init__(self, sampler: Any, speculator: Speculator) -> None:
+        self._sampler, self._speculator = sampler, speculator
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> Any:
+        unusable = self._speculator.unusable(input_batch)
+        if invalid_drafts is not None:
+            unusable |= invalid_drafts
+        return self._sampler(logits, input_batch, draft_logits, unusable)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
