@@ -2,7 +2,8 @@
 """The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing in it is ever executed.
 
 The config names the target and what of it the heads depend on, so that a mismatch is refused before a model loads.
-Whoever takes a heads folder comes through here: the server, however it is named, and every command of `ppd`.
+Whoever takes a heads folder comes through here: the server, however it is named, and every command of `ppd`. Where a
+folder is wanted, a name on the Hub does as well (hub.py).
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.fingerprint import TargetFingerprint
+from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.weights import WEIGHTS_NAME, read_weights
+from vllm_ppd.heads.weights import WEIGHTS_NAME, check_header, read_weights
 
 __all__ = [
-    "CONFIG_NAME", "WEIGHTS_NAME", "HeadsError", "check_folder", "check_target", "kind_of", "load_config",
-    "load_early_heads", "load_tensors", "save_heads", "write_tensors", "write_text",
+    "CONFIG_NAME", "WEIGHTS_NAME", "HeadsError", "check_folder", "check_target", "described", "kind_of",
+    "load_config", "load_early_heads", "load_tensors", "save_heads", "write_tensors", "write_text",
 ]  # fmt: skip
 
 CONFIG_NAME = "config.json"
@@ -36,7 +38,8 @@ LONGEST_CONFIG = 1 << 20  # bytes
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """The kind of heads that a folder's config names, or None if it names none of ours."""
     try:
-        kind = read_json_object(Path(path) / CONFIG_NAME, LONGEST_CONFIG).get("speculators_model_type")
+        config = Path(folder_of(path, CONFIG_NAME)) / CONFIG_NAME
+        kind = read_json_object(config, LONGEST_CONFIG).get("speculators_model_type")
     except HeadsError:
         return None
     return kind if isinstance(kind, str) and kind in HEADS else None
@@ -53,6 +56,7 @@ def load_config(folder: str | os.PathLike[str], kind: str | None = None) -> Head
         HeadsError: if the folder or the file is missing or of another sort, is not a JSON object, is of another kind,
             or lacks or mistypes a field.
     """
+    folder = folder_of(folder, CONFIG_NAME)
     check_is_folder(folder)
     path = Path(folder) / CONFIG_NAME
     data = read_json_object(path, LONGEST_CONFIG)
@@ -70,11 +74,32 @@ def check_folder(folder: str | os.PathLike[str], kind: str | None = None) -> Hea
     """Check all of a heads folder: its configuration, and every number of its weights.
 
     Raises:
-        HeadsError: as load_config and weights.read_weights.
+        HeadsError: as load_tensors.
     """
-    config = load_config(folder, kind)
-    read_weights(config, folder)
-    return config
+    return load_tensors(folder, kind)[0]
+
+
+def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConfig, bool]:
+    """Heads as far as they can be told without fetching weights.
+
+    Args:
+        name: a folder, or a name on the Hub.
+        files: further files that are wanted, where the heads have them.
+
+    Returns:
+        The folder with the configuration and these files; the configuration; whether the numbers of the weights were
+        checked, or, of heads on the Hub whose weights are not in its cache, names, shapes and dtypes alone.
+
+    Raises:
+        HeadsError: as check_folder.
+    """
+    name = pinned(name, CONFIG_NAME)
+    folder = folder_of(name, CONFIG_NAME, also=files)
+    if hub_name(name) is None or cached(name, WEIGHTS_NAME) is not None:
+        return folder, check_folder(folder), True
+    config = load_config(folder)
+    check_header(config, remote_tensors(name, WEIGHTS_NAME), Path(folder) / WEIGHTS_NAME)
+    return folder, config, False
 
 
 def check_target(
@@ -111,10 +136,11 @@ def load_tensors(
     """Load a checked heads folder: its configuration and its tensors by name.
 
     Raises:
-        HeadsError: as check_folder.
+        HeadsError: as load_config and weights.read_weights.
     """
-    config = load_config(folder, kind)
-    return config, read_weights(config, folder)
+    name = pinned(folder, CONFIG_NAME)
+    config = load_config(name, kind)
+    return config, read_weights(config, folder_of(name, CONFIG_NAME, WEIGHTS_NAME))
 
 
 def load_early_heads(folder: str | os.PathLike[str]) -> tuple[EarlyConfig, EarlyHeads]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +37,8 @@ def read_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[st
     _check_file(path)
     try:
         with safe_open(path, framework="pt") as file:
-            _check_header(config, {name: file.get_slice(name) for name in file.keys()}, path)  # noqa: SIM118
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            check_header(config, {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}, path)
             tensors = {name: file.get_tensor(name) for name in config.shapes()}
     except (SafetensorError, OSError) as error:
         problem = shortened(str(error), LONGEST_VALUE)
@@ -94,13 +94,23 @@ def _check_file(path: Path) -> None:
         raise HeadsError(f"{named(path)} is truncated or not safetensors; copy or write the heads again")
 
 
-def _check_header(config: HeadsConfig, slices: dict[str, Any], path: Path) -> None:
+def check_header(config: HeadsConfig, header: dict[str, tuple[list[int], str]], path: Path) -> None:
+    """Compare what a file of weights says of its tensors with the configuration.
+
+    Args:
+        config: of the heads.
+        header: shape and safetensors' dtype of each tensor.
+        path: of the file, for the message.
+
+    Raises:
+        HeadsError: on the first tensor that lacks, or has another shape or dtype.
+    """
     for name, expected in config.shapes().items():
-        if name not in slices:
+        if name not in header:
             raise HeadsError(f"{named(path)} has no tensor {quoted(name)}; write the heads again")
-        shape, dtype = list(slices[name].get_shape()), slices[name].get_dtype()
-        if shape != expected:
-            raise HeadsError(f"{named(path)}: tensor {quoted(name)} has shape {shape}, expected {expected}")
+        shape, dtype = header[name]
+        if list(shape) != expected:
+            raise HeadsError(f"{named(path)}: tensor {quoted(name)} has shape {list(shape)}, expected {expected}")
         wanted = ("int32", "int64") if is_count(name) else (config.dtype,)
         found = DTYPES.get(dtype, dtype.lower())
         if found not in wanted:

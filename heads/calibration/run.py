@@ -14,10 +14,12 @@ import torch
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.own_folder import own_folder
 from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
+from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
@@ -167,9 +169,10 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     Raises:
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
+    options = options.model_copy(update={"heads": own_folder(options.heads, options.out)})
     calibration = Calibration(options)
     path = Path(options.heads) / NAME
-    essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
+    essence = options.model_dump(mode="json", exclude={"out", "recommend", "device", "batch"})
     stamp = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
     result = continued(path, {"options": essence, "heads_stamp": stamp, "parts": {}, "digests": {}})
     for name, part in HEADS[calibration.config.kind].parts.items():
@@ -188,6 +191,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
         _write_config(options.heads, calibration.config, calibration.tensors, chosen)
         result["heads_stamp"] = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
         write_text(path, json.dumps(result, indent=1) + "\n")
+    write_card(options.heads, result)
     return result
 
 

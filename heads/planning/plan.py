@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.recommend import Setting, settings
+from vllm_ppd.heads.calibration.stored import NAME as CALIBRATION
 from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
-from vllm_ppd.heads.io import HeadsError, check_folder
+from vllm_ppd.heads.io import HeadsError, described
 from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
@@ -53,12 +54,13 @@ def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
     """
     ways: list[Way] = []
     targets, lacking = [], []
-    for folder in options.heads:
-        config, result = check_folder(folder), calibration_of(folder)
+    for name in options.heads:
+        folder, config, _ = described(name, CALIBRATION)
+        result = calibration_of(folder)
         targets.append(options.model or find_target(config.verifier, folder))
         if targets[-1] != targets[0]:
             raise HeadsError(
-                f"{quoted(folder)} has heads for {quoted(targets[-1])}, the others for {quoted(targets[0])}; plan one "
+                f"{quoted(name)} has heads for {quoted(targets[-1])}, the others for {quoted(targets[0])}; plan one "
                 "target, or name it with --target"
             )
         parts = result["parts"]
@@ -67,8 +69,8 @@ def all_ways(options: PlanOptions) -> tuple[str, list[Way]]:
                 size = config.target.hidden_size**2 / weights_of(targets[0]).layer[0]
                 parts = parts | {"timing": parts["timing"] | {"transform_in_layers": size}}
             except HeadsError:
-                lacking.append(folder)
-        ways += _ways(folder, config, parts, targets[0], options)
+                lacking.append(name)
+        ways += _ways(name, config, parts, targets[0], options)
     if not ways:
         raise HeadsError(f"no setting of {', '.join(options.heads)} can be planned for; see --stages and --candidates")
     for folder in lacking:

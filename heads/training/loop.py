@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.io import CONFIG_NAME, save_heads, write_text
 from vllm_ppd.heads.target_path import stored_name
@@ -85,6 +86,7 @@ def train(options: TrainingOptions) -> dict[str, Any]:
         save_heads(out, config, recipe.tensors())
         facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), **facts)
         write_text(out / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_card(out)
         shutil.rmtree(work)
     processes.wait()
     return facts

@@ -62,6 +62,10 @@ class TrainingOptions(BaseModel):
     seed: int = Field(0, description="seed of the initial heads and of the order of the data")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    license: str = Field(
+        "other", pattern=r"^[a-z0-9.-]+$", max_length=64,
+        description="licence of the heads for their model card, as the Hub names it, such as apache-2.0",
+    )  # fmt: skip
 
     @field_validator("betas", "states_layers", mode="before")
     @classmethod
@@ -77,7 +81,8 @@ class TrainingOptions(BaseModel):
 
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
-        free = {"out", "save_every", "device", "evaluation_tokens", "states_cache", "states_cache_gb", "states_layers"}
+        free = {"out", "save_every", "device", "evaluation_tokens", "license"}
+        free |= {"states_cache", "states_cache_gb", "states_layers"}
         # The windows of later epochs lie elsewhere without a cache.
         cached = {"states_cache": self.states_cache is not None}
         return {"kind": self.kind} | self.model_dump(mode="json", exclude=free) | cached

@@ -67,7 +67,11 @@ class Provenance(BaseModel):
     command: str
     time: str = Field(max_length=80)
     tokens: int | None = Field(None, ge=0, le=1 << 62)
+    steps: int | None = Field(None, ge=0, le=1 << 62)
+    documents_in_data: int | None = Field(None, ge=0, le=1 << 62)
     seconds: float | None = Field(None, ge=0, le=1e12)
+    held_out_before: dict[str, Any] = Field(default_factory=dict)
+    held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
 
 

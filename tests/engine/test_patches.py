@@ -19,6 +19,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from conftest import ROOT, runner_of
+from huggingface_hub.errors import LocalEntryNotFoundError
 from vllm import EngineArgs
 from vllm.config import VllmConfig
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -98,6 +99,16 @@ def test_patch_served_heads() -> None:
     called = inspect.getsource(EngineArgs.create_engine_config)
     assert "vllm_speculative_config=self.speculative_config" in called, "heads are found some other way"
     assert "(self.model, self.tokenizer, self.speculative_config) =" in called, "it returns something else"
+
+
+def test_patch_names_of_heads_offline() -> None:
+    from vllm.engine import arg_utils
+
+    assert parameters(getattr(arg_utils.get_model_path, patches._MARK)) == ["model", "revision"]
+    assert arg_utils.get_model_path("acme/heads@v2", None) == "acme/heads@v2"
+    assert "self.model = get_model_path(self.model, self.revision)" in inspect.getsource(EngineArgs.__post_init__)
+    with pytest.raises(LocalEntryNotFoundError):
+        arg_utils.get_model_path("acme/model", None)
 
 
 def test_patch_lookahead() -> None:

@@ -15,10 +15,10 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "calibrate", help="measure heads and recommend a setting",
         description="Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
-        # argparse would put DIR last, where it would be one more FILE.
-        usage="ppd calibrate DIR --data FILE [FILE ...] [options]",
+        # argparse would put HEADS last, where it would be one more FILE.
+        usage="ppd calibrate HEADS --data FILE [FILE ...] [options]",
     )  # fmt: skip
-    parser.add_argument("folder", metavar="DIR", help="heads folder")
+    parser.add_argument("folder", metavar="HEADS", help="heads folder, or ORGANISATION/NAME[@REVISION] on the Hub")
     add_fields(parser, CalibrationOptions, leave_out=frozenset({"heads"}), also={"model": "--target"})
     parser.set_defaults(run=run)
 
@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
     args.heads = args.folder
     options = options_from(CalibrationOptions, args)
     print(report(calibrate(options)))
-    print(f"\nwrote {options.heads}/{NAME}")
+    print(f"\nwrote {options.out or options.heads}/{NAME}")
     return 0

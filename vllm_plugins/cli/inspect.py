@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd inspect DIR`: what heads these are, for which target, and whether they will load."""
+"""`ppd inspect HEADS`: what heads these are, for which target, and whether they will load."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+UNREAD = "; the numbers of the weights are read when they are fetched (`hf download`)"
+
 
 def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("inspect", help="describe a heads folder and check it")
-    parser.add_argument("folder", metavar="DIR", help="heads folder")
+    parser = subparsers.add_parser("inspect", help="describe heads and check them")
+    parser.add_argument("folder", metavar="HEADS", help="heads folder, or ORGANISATION/NAME[@REVISION] on the Hub")
     parser.add_argument(
         "--target", "--model", dest="target", metavar="DIR",
         help="target to check against (default: the one that the heads name)",
@@ -22,11 +24,13 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
-    from vllm_ppd.heads.io import WEIGHTS_NAME, HeadsError, check_folder
+    from vllm_ppd.heads.calibration.stored import NAME as CALIBRATION
+    from vllm_ppd.heads.io import WEIGHTS_NAME, HeadsError, described
     from vllm_ppd.heads.target_path import find_target
+    from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
 
-    config = check_folder(args.folder)
-    target = args.target or find_target(config.verifier, args.folder)
+    folder, config, whole = described(args.folder, PROVENANCE, CALIBRATION)
+    target = args.target or find_target(config.verifier, folder)
     lines: dict[str, Any] = {"kind": f"{config.kind} ({config.architecture})", "target": config.verifier}
     if args.target is None and target != config.verifier:
         lines["target found at"] = target
@@ -38,16 +42,16 @@ def run(args: argparse.Namespace) -> int:
         if name in type(config).model_fields and name not in ("fingerprint", "target", "layer_tensors")
     }
     lines["num_speculative_tokens"] = config.num_speculative_tokens
-    weights, shapes = Path(args.folder) / WEIGHTS_NAME, config.shapes().values()
-    lines["weights"] = (
-        f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors, {weights.stat().st_size / 1e6:.2f} MB"
+    shapes = config.shapes().values()
+    lines["weights"] = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors" + (
+        f", {(Path(folder) / WEIGHTS_NAME).stat().st_size / 1e6:.2f} MB" if whole else ", not fetched"
     )
-    lines |= _provenance(args.folder) | _calibration(args.folder)
+    lines |= _provenance(folder) | _calibration(folder)
     width = max(map(len, lines))
     for name, value in lines.items():
         print(f"{name:<{width}}  {value}")
     try:
-        print(f"will load: {_check(config, args.folder, target)}")
+        print(f"will load: {_check(config, folder, target)}{'' if whole else UNREAD}")
     except HeadsError as error:
         print("will load: no")
         raise error

@@ -17,7 +17,9 @@ def add(subparsers: Any) -> None:
         description="Predict speed-up and compute of every calibrated setting of some heads, on this machine or "
         "another, and say from which batch size on to stop drafting.",
     )  # fmt: skip
-    parser.add_argument("folders", metavar="DIR", nargs="+", help="heads folder with a calibration")
+    parser.add_argument(
+        "folders", metavar="HEADS", nargs="+", help="heads with a calibration: folders, or names on the Hub"
+    )
     add_fields(parser, PlanOptions, leave_out=frozenset({"heads"}), also={"model": "--target"})
     parser.set_defaults(run=run)
 

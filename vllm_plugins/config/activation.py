@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
+from vllm_ppd.heads import hub
 from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.vllm_plugins.config import checks
@@ -84,6 +85,11 @@ def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draft
     Raises:
         OptionError, HeadsError: on bad input, before any model loads.
     """
+    with hub.token(engine_args.hf_token):
+        return _activate(engine_args, model_config, parallel_config)
+
+
+def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
     asked = _asked(engine_args)
     if not asked:
         return None

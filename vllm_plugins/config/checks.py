@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
-from vllm_ppd.heads.io import check_target, kind_of, load_config
+from vllm_ppd.heads.hub import pinned
+from vllm_ppd.heads.io import CONFIG_NAME, check_folder, check_target, kind_of, load_config
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.target_check import check_layers
-from vllm_ppd.heads.weights import read_weights
 from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
@@ -49,7 +49,7 @@ def resolve_options(
     if given.get("method") is None and given.get("model") in METHODS:
         given["method"] = given.pop("model")  # `--speculative-model ppd` names the method, not a folder
     if isinstance(given.get("model"), str):
-        given["model"] = os.path.expanduser(given["model"])
+        given["model"] = pinned(os.path.expanduser(given["model"]), CONFIG_NAME)
     kind = kind_of(given["model"]) if isinstance(given.get("model"), str) else None
     if given.get("method") is None and kind is not None:
         given["method"] = METHOD_OF_HEADS[kind]
@@ -159,7 +159,7 @@ def _check_heads(options: DraftingOptions, method: MethodSpec, model_config: Mod
         fingerprint=_target_fingerprint(model_config),
     )
     check_layers(heads, folder, text_config)
-    read_weights(heads, folder)
+    check_folder(folder)
     return heads
 
 

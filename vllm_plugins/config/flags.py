@@ -43,7 +43,8 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--speculative-model",
         dest="spec_model",
         default=argparse.SUPPRESS,
-        help=f"a drafting method ({', '.join(METHODS)}), a heads folder, or any draft model vLLM knows",
+        help=f"a drafting method ({', '.join(METHODS)}), heads (a folder, or ORGANISATION/NAME[@REVISION] on the "
+        "Hub), or any draft model vLLM knows",
     )
     method = parser._option_string_actions.get("--spec-method")
     if method is not None and method.choices is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the name of a speculative model stands for: a method of ours, a heads folder, or something of vLLM's own."""
+"""What the name of a speculative model stands for: a method of ours, heads (a folder, or on the Hub), or vLLM's own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from vllm_ppd.heads.errors import MissingFile
+from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import read_json_object, reason
+from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.registry import HEADS
@@ -79,12 +80,36 @@ def _names_ours(model: str) -> bool:
             f"speculative model folder {quoted(model)} does not exist; give a heads folder or a method name"
         )
     dotted = "." in model and all(part.isidentifier() for part in model.split("."))  # a class of the user's own
-    if model in VLLMS or dotted or "://" in model or model.endswith(".gguf") or _is_repository(model):
+    if model in VLLMS or dotted or "://" in model or model.endswith(".gguf"):
         return False
+    if _is_repository(model):
+        return _is_on_hub(model)
     raise OptionError(
-        f"speculative model {quoted(model)} is neither a method ({_methods()}) nor a heads folder; for a draft model "
-        "of the Hub give ORGANISATION/NAME, or its method, too"
+        f"speculative model {quoted(model)} is neither a method ({_methods()}) nor a heads folder; for heads or a "
+        "draft model of the Hub give ORGANISATION/NAME, or its method, too"
     )
+
+
+def _is_on_hub(model: str) -> bool:
+    """Whether a name on the Hub is that of heads.
+
+    Raises:
+        HeadsError: if the Hub does not have it, or cannot be asked.
+        OptionError: if a revision is given of what is vLLM's.
+    """
+    found = hub_name(model)
+    if found is None or platform.uses_modelscope():
+        return False
+    try:
+        ours = is_heads_folder(folder_of(model, CONFIG_NAME))
+    except MissingFile:
+        return False
+    if not ours and found.revision is not None:
+        raise OptionError(
+            f"speculative model {quoted(model)} holds no heads; give the revision of a draft model as revision in "
+            "--speculative-config"
+        )
+    return ours
 
 
 def is_heads_folder(folder: str) -> bool:
@@ -111,18 +136,28 @@ def _has_our_tensors(folder: str) -> bool:
     return any(TENSORS.match(name) for name in tensor_names(folder))
 
 
-def served_heads(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]] | None:
-    """What `vllm serve HEADS` means: the target, and the speculative_config; None for a folder that holds no heads.
+def served_heads(
+    model: Any, given: dict[str, Any] | None, revision: str | None = None
+) -> tuple[str, dict[str, Any]] | None:
+    """What `vllm serve HEADS` means: the target, and the speculative_config; None for what holds no heads.
 
     Args:
         model: what is to be served.
         given: the user's own speculative_config.
+        revision: what --revision has.
 
     Raises:
         OptionError, HeadsError: if the heads are damaged, if their target is not found, or if another method is given.
     """
     if not isinstance(model, str):
         return None
+    if served_from_hub(model):
+        if revision is not None:
+            raise OptionError(
+                f"{quoted(model)} are heads, and --revision is the target's; name theirs as ORGANISATION/NAME@REVISION "
+                "and serve TARGET with --speculative-model"
+            )
+        return _served(pinned(model, CONFIG_NAME), given)
     try:
         os.stat(model)
     except OSError as error:
@@ -133,6 +168,28 @@ def served_heads(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[st
         return None
     if not os.path.isdir(model) or not is_heads_folder(model):
         return None
+    return _served(model, given)
+
+
+def served_from_hub(model: str) -> bool:
+    """Whether a model to serve is the name of heads on the Hub.
+
+    A name with a revision is: vLLM has none. Of any other the Hub is asked only if its cache does not tell, and nothing
+    is said where it does not answer: that is for vLLM to say, which asks next.
+    """
+    found = hub_name(model)
+    if found is None or platform.uses_modelscope():
+        return False
+    if found.revision is not None:
+        return True
+    try:
+        config = cached(model, CONFIG_NAME) or os.path.join(folder_of(model, CONFIG_NAME), CONFIG_NAME)
+        return is_heads_folder(os.path.dirname(config))
+    except HeadsError:
+        return False
+
+
+def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:
     config = check_folder(model)
     asked = {key.replace("-", "_"): value for key, value in (given or {}).items()}
     method = asked.get("method") or config.kind
@@ -146,7 +203,8 @@ def served_heads(model: Any, given: dict[str, Any] | None) -> tuple[str, dict[st
         raise OptionError(
             f"{quoted(model)} are heads, and speculative_config has another model; serve the target, or leave one out"
         )
-    target, another = find_target(config.verifier, model), "vllm serve TARGET --speculative-model HEADS"
+    folder, another = folder_of(model, CONFIG_NAME), "vllm serve TARGET --speculative-model HEADS"
+    target = find_target(config.verifier, folder)
     check_found(target, model, f"name it: {another}")
     logger.info("vllm-ppd: serving %s, the target of the heads in %s; for another: %s", target, model, another)
     return target, {**asked, "method": method, "model": model}

@@ -44,8 +44,8 @@ class DraftingOptions(BaseModel):
     )
     model: str | None = Field(
         None,
-        description="heads folder; early drafting does without: the exit is then read through the target's own final "
-        "norm and LM head",
+        description="heads folder, or heads on the Hub (ORGANISATION/NAME[@REVISION]); early drafting does without: "
+        "the exit is then read through the target's own final norm and LM head",
     )
     num_speculative_tokens: int = Field(
         3,

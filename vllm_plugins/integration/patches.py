@@ -14,6 +14,7 @@
     OpenAIServingResponses._generate_with_builtin_tools   the same of /v1/responses, which asks the engine later
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     maybe_override_with_speculators        `vllm serve HEADS` finds the target by itself
+    get_model_path                         `vllm serve ORGANISATION/HEADS@REVISION` offline
 
 Each wrapper calls what it replaced and adds to it only where our own configuration is present. The worker and the
 runner are subclasses (worker.py, runner.py), named by vLLM's own `worker_cls`.
@@ -119,17 +120,32 @@ def _maybe_override_with_speculators(original: Callable[..., Any]) -> Callable[.
     def maybe_override_with_speculators(
         model: Any, tokenizer: Any, *args: Any, vllm_speculative_config: Any = None, **kwargs: Any
     ) -> Any:
+        from vllm_ppd.heads.hub import token
         from vllm_ppd.vllm_plugins.config.activation import refusals_in_one_line
         from vllm_ppd.vllm_plugins.config.naming import served_heads
 
-        with refusals_in_one_line():
-            served = served_heads(model, vllm_speculative_config)
+        with refusals_in_one_line(), token(kwargs.get("hf_token")):
+            served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
         if served is None:
             return original(model, tokenizer, *args, vllm_speculative_config=vllm_speculative_config, **kwargs)
         target, speculative_config = served
         return target, tokenizer or target, speculative_config
 
     return maybe_override_with_speculators
+
+
+def _get_model_path(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_model_path(model: Any, *args: Any, **kwargs: Any) -> Any:
+        # ORGANISATION/NAME@REVISION names heads, which are found later; vLLM would refuse it here, offline.
+        if "@" in str(model):
+            from vllm_ppd.heads.hub import hub_name
+
+            if hub_name(str(model)) is not None:
+                return model
+        return original(model, *args, **kwargs)
+
+    return get_model_path
 
 
 def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,6 +281,7 @@ PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "add_cli_args", _add_cli_args),
     ("vllm.engine.arg_utils:EngineArgs", "from_cli_args", _from_cli_args),
     ("vllm.engine.arg_utils", "maybe_override_with_speculators", _maybe_override_with_speculators),
+    ("vllm.engine.arg_utils", "get_model_path", _get_model_path),
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.config:VllmConfig", "use_v2_model_runner", runner_choice.use_v2_model_runner),

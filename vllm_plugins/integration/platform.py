@@ -69,6 +69,13 @@ def older_ray_executor() -> bool:
     return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # 0.33 has one Ray executor
 
 
+def uses_modelscope() -> bool:
+    """Whether vLLM takes names of models to be ModelScope's rather than the Hub's."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_MODELSCOPE)
+
+
 def is_speculative_option(name: str) -> bool:
     """Whether vLLM's own speculative methods have an option of this name."""
     from vllm.config import SpeculativeConfig

@@ -81,7 +81,7 @@ def test_heads_learn(train: Train, kind: str, family: str) -> None:
     assert after < before
     assert kind_of(folder) == kind
     check_folder(folder, kind)
-    files = ["config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
+    files = ["README.md", "config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
     assert sorted(p.name for p in folder.iterdir()) == files
 
 

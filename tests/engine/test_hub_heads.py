@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose target and heads are names on a Hub of the loopback interface."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cases import CASES
+from conftest import drafter_of, start_engine
+from hub import running_hub, use
+
+pytestmark = pytest.mark.engine
+
+
+def test_heads_and_target_by_name(
+    tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], engine: Callable[..., object],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`vllm serve acme/heads@v1`: the revision of the heads, the target that they name, drafts, and vLLM's output."""
+    expected = CASES["batch_16"](engine())
+    heads = shutil.copytree(fitted_heads("cp"), tmp_path / "heads")
+    config = json.loads((heads / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "acme/target"
+    (heads / "config.json").write_text(json.dumps(config))
+    with running_hub() as hub:
+        use(hub, tmp_path, monkeypatch)
+        hub.add("acme/target", tiny_model())
+        hub.add("acme/heads", heads, "v1")
+        llm = start_engine("acme/heads@v1", None)  # type: ignore[arg-type]
+        assert drafter_of(llm).config.model == f"acme/heads@{hub.commit('acme/heads', 'v1')}"
+        assert llm.llm_engine.vllm_config.model_config.model == "acme/target"
+        assert CASES["batch_16"](llm) == expected
+        assert llm.counts["accepted"] > 0
