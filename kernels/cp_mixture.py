@@ -49,10 +49,20 @@ def chain_log_likelihood(
     log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
 ) -> torch.Tensor:
     """log P(x_s | x_1..x_{s-1}), the terms that sum up to eq. 9: [rows, n]."""
+    return conditional_log_probs(log_weights, log_factors.unsqueeze(-1)).squeeze(-1)
+
+
+def conditional_log_probs(
+    log_weights: torch.Tensor,  # [rows, r]
+    log_factors: torch.Tensor,  # [rows, n, r, k], at k tokens of each position, the observed one first
+    known: torch.Tensor | None = None,  # [rows, n] bool: where the observed token is one of the vocabulary (None: all)
+) -> torch.Tensor:
+    """log P(x | x_1..x_{s-1}) of each of the k tokens [rows, n, k]; an observed one not known moves no weights."""
     terms = []
-    for factor in log_factors.unbind(dim=1):
-        terms.append(joint_log_likelihood(log_weights, factor.unsqueeze(1)))
-        log_weights = posterior(log_weights, factor)
+    for position, factor in enumerate(log_factors.unbind(dim=1)):
+        terms.append(torch.logsumexp(at_least_float32(log_weights)[..., None] + at_least_float32(factor), dim=1))
+        seen = factor[..., 0] if known is None else factor[..., 0].where(known[:, position, None], 0.0)
+        log_weights = posterior(log_weights, seen)
     return torch.stack(terms, dim=1)
 
 
@@ -92,9 +102,9 @@ def balance_loss(
 
 @torch.no_grad()
 def draft_chain(
-    log_weights: torch.Tensor,  # [rows, r], before position 1
-    logits: torch.Tensor,  # [rows, n, r, vocab], W_a^(s) e of positions 1 to n
-    first_token: torch.Tensor,  # [rows] int64, position 1; -1 where the logits do not cover it
+    log_weights: torch.Tensor,  # [rows, r], before the first position
+    logits: torch.Tensor,  # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
+    first_token: torch.Tensor | None,  # [rows] int64, position 1; -1 where the logits do not cover it
     sampling: Sampling | None = None,  # of each row
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,40 +114,75 @@ def draft_chain(
     do: an expert that gives a token less than float32 can hold adds nothing to a sum that another one leads.
 
     Args:
-        log_weights: the experts' weights given the context alone.
+        log_weights: the experts' weights given the context alone, or the first token too where that is None.
         logits: before eq. 6's softmax, in any floating-point type.
-        first_token: what the target sampled; -1 says nothing about the experts.
+        first_token: what the target sampled; -1 says nothing about the experts. None: every position is drafted.
         sampling: rows at a temperature from 1e-5 on sample in proportion to mixture^(1/temperature), cut to their top-k
             and top-p; the others take the arg-max (None: all).
         generator: where the samples come from, on the device of logits.
 
     Returns:
-        (token ids [rows, n - 1] int64, the probabilities they were drawn with [rows, n - 1, vocab]; the mixture's own
+        (token ids [rows, drafts] int64, the probabilities they were drawn with [rows, drafts, vocab]; the mixture's own
         where the arg-max was taken).
     """
     # Few calls: after a pass over the model's weights each one's own code comes from memory again.
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token.clamp(min=0))
-    seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
-    # Relative to the best, or what all experts rule out would round their weights.
-    weights = torch.softmax(at_least_float32(log_weights) + seen.sub_(seen.amax(dim=-1, keepdim=True)), dim=-1)
-    every = torch.softmax(logits[:, 1:], dim=-1, dtype=dtype)
+    log_weights = at_least_float32(log_weights)
+    if first_token is not None:
+        seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token.clamp(min=0))
+        seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
+        # Relative to the best, or what all experts rule out would round their weights.
+        log_weights = log_weights + seen.sub_(seen.amax(dim=-1, keepdim=True))
+        logits = logits[:, 1:]
+    weights = torch.softmax(log_weights, dim=-1)
+    every = torch.softmax(logits, dim=-1, dtype=dtype)
     tokens, distributions = [], []
     for left, factors in zip(reversed(range(every.shape[1])), every.unbind(dim=1), strict=True):
-        probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
-        token = probs.argmax(dim=-1)
-        if sampling is not None:
-            # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
-            probs = (probs / probs.amax(dim=-1, keepdim=True)).pow(1 / divisor(sampling.temperature).to(probs.dtype))
-            probs = truncated(probs / probs.sum(dim=-1, keepdim=True), sampling)
-            token = torch.where(is_greedy(sampling.temperature), token, draw(probs, generator))
+        token, probs = _drawn(weights, factors, sampling, generator)
         tokens.append(token)
         distributions.append(probs)
         if left:
-            # Some expert gives it a probability, or it would not have been taken: the sum is above 0.
-            weights = weights * _of_token(factors, token)
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights = _moved(weights, factors, token)
     return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)
+
+
+@torch.no_grad()
+def draft_next(
+    log_weights: torch.Tensor,  # [rows, r], after the tokens so far
+    logits: torch.Tensor,  # [rows, r, vocab], of the next position
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One position of draft_chain, for logits that depend on the draft before.
+
+    Returns:
+        (token ids [rows] int64, the probabilities they were drawn with [rows, vocab], the log weights after them
+        [rows, r]).
+    """
+    weights = torch.softmax(at_least_float32(log_weights), dim=-1)
+    factors = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    token, probs = _drawn(weights, factors, sampling, generator)
+    return token, probs, _moved(weights, factors, token).log()
+
+
+def _drawn(
+    weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token [rows] of the mixture of factors [rows, r, vocab], and what it was drawn from [rows, vocab]."""
+    probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
+    token = probs.argmax(dim=-1)
+    if sampling is not None:
+        # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
+        probs = (probs / probs.amax(dim=-1, keepdim=True)).pow(1 / divisor(sampling.temperature).to(probs.dtype))
+        probs = truncated(probs / probs.sum(dim=-1, keepdim=True), sampling)
+        token = torch.where(is_greedy(sampling.temperature), token, draw(probs, generator))
+    return token, probs
+
+
+def _moved(weights: torch.Tensor, factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """The posterior in probability space; some expert gives a drawn token a probability: the sum is above 0."""
+    weights = weights * _of_token(factors, token)
+    return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -59,11 +59,12 @@ def _mix(
     log_weights: tl.tensor,  # [rows, r] float32
     temperature: tl.tensor,  # [rows] float32
     seeds: tl.tensor,  # [n] int64
-    probs: tl.tensor,  # [rows, n - 1, vocab] float32
+    probs: tl.tensor,  # [rows, drafts, vocab] float32
     best: tl.tensor,  # [rows, parts] int64 keys of the mixture
     race: tl.tensor,  # [rows, parts] int64 keys of the race
     position: tl.tensor,
     positions: tl.tensor,
+    drafts: tl.tensor,  # the last ones of the positions
     rank: tl.tensor,
     vocab: tl.tensor,
     step: tl.tensor,
@@ -80,7 +81,8 @@ def _mix(
         values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
         mixture += weight * tl.exp(values - tl.load(logsumexp + line))
-    tl.store(probs + (row * (positions - 1) + position - 1) * vocab + column, mixture, mask=inside)
+    draft = row * drafts + position - positions + drafts
+    tl.store(probs + draft * vocab + column, mixture, mask=inside)
     at = row * tl.num_programs(1) + tl.program_id(1)
     keys = tl.where(inside, pack(mixture, column), NOTHING)
     tl.store(best + at, tl.max(keys, axis=0))
@@ -102,10 +104,11 @@ def _advance(
     best: tl.tensor,
     race: tl.tensor,
     first_token: tl.tensor,
-    tokens: tl.tensor,  # [rows, n - 1] int64
-    peaks: tl.tensor,  # [rows, n - 1] float32
+    tokens: tl.tensor,  # [rows, drafts] int64
+    peaks: tl.tensor,  # [rows, drafts] float32
     position: tl.tensor,
     positions: tl.tensor,
+    drafts: tl.tensor,
     rank: tl.tensor,
     step: tl.tensor,
     parts: tl.tensor,
@@ -122,9 +125,10 @@ def _advance(
         part = tl.arange(0, PARTS)
         keys = tl.load(race + row * parts + part, mask=part < parts, other=NOTHING)
         token = columns_of(tl.max(keys, axis=0))
-        tl.store(tokens + row * (positions - 1) + position - 1, token)
+        draft = row * drafts + position - positions + drafts
+        tl.store(tokens + draft, token)
         keys = tl.load(best + row * parts + part, mask=part < parts, other=NOTHING)
-        tl.store(peaks + row * (positions - 1) + position - 1, values_of(tl.max(keys, axis=0)))
+        tl.store(peaks + draft, values_of(tl.max(keys, axis=0)))
     line = (row * positions + position) * rank + expert
     known = tl.where(token < 0, 0, token)
     value = tl.load(logits + line * step + known, mask=real, other=0.0).to(tl.float32)
@@ -143,7 +147,7 @@ def _advance(
 def _temper(
     probs: tl.tensor,
     peaks: tl.tensor,
-    sums: tl.tensor,  # [rows * (n - 1), parts] float32
+    sums: tl.tensor,  # [rows * drafts, parts] float32
     temperature: tl.tensor,
     drafts: tl.tensor,
     vocab: tl.tensor,
@@ -171,7 +175,7 @@ def _temper(
 def draft_chain(
     log_weights: torch.Tensor,
     logits: torch.Tensor,
-    first_token: torch.Tensor,
+    first_token: torch.Tensor | None,
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,17 +183,47 @@ def draft_chain(
 
     The reference itself runs for float64, and where a row asks for top-k or top-p: those need the mixture sorted.
     """
-    rows, positions, rank, vocab = logits.shape
-    cut = sampling is not None and (sampling.top_k is not None or sampling.top_p is not None)
-    if cut or logits.dtype == torch.float64 or rows == 0 or positions < 2:
+    if _by_reference(logits, sampling) or logits.shape[1] < (1 if first_token is None else 2):
         return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, generator)
+    tokens, probs, _ = _chain(log_weights, logits, first_token, sampling, generator)
+    return tokens, probs
+
+
+@torch.no_grad()
+def draft_next(
+    log_weights: torch.Tensor,
+    logits: torch.Tensor,
+    sampling: Sampling | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As the reference, in float32, with draft_chain's exceptions."""
+    if _by_reference(logits, sampling):
+        return cp_mixture.draft_next(log_weights, logits, sampling, generator)
+    tokens, probs, log_weights = _chain(log_weights, logits.unsqueeze(1), None, sampling, generator)
+    return tokens.squeeze(1), probs.squeeze(1), log_weights
+
+
+def _by_reference(logits: torch.Tensor, sampling: Sampling | None) -> bool:
+    cut = sampling is not None and (sampling.top_k is not None or sampling.top_p is not None)
+    return cut or logits.dtype == torch.float64 or len(logits) == 0
+
+
+def _chain(
+    log_weights: torch.Tensor,
+    logits: torch.Tensor,
+    first_token: torch.Tensor | None,
+    sampling: Sampling | None,
+    generator: torch.Generator | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [rows, drafts], probabilities [rows, drafts, vocab], log weights after the last draft [rows, r]."""
+    rows, positions, rank, vocab = logits.shape
     temperature = None if sampling is None else sampling.temperature
-    device, drafts, parts = logits.device, positions - 1, triton.cdiv(vocab, BLOCK_V)
+    lead = 0 if first_token is None else 1
+    device, drafts, parts = logits.device, positions - lead, triton.cdiv(vocab, BLOCK_V)
     # Lines of equal distance are read as they lie: an LM head pads its vocabulary.
     step = logits.stride(2) if rank > 1 else logits.stride(1)
     if logits.stride() != (positions * rank * step, rank * step, step, 1):
         logits, step = logits.contiguous(), vocab
-    first_token = first_token.contiguous()
     weights = log_weights.float().clone().contiguous()
     padded = triton.next_power_of_2(parts)
     lines = rows * positions * rank
@@ -202,13 +236,14 @@ def draft_chain(
     )
     tokens = torch.empty(rows, drafts, dtype=torch.int64, device=device)
     best = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    first = tokens if first_token is None else first_token.contiguous()
     race, heat, seeds = best, peaks, tokens
     if temperature is not None:
         race, heat = torch.empty_like(best), temperature.float().contiguous()
         seeds = torch.randint(1 << 31, (positions,), generator=generator, device=device)
-    shape = {"rank": rank, "positions": positions, "step": step}
+    shape = {"rank": rank, "positions": positions, "drafts": drafts, "step": step}
     for position in range(positions):
-        if position > 0:
+        if position >= lead:
             _mix[(rows, parts)](
                 logits,
                 logsumexp,
@@ -231,13 +266,13 @@ def draft_chain(
             weights,
             best,
             race,
-            first_token,
+            first,
             tokens,
             peaks,
             position,
             **shape,
             parts=parts,
-            FIRST=position == 0,
+            FIRST=position < lead,
             R=triton.next_power_of_2(rank),
             PARTS=padded,
         )
@@ -247,4 +282,4 @@ def draft_chain(
             _temper[(rows * drafts, parts)](
                 probs, peaks, totals, heat, drafts, vocab, NORMALISE=normalise, PARTS=padded, BLOCK=BLOCK_V
             )
-    return tokens, probs
+    return tokens, probs, weights

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses through a frozen unembedding: gradients reach the states, and no row of logits outlives its chunk.
 
-The unembedding E is fixed, so the gradient of a row's loss with respect to its state is known as soon as its logits
-are: it is formed in the forward pass, chunk after chunk, and memory is chunk x vocabulary whatever the number of rows.
+The unembedding E is fixed, so what of the gradient reads all logits of a row is formed with them in the forward pass,
+chunk after chunk, and memory is chunk x vocabulary whatever the number of rows.
 """
 
 from __future__ import annotations
@@ -27,36 +27,40 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, tokens: torch.Tensor, unembedding: torch.Tensor, bias: Any) -> Any:
         rows = states.to(unembedding.dtype)
-        result = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
-        gradient = torch.empty_like(rows) if states.requires_grad else None
+        dtype = torch.promote_types(unembedding.dtype, torch.float32)
+        result = torch.empty(tokens.shape, dtype=dtype, device=rows.device)
+        # E^T softmax(E h): what the gradient of each row's tokens shares.
+        expected = torch.empty_like(rows) if states.requires_grad else None
         step = rows_a_chunk(unembedding)
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            logits = functional.linear(rows[part], unembedding, bias).float()
-            chosen = logits.gather(1, tokens[part, None]).squeeze(1)
-            total = torch.logsumexp(logits, dim=-1)
-            result[part] = chosen - total
-            if gradient is not None:
-                probs = logits.sub_(total[:, None]).exp_().to(unembedding.dtype)
-                gradient[part] = unembedding[tokens[part]] - probs @ unembedding
-        ctx.save_for_backward(gradient)
+            logits = functional.linear(rows[part], unembedding, bias).to(dtype)
+            total = torch.logsumexp(logits, dim=-1, keepdim=True)
+            result[part] = logits.gather(1, tokens[part]) - total
+            if expected is not None:
+                probs = logits.sub_(total).exp_().to(unembedding.dtype)
+                torch.mm(probs, unembedding, out=expected[part])
+        ctx.save_for_backward(tokens, unembedding, expected)
         ctx.dtype = states.dtype
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return (grads[0][:, None] * gradient).to(ctx.dtype), None, None, None
+        tokens, unembedding, expected = ctx.saved_tensors
+        weights = grads[0].to(unembedding.dtype)
+        gradient = functional.embedding_bag(tokens, unembedding, per_sample_weights=weights, mode="sum")
+        return (gradient - weights.sum(1, keepdim=True) * expected).to(ctx.dtype), None, None, None
 
 
 def token_log_probs(
     states: torch.Tensor,  # [rows, hidden]
-    tokens: torch.Tensor,  # [rows] int64
+    tokens: torch.Tensor,  # [rows] int64, or [rows, k] of several tokens each
     unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
     bias: torch.Tensor | None = None,  # [vocabulary]
 ) -> torch.Tensor:
-    """log softmax(E h)[token] of each row: [rows] float32, differentiable in the states."""
-    return _TokenLogProbs.apply(states, tokens, unembedding, bias)
+    """log softmax(E h)[token] of each row, differentiable in the states: tokens' shape, float32 at least."""
+    found = _TokenLogProbs.apply(states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias)
+    return found.view(tokens.shape)
 
 
 @torch.no_grad()

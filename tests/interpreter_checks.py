@@ -113,6 +113,11 @@ def heads() -> None:
         parameter.data += 0.3 * torch.randn(parameter.shape)
     hidden, first = torch.randn(3, 48), torch.tensor([7, 299, 0])
     same(lambda: head.draft(hidden, first, unembedding), "draft_chain")
+    for condition, kernel in (("token", "draft_chain"), ("chain", "draft_next")):
+        head = CPHead(48, positions=4, rank=3, condition=condition)
+        for parameter in head.parameters():
+            parameter.data += 0.3 * torch.randn(parameter.shape)
+        same(lambda head=head: head.draft(hidden, first, unembedding, embeddings=unembedding), kernel)
 
     scores = [3 * torch.randn(4, 200) for _ in range(2)]
     first = torch.tensor([1, 2, 3, 4])
@@ -192,7 +197,8 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
             drafts.clear()
             return [generate(llm, prompts(3, 20), greedy(14)), list(drafts)]
 
-        output, made = same(decode, *kernels.get(config["method"], early))
+        chain = {"draft_next"} if getattr(drafter.drafter, "previous", None) else kernels.get(config["method"], early)
+        output, made = same(decode, *chain)
         assert any(any(row) for step in made for row in step), config
         print(config["method"], config.get("schedule", ""), len(made), "steps", output[0][:4], flush=True)
 

@@ -33,7 +33,10 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
     target = Target(str(model), torch.device("cpu"), torch.float32)
     given = {"model": str(model), "data": ("-",), "out": str(out), "stored_dtype": "float32", **options}
     recipe = make_recipe(HEADS[kind].options(**given), target)
-    optimiser = torch.optim.AdamW(recipe.groups(3e-3)[0]["params"], lr=3e-3)
+    if kind == "cp" and recipe.options.factorised:
+        recipe.start_from(iter([windows(sequences)]))
+    groups = [{"params": group["params"], "lr": group["peak"]} for group in recipe.groups(3e-3)]
+    optimiser = torch.optim.AdamW(groups if kind == "cp" else groups[:1])
     for step in range(steps):
         loss, _ = recipe.loss(windows(sequences[step % 4 :: 4]))
         optimiser.zero_grad()

@@ -70,6 +70,10 @@ RULES: dict[str, Rule] = {
     "cp.gate": (None, HIDDEN),
     "cp.transforms": (None, None, UNREAD_HIDDEN, HIDDEN),
     "cp.classifiers": (None, None, None, HIDDEN),
+    # What reads embeddings, which are repeated, reads their first copy alone.
+    "cp.token_gate": (None, UNREAD_HIDDEN),
+    "cp.token": (None, UNREAD_HIDDEN, UNREAD_HIDDEN),
+    "cp.previous": (None, UNREAD_HIDDEN, UNREAD_HIDDEN),
 }
 
 

@@ -34,9 +34,11 @@ def vocabularies(calibration: Calibration) -> list[tuple[torch.Tensor, float]]:
         return []
     counts = calibration.tensors[calibration.config.counts_tensor]
     share, device = covered(counts), calibration.target.device
+    own = calibration.config.draft_vocab_size  # which the heads may have been trained over
+    sizes = {*candidate_sizes(len(counts)), *([own] if own is not None and own < len(counts) else [])}
     return [
         (most_frequent(counts, size).to(device), round(float(share[size - 1]), 4))
-        for size in candidate_sizes(len(counts))
+        for size in sorted(sizes, reverse=True)
     ]
 
 

@@ -19,17 +19,25 @@ from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.draft_vocabulary import columns
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, joint_log_likelihood, mixture, posterior
+from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, mixture, posterior
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
 
 def _chunk(target: Target, head: CPHead) -> int:
-    return max(1, rows_a_chunk(target.unembedding) // (head.positions * head.rank))
+    return max(1, rows_a_chunk(target.unembedding) // (head.factors * head.rank))
+
+
+def _context(target: Target, head: CPHead, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Embeddings of the sampled token and those after it [rows, positions - 1, d], where the head reads them."""
+    return target.embed(tokens[:, : head.positions - 1]) if head.lead else None
 
 
 @torch.no_grad()
 def perplexities(target: Target, head: CPHead, batches: list[Batch], autocast: Any) -> dict[str, Any]:
-    """Teacher-forced on the batches: joint nats, PPL_s of each position alone, PPL_1:s of the joint of the first s."""
+    """Teacher-forced on the batches: joint nats, PPL_s of each position alone, PPL_1:s of the joint of the first s.
+
+    With a condition the first position is the target's own, and the others alone are given what the head reads.
+    """
     n = head.positions
     sums = torch.zeros(3, n, dtype=torch.float64)
     first = rows = 0.0
@@ -40,17 +48,19 @@ def perplexities(target: Target, head: CPHead, batches: list[Batch], autocast: A
         hidden, tokens = hidden[valid], tokens[valid]
         for start in range(0, len(hidden), _chunk(target, head)):
             part = slice(start, start + _chunk(target, head))
+            context = _context(target, head, tokens[part])
             with autocast():
-                logits = head.logits(hidden[part], target.unembedding, target.bias)
-                weights = head.log_weights(hidden[part])
-            index = tokens[part, :, None, None].expand(-1, -1, head.rank, 1)
+                logits = head.logits(hidden[part], target.unembedding, target.bias, context)
+                weights = head.log_weights(hidden[part], context)
+            index = tokens[part, head.lead :, None, None].expand(-1, -1, head.rank, 1)
             observed = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
-            sums[0] += chain_log_likelihood(weights, observed).sum(0).cpu()
+            own = token_log_probs(hidden[part], tokens[part, 0], target.unembedding, target.bias)
+            first -= float(own.sum())
+            chain = chain_log_likelihood(weights, observed)
             alone = torch.logsumexp(weights[:, None] + observed, dim=-1)
-            sums[1] += alone.sum(0).cpu()
-            upto = torch.stack([joint_log_likelihood(weights, observed[:, :s]) for s in range(1, n + 1)], dim=1)
-            sums[2] += upto.sum(0).cpu()
-        first -= float(token_log_probs(hidden, tokens[:, 0], target.unembedding, target.bias).sum())
+            if head.lead:
+                chain, alone = (torch.cat([own[:, None], found], dim=1) for found in (chain, alone))
+            sums += torch.stack([chain.sum(0), alone.sum(0), chain.cumsum(1).sum(0)]).cpu()
         rows += len(hidden)
     means = (-sums / max(rows, 1)).tolist()
     return {
@@ -94,33 +104,34 @@ def acceptance(
         generated = texts.generated[part]
         hidden = texts.reading(final, windows)
         log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
-        if token_ids is not None:
-            generated = columns(token_ids, target.vocab_size)[generated]
         tokens = ahead(generated, range(n + 1)).flatten(0, 1)
+        place = None if token_ids is None else columns(token_ids, target.vocab_size)
         targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
         for start in range(0, len(hidden), _chunk(target, head)):
             rows = slice(start, start + _chunk(target, head))
+            context = _context(target, head, tokens[rows])
             with autocast():
-                logits = head.logits(hidden[rows], target.unembedding, target.bias)
-                weights = head.log_weights(hidden[rows])
+                logits = head.logits(hidden[rows], target.unembedding, target.bias, context)
+                weights = head.log_weights(hidden[rows], context)
             if token_ids is not None:
                 logits = logits[..., token_ids]
-            chance = _chances(logits, weights, tokens[rows], targets[rows], texts.temperature)
+            known = tokens[rows] if place is None else place[tokens[rows]]
+            chance = _chances(logits, weights, known, targets[rows], texts.temperature)
             index = torch.arange(start, start + len(chance))
             accept[part][index // steps, index % steps] = chance.cpu()
     return accept
 
 
 def _chances(
-    logits: torch.Tensor,  # [rows, positions, r, vocabulary]
-    weights: torch.Tensor,  # [rows, r] log weights before the first position
+    logits: torch.Tensor,  # [rows, factors, r, vocabulary], of all positions or all but the first
+    weights: torch.Tensor,  # [rows, r] log weights before the first of them
     tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and those after it; -1 outside
     log_p: torch.Tensor,  # [rows, positions - 1] the target's log-probability of the latter
     temperature: float,
 ) -> torch.Tensor:
     """Probability that each draft is accepted if those before it were: [rows, positions - 1]."""
     chances = []
-    for position, raw in enumerate(logits.unbind(dim=1)):
+    for position, raw in enumerate(logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]):
         factors = raw.float().log_softmax(-1)
         inside, token = tokens[:, position] >= 0, tokens[:, position].clamp(min=0)
         if position:

@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from vllm_ppd.heads.cp.drafting import draft_one_by_one, log_gate
 from vllm_ppd.kernels.cp_mixture import at_least_float32, chain_log_likelihood, draft_chain, joint_log_likelihood
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
+Condition = Literal["none", "token", "chain"]
 NOISE = 0.01  # of fresh experts, relative to the norm of what they start from; with 0.1 a toy mixture trained worse
-
-
-def log_gate(
-    hidden: torch.Tensor,  # [rows, d], normed
-    gate: torch.Tensor,  # [r, d], W_h
-) -> torch.Tensor:
-    """log w = log_softmax(W_h e) (eq. 7): [rows, r]."""
-    return torch.log_softmax(at_least_float32(functional.linear(hidden.to(gate.dtype), gate)), dim=-1)
 
 
 class CPHead(nn.Module):
@@ -30,7 +27,16 @@ class CPHead(nn.Module):
                 whose n r states share one read of E*. T = identity is the target's own next-token distribution.
     full:       whole W_a^(s), V x d numbers each (what the paper measured).
 
-    The experts' weights are w = softmax(W_h e) (eq. 7). Position 1 is the token that the target samples itself.
+    The experts' weights are w = softmax(W_h e) (eq. 7). Position 1 is the token b that the target samples itself.
+
+    e has not seen b. A condition lets the head read it, with E the target's input embeddings and x_1 = b:
+
+    none    P(x_1..x_n | e) as above; b only moves the weights, as any token does.
+    token   P(x_2..x_n | e, b): factors read E* (T_a^(s) e + U^(s) E[b]), weights softmax(W_h e + W_b E[b]).
+    chain   as token, and from position 3 on the factors also read the token before: + V^(s) E[x_{s-1}].
+
+    With a condition position 1 has no factors: its distribution is the target's own, and b has its effect on the
+    weights through W_b.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class CPHead(nn.Module):
         factorised: bool = True,
         dtype: torch.dtype = torch.float32,
         seed: int | None = 0,
+        condition: Condition = "none",
     ) -> None:
         """Start near E*, with noise: equal experts would get equal gradients and stay equal.
 
@@ -53,9 +60,10 @@ class CPHead(nn.Module):
             factorised: which form.
             dtype: of the parameters.
             seed: of the noise; None leaves all parameters zero, for those who load them.
+            condition: what the head reads beside e; what reads tokens starts at zero.
 
         Raises:
-            ValueError: if rank < 1, positions < 2, or the full form lacks vocab_size.
+            ValueError: if rank < 1, positions < 2 (3 for chain), or the full form lacks vocab_size or has a condition.
         """
         super().__init__()
         if rank < 1:
@@ -64,17 +72,34 @@ class CPHead(nn.Module):
             raise ValueError(f"positions={positions} is below 2; position 1 is the target's own token")
         if not factorised and vocab_size is None:
             raise ValueError("full classifiers are [vocab_size, hidden_size] each; give vocab_size")
-        self.positions, self.rank, self.factorised = positions, rank, factorised
+        if condition == "chain" and positions < 3:
+            raise ValueError("condition='chain' reads the draft before, and 2 positions have one draft; use 'token'")
+        if not factorised and condition != "none":
+            raise ValueError(f"condition={condition!r} adds to the states of a factorised head; whole ones have none")
+        self.positions, self.rank, self.factorised, self.condition = positions, rank, factorised, condition
+        self.lead = 0 if condition == "none" else 1
         rows = hidden_size if factorised or vocab_size is None else vocab_size
-        weights = nn.Parameter(torch.zeros(positions, rank, rows, hidden_size, dtype=dtype))
-        self.gate = nn.Parameter(torch.zeros(rank, hidden_size, dtype=dtype))
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+        weights = zeros(self.factors, rank, rows, hidden_size)
+        self.gate = zeros(rank, hidden_size)
         self.transforms = weights if factorised else None
         self.classifiers = None if factorised else weights
+        self.token_gate = zeros(rank, hidden_size) if self.lead else None
+        self.token = zeros(self.factors, hidden_size, hidden_size) if self.lead else None
+        self.previous = zeros(self.factors - 1, hidden_size, hidden_size) if condition == "chain" else None
         if seed is not None:
             # Not zeros: equal weights would count every token for expert 0 in the balance loss.
             self._fill_with_noise(self.gate, seed)
             if factorised:
                 self._fill_with_noise(weights, seed + 1).add_(torch.eye(hidden_size, device=weights.device))
+
+    @property
+    def factors(self) -> int:
+        """Positions that the experts predict: all of them, or those after the token that is read."""
+        return self.positions - self.lead
 
     def init_classifiers(self, unembedding: torch.Tensor, seed: int = 0) -> None:
         """Start every classifier of the full form at E* [V, d] plus noise.
@@ -97,85 +122,132 @@ class CPHead(nn.Module):
     def log_weights(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
+        context: torch.Tensor | None = None,  # [rows, 1 or more, d]: E of the sampled token and those after it
     ) -> torch.Tensor:
-        """log w = log_softmax(W_h e) (eq. 7): [rows, r]."""
-        return log_gate(hidden, self.gate)
+        """log w before the first factor (eq. 7): [rows, r]."""
+        token = None if self.token_gate is None else self._read(context, 1)[:, 0]
+        return log_gate(hidden, self.gate, token, self.token_gate)
 
     def states(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
-        positions: slice | None = None,  # of 0..n-1 (None: all)
+        context: torch.Tensor | None = None,  # [rows, tokens, d]: E of the sampled token and those after it
     ) -> torch.Tensor:
-        """T_a^(s) e, ready for the target's LM head: [rows, n, r, d], n the positions asked for.
+        """T_a^(s) e + U^(s) E[b] + V^(s) E[x_{s-1}], ready for the target's LM head: [rows, factors, r, d].
+
+        Args:
+            hidden: e.
+            context: a head that reads one token needs one; chain needs all but the last of the positions.
 
         Raises:
-            ValueError: if the head is not factorised.
+            ValueError: if the head is not factorised, or lacks the tokens that it reads.
         """
+        states = self._own_states(hidden, context)
+        if self.previous is None:
+            return states
+        before = self._read(context, self.factors)[:, 1 : self.factors].to(self.previous.dtype)
+        shift = torch.bmm(before.transpose(0, 1), self.previous.transpose(1, 2)).transpose(0, 1)
+        return states + functional.pad(shift, (0, 0, 1, 0))[:, :, None]
+
+    def _own_states(self, hidden: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+        """The states without what they read of drafts."""
         if self.transforms is None:
             raise ValueError("full classifiers have no states; ask for logits")
-        return self._project(hidden, self.transforms, positions)
+        states = self._project(hidden, self.transforms)
+        if self.token is None:
+            return states
+        return states + self._project(self._read(context, 1)[:, 0], self.token)[:, :, None]
+
+    def _read(self, context: torch.Tensor | None, tokens: int) -> torch.Tensor:
+        if context is None or context.shape[1] < tokens:
+            raise ValueError(f"condition={self.condition!r} reads {tokens} tokens; give their embeddings")
+        return context
 
     def logits(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
         unembedding: torch.Tensor | None,  # [V, d]; the full form takes None
         bias: torch.Tensor | None = None,  # [V]
-        positions: slice | None = None,  # of 0..n-1 (None: all)
+        context: torch.Tensor | None = None,  # as of states
     ) -> torch.Tensor:
-        """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, n, r, V].
+        """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, factors, r, V].
 
         Raises:
-            ValueError: if a factorised head is given no unembedding.
+            ValueError: if a factorised head is given no unembedding, or as states.
         """
         if self.classifiers is not None:
-            logits = self._project(hidden, self.classifiers, positions)
+            logits = self._project(hidden, self.classifiers)
             return logits if bias is None else logits + bias
         if unembedding is None:
             raise ValueError("a factorised head reads the target's unembedding; give it")
-        return functional.linear(self.states(hidden, positions).to(unembedding.dtype), unembedding, bias)
+        return functional.linear(self.states(hidden, context).to(unembedding.dtype), unembedding, bias)
 
     @staticmethod
-    def _project(hidden: torch.Tensor, weights: torch.Tensor, positions: slice | None) -> torch.Tensor:
-        """All chosen matrices [n, r, out, d] over hidden [rows, d] in one product: [rows, n, r, out]."""
-        used = weights if positions is None else weights[positions]
-        return functional.linear(hidden.to(weights.dtype), used.flatten(0, 2)).unflatten(-1, used.shape[:3])
+    def _project(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """All matrices [..., out, d] over hidden [rows, d] in one product: [rows, ..., out]."""
+        shape = weights.shape[:-1]
+        return functional.linear(hidden.to(weights.dtype), weights.flatten(0, -2)).unflatten(-1, shape)
 
     def log_factors(
-        self, hidden: torch.Tensor, unembedding: torch.Tensor | None, bias: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        unembedding: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
+        context: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """log P_a^(s)(x) = log_softmax(W_a^(s) e) (eq. 6; arguments as logits): [rows, n, r, V]."""
-        return torch.log_softmax(at_least_float32(self.logits(hidden, unembedding, bias)), dim=-1)
+        """log P_a^(s)(x) = log_softmax(W_a^(s) e) (eq. 6; arguments as logits): [rows, factors, r, V]."""
+        return torch.log_softmax(at_least_float32(self.logits(hidden, unembedding, bias, context)), dim=-1)
+
+    def log_probs(
+        self,
+        hidden: torch.Tensor,  # [rows, d], normed
+        tokens: torch.Tensor,  # [rows, factors, k] int64, entries of the unembedding
+        unembedding: torch.Tensor | None,  # [V, d], or the rows of a draft vocabulary
+        bias: torch.Tensor | None = None,  # [V]
+        context: torch.Tensor | None = None,  # as of states
+        chunk: int = 64,
+    ) -> torch.Tensor:
+        """log P_a^(s) of k tokens a position: [rows, factors, r, k].
+
+        The logits of all rows never exist at once: the backward pass has what it needs of them (factorised), or
+        computes each chunk's again (full).
+        """
+        index = tokens[:, :, None].expand(-1, -1, self.rank, -1)
+        if self.factorised:
+            assert unembedding is not None
+            states = self.states(hidden, context)
+            found = token_log_probs(states.flatten(0, 2), index.flatten(0, 2), unembedding, bias)
+            return found.view(index.shape)
+
+        def of_chunk(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return self.log_factors(hidden, None, bias).gather(-1, index)
+
+        parts = zip(hidden.split(chunk), index.split(chunk), strict=True)
+        if torch.is_grad_enabled():
+            return torch.cat(
+                [checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+            )
+        return torch.cat([of_chunk(*part) for part in parts])
 
     def log_likelihood(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
-        tokens: torch.Tensor,  # [rows, n] int64, the n tokens that follow
+        tokens: torch.Tensor,  # [rows, factors] int64, the tokens that the factors predict
         unembedding: torch.Tensor | None,  # [V, d]
         bias: torch.Tensor | None = None,  # [V]
+        context: torch.Tensor | None = None,  # as of states
         chunk: int = 64,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The joint's log-likelihood (eq. 9) and its chain: log P(x_s | x_1..x_{s-1}), which sum up to it.
 
-        At most chunk n r V logits exist at a time: the backward pass computes each chunk's again.
-
         Returns:
-            ([rows], [rows, n]), in nats.
+            ([rows], [rows, factors]), in nats.
         """
+        observed = self.log_probs(hidden, tokens[..., None], unembedding, bias, context, chunk).squeeze(-1)
+        weights = self.log_weights(hidden, context)
+        return joint_log_likelihood(weights, observed), chain_log_likelihood(weights, observed)
 
-        def likelihood(hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            index = tokens[:, :, None, None].expand(-1, -1, self.rank, 1)
-            observed = self.log_factors(hidden, unembedding, bias).gather(-1, index).squeeze(-1)
-            weights = self.log_weights(hidden)
-            return joint_log_likelihood(weights, observed), chain_log_likelihood(weights, observed)
-
-        parts = zip(hidden.split(chunk), tokens.split(chunk), strict=True)
-        if torch.is_grad_enabled():
-            found = [checkpoint(likelihood, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-        else:
-            found = [likelihood(*part) for part in parts]
-        joints, chains = zip(*found, strict=True)
-        return torch.cat(joints), torch.cat(chains)
-
+    @torch.no_grad()
     def draft(
         self,
         hidden: torch.Tensor,  # [rows, d], normed: the state that produced first_token
@@ -184,12 +256,24 @@ class CPHead(nn.Module):
         bias: torch.Tensor | None = None,  # [V]
         sampling: Sampling | None = None,  # of each row
         generator: torch.Generator | None = None,
+        embeddings: torch.Tensor | None = None,  # [V, d], E, which a condition reads
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Draft positions 2 to n, as kernels.cp_mixture.draft_chain: ([rows, n - 1], [rows, n - 1, V])."""
-        with torch.no_grad():
-            logits = self.logits(hidden, unembedding, bias)
-            draft = chosen(draft_chain, logits)
-            return draft(self.log_weights(hidden), logits, first_token, sampling, generator)
+        context = None if embeddings is None else embeddings[first_token][:, None]
+        weights = self.log_weights(hidden, context)
+        if self.previous is None:
+            logits = self.logits(hidden, unembedding, bias, context)
+            return chosen(draft_chain, logits)(weights, logits, None if self.lead else first_token, sampling, generator)
+        previous, unread = self.previous, self._own_states(hidden, context)
+        assert unembedding is not None and embeddings is not None
+        return draft_one_by_one(
+            weights,
+            unread,
+            lambda states: functional.linear(states.to(unembedding.dtype), unembedding, bias),
+            lambda position, token: functional.linear(embeddings[token].to(previous.dtype), previous[position]),
+            sampling,
+            generator,
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""
@@ -197,11 +281,13 @@ class CPHead(nn.Module):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> CPHead:
-        """Build from a checkpoint's tensors (already checked by heads.checkpoint), in their dtype."""
+        """Build from a checkpoint's tensors (already checked by heads.io), in their dtype."""
         name = "transforms" if "cp.transforms" in tensors else "classifiers"
         weights = tensors[f"cp.{name}"]
-        positions, rank, rows, hidden_size = weights.shape
-        head = cls(hidden_size, positions, rank, rows, "cp.transforms" in tensors, weights.dtype, seed=None)
-        head.gate = nn.Parameter(tensors["cp.gate"])
-        setattr(head, name, nn.Parameter(weights))
+        condition: Condition = "chain" if "cp.previous" in tensors else "token" if "cp.token" in tensors else "none"
+        factors, rank, rows, hidden_size = weights.shape
+        positions = factors + (condition != "none")
+        head = cls(hidden_size, positions, rank, rows, name == "transforms", weights.dtype, None, condition)
+        for key, _ in list(head.named_parameters()):
+            setattr(head, key, nn.Parameter(tensors[f"cp.{key}"]))
         return head

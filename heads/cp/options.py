@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vllm_ppd.heads.training.options import TrainingOptions
 
@@ -15,8 +15,42 @@ class CPOptions(TrainingOptions):
 
     kind: ClassVar[str] = "cp"
 
-    learning_rate: float = Field(5e-3, gt=0, description="peak learning rate (AdamW; the paper names none)")
+    learning_rate: float = Field(
+        5e-3,
+        gt=0,
+        description="peak learning rate (AdamW; the paper names none); of what reads embeddings, by their size",
+    )
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
     positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")
+    condition: Literal["none", "token", "chain"] = Field(
+        "token",
+        description="what is read beside the state: nothing (the paper), the newest token, each draft before too",
+    )
     factorised: bool = Field(True, description="W = E* T; otherwise whole V x E matrices, as the paper measured")
     balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
+    distillation: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="weight of the target's own next-token probabilities; the rest is the text's (eq. 9)",
+    )
+    distillation_top_k: int = Field(16, ge=1, le=256, description="of the target's likeliest tokens, at each position")
+    start: Literal["ridge", "identity"] = Field(
+        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
+    )
+    train_vocab_size: int = Field(
+        0,
+        ge=0,
+        description="train over the most frequent tokens of the data, and draft from them (0: the whole vocabulary)",
+    )
+    position_share: float = Field(1.0, gt=0, le=1, description="share of a window's positions that a step trains on")
+
+    @model_validator(mode="after")
+    def _fits(self) -> CPOptions:
+        if not self.factorised and self.condition != "none":
+            raise ValueError("whole classifiers have no condition; add --condition none to --no-factorised")
+        if not self.factorised and self.train_vocab_size:
+            raise ValueError("whole classifiers are trained over the whole vocabulary; omit --train-vocab-size")
+        if self.condition == "chain" and self.positions < 3:
+            raise ValueError("condition chain reads the draft before: it needs 3 positions; use --condition token")
+        return self

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP heads: joint likelihood of the next n tokens (eq. 9) and balance of the experts (eq. 10), target frozen."""
+"""CP heads: joint likelihood of the next n tokens (eq. 9) and balance of the experts (eq. 10), target frozen.
+
+Beside the text's tokens, or in their place, the mixture at each position learns the target's own distribution there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.cp.options import CPOptions
-from vllm_ppd.heads.draft_vocabulary import first_guess
+from vllm_ppd.heads.cp.start import TOKENS, Rows, ridge_start
+from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
-from vllm_ppd.kernels.cp_mixture import balance_loss, chain_log_likelihood, joint_log_likelihood
-from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
+from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
+from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 
 class CPRecipe(Recipe):
@@ -26,11 +33,14 @@ class CPRecipe(Recipe):
     def __init__(self, options: CPOptions, target: Target) -> None:
         super().__init__(options, target)
         self.options = options
-        self.token_counts: torch.Tensor | None = None
         if options.num_speculative_tokens > options.positions - 1:
             raise TrainingError(
                 f"--num-speculative-tokens {options.num_speculative_tokens} needs {options.num_speculative_tokens + 1} "
                 f"positions; --positions is {options.positions}"
+            )
+        if options.train_vocab_size > target.vocab_size:
+            raise TrainingError(
+                f"--train-vocab-size {options.train_vocab_size} is over the model's {target.vocab_size} tokens"
             )
         self.head = CPHead(
             target.hidden_size,
@@ -39,59 +49,169 @@ class CPRecipe(Recipe):
             target.vocab_size,
             options.factorised,
             seed=options.seed,
+            condition=options.condition,
         ).to(target.device)
         if not options.factorised:
             self.head.init_classifiers(target.unembedding)
+        self.token_counts: torch.Tensor | None = None
+        self.embedding_rate = 1.0
+        # Not buffers: they are made again from the data whenever a run starts.
+        self._vocabulary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(top_k=self.options.distillation_top_k if self.options.distillation else 0)
+
+    def begin(self, store: TokenStore, fresh: bool) -> None:
+        """Choose the draft vocabulary, measure states beside embeddings, and solve the first transforms."""
+        target = self.target
+        self.token_counts = store.token_counts(target.vocab_size)
+        if self.options.train_vocab_size:
+            self.use_vocabulary(most_frequent(self.token_counts, self.options.train_vocab_size))
+        if self.options.factorised:
+            wanted = TOKENS if fresh and self.options.start == "ridge" else store.length
+            self.start_from(self._windows(store, wanted), fresh)
+
+    def use_vocabulary(self, token_ids: torch.Tensor) -> None:
+        """Train over these tokens [tokens] alone."""
+        target = self.target
+        token_ids = token_ids.to(target.device)
+        bias = None if target.bias is None else target.bias[token_ids]
+        self._vocabulary = columns(token_ids, target.vocab_size), target.unembedding[token_ids].contiguous(), bias
+
+    @torch.no_grad()
+    def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
+        """Solve the first transforms on some windows, of which one is enough for the learning rates alone."""
+        rows = self._regressed(batches)
+        first = next(rows, None)
+        if first is None:
+            return
+        states, embedded = first
+        if self.head.lead:
+            sizes = [part.float().square().mean().sqrt() for part in (states, embedded)]
+            self.embedding_rate = float(sizes[0] / sizes[1].clamp(min=1e-6))
+        if fresh and self.options.start == "ridge":
+            ridge_start(self.head, iter([first, *rows]))
+
+    def _windows(self, store: TokenStore, tokens: int) -> Iterator[Batch]:
+        """Windows from all over the data, with so many tokens together."""
+        count = store.num_windows()
+        number = min(count, -(-tokens // store.length))
+        for i in tqdm(range(number), desc="reading states to start from", unit=" windows", mininterval=1, delay=1):
+            yield store.batch("train", [i * count // number]).to(self.target.device)
+
+    def _regressed(self, batches: Iterator[Batch]) -> Iterator[Rows]:
+        n = self.options.positions
+        for batch in batches:
+            final = self.states(batch).final
+            tokens, valid = batch.ahead(n)
+            rows = valid.nonzero().squeeze(1)
+            if len(rows):  # all of a window may be prompt
+                yield (
+                    final[rows[:, None] + torch.arange(n, device=rows.device)],
+                    self.target.embed(tokens[rows, : n - 1]),
+                )
+
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        """What reads embeddings learns as fast as what reads states: in proportion to how much smaller they are."""
+        reading = [p for p in (self.head.token_gate, self.head.token, self.head.previous) if p is not None]
+        known = {id(p) for p in reading}
+        groups = [{"params": [p for p in self.head.parameters() if id(p) not in known], "peak": learning_rate}]
+        if reading:
+            groups.append({"params": reading, "peak": learning_rate * self.embedding_rate})
+        return groups
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        options, head, target = self.options, self.head, self.target
         with torch.no_grad():
-            hidden = self.states(batch).final
-        tokens, valid = batch.ahead(self.options.positions)
-        hidden, tokens = hidden[valid], tokens[valid]
-        log_weights = self.head.log_weights(hidden)
-        joint, chain = self._likelihood(hidden, tokens, log_weights)
-        balance = balance_loss(log_weights)
-        counts: Counts = {"rows": torch.tensor(len(hidden), device=hidden.device), "joint": -joint.detach().sum()}
-        counts |= {f"position.{s + 1}": -chain[:, s].detach().sum() for s in range(self.options.positions)}
-        counts["experts"] = torch.bincount(log_weights.argmax(-1), minlength=self.options.rank)
-        return -joint.mean() + self.options.balance * balance, counts
+            states = self.states(batch)
+            tokens, valid = batch.ahead(options.positions)
+            rows = self._sampled(valid, batch)
+            hidden, tokens = states.final[rows], tokens[rows]
+            context = target.embed(tokens[:, :-1]) if head.lead else None
+            place, unembedding, bias = self._vocabulary or (None, target.unembedding, target.bias)
+            asked, teacher = self._asked(states, rows, tokens, place)
+        log_weights = head.log_weights(hidden, context)
+        chunk = max(1, rows_a_chunk(unembedding) // (head.factors * head.rank))
+        of_experts = head.log_probs(hidden, asked.clamp(min=0), unembedding, bias, context, chunk)
+        known = asked[..., 0] >= 0
+        found = conditional_log_probs(log_weights, of_experts, known)
+        chain = found[..., 0] * known
+        loss = self.options.balance * balance_loss(log_weights) - (1 - options.distillation) * chain.sum(1).mean()
+        counts: Counts = {"rows": torch.tensor(len(rows), device=rows.device), "joint": -chain.detach().sum()}
+        if teacher is not None:
+            distilled = -(teacher * found[..., 1:]).sum((1, 2))
+            loss = loss + options.distillation * distilled.mean()
+            counts["distilled"] = distilled.detach().sum()
+        counts |= {f"position.{s + 1 + head.lead}": -chain[:, s].detach().sum() for s in range(head.factors)}
+        counts["known"] = known.sum()
+        counts["experts"] = torch.bincount(log_weights.argmax(-1), minlength=options.rank)
+        return loss, counts
 
-    def _likelihood(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, log_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        target, head = self.target, self.head
-        if not head.factorised:
-            chunk = max(1, rows_a_chunk(target.unembedding) // (head.positions * head.rank))
-            return head.log_likelihood(hidden, tokens, None, target.bias, chunk)
-        states = head.states(hidden)  # [rows, n, r, d]
-        asked = tokens[..., None].expand(-1, -1, head.rank)
-        observed = token_log_probs(states.flatten(0, 2), asked.flatten(), target.unembedding, target.bias)
-        observed = observed.view(asked.shape)
-        return joint_log_likelihood(log_weights, observed), chain_log_likelihood(log_weights, observed)
+    def _sampled(self, valid: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Positions to learn from: of the valid ones a share, the same ones whenever the same windows are seen."""
+        rows = valid.nonzero().squeeze(1)
+        count = round(self.options.position_share * len(rows))
+        if count >= len(rows):
+            return rows
+        generator = torch.Generator().manual_seed(self.options.seed + int(batch.input_ids.sum()))
+        chosen = torch.randperm(len(rows), generator=generator)[: max(1, count)].sort().values
+        return rows[chosen.to(rows.device)]
+
+    def _asked(
+        self, states: Any, rows: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens whose probabilities are learnt, the text's first, -1 outside the vocabulary: [rows, factors, 1 + k].
+
+        With them the target's probabilities of the k others [rows, factors, k], 0 outside (None: not distilled).
+        """
+        lead = self.head.lead
+        asked = tokens[:, lead:, None]
+        teacher = None
+        if self.reads.top_k:
+            # Position s is sampled from the state s - 1 rows on.
+            at = rows[:, None] + torch.arange(lead, self.options.positions, device=rows.device)
+            asked = torch.cat([asked, states.top_ids[at]], dim=-1)
+            teacher = states.top_log_probs[at].exp()
+        if place is not None:
+            asked = place[asked]
+            teacher = None if teacher is None else teacher * (asked[..., 1:] >= 0)
+        return asked, teacher
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        rows, n = counts["rows"], self.options.positions
+        rows, n, first = counts["rows"], self.options.positions, 1 + self.head.lead
         share = [counts[f"experts.{a}"] / rows for a in range(self.options.rank)]
-        return {
+        found = {
             "joint_nats": round(counts["joint"] / rows, 4),
-            "joint_nats_a_token": round(counts["joint"] / rows / n, 4),
-            "conditional_nats_by_position": [round(counts[f"position.{s + 1}"] / rows, 4) for s in range(n)],
+            "joint_nats_a_token": round(counts["joint"] / rows / self.head.factors, 4),
+            "first_position": first,
+            "first_nats": round(counts[f"position.{first}"] / rows, 4),
+            "conditional_nats_by_position": [round(counts[f"position.{s}"] / rows, 4) for s in range(first, n + 1)],
             "share_of_experts": [round(value, 3) for value in share],
         }
+        if "distilled" in counts:
+            found["distilled_nats"] = round(counts["distilled"] / rows, 4)
+        if self._vocabulary is not None:
+            found["tokens_in_vocabulary"] = round(counts["known"] / rows / self.head.factors, 4)
+        return found
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         self.token_counts = store.token_counts(self.target.vocab_size)
 
     def config(self) -> CPConfig:
+        draft_vocab_size = self.options.train_vocab_size or None
+        if draft_vocab_size is None and self.token_counts is not None:
+            draft_vocab_size = first_guess(self.token_counts)
         return CPConfig(
             **self.target.description(),
             positions=self.options.positions,
             rank=self.options.rank,
             factorised=self.options.factorised,
+            condition=self.options.condition,
             num_speculative_tokens=self.options.num_speculative_tokens,
             dtype=self.options.stored_dtype,
             token_counts=self.token_counts is not None,
-            draft_vocab_size=None if self.token_counts is None else first_guess(self.token_counts),
+            draft_vocab_size=draft_vocab_size,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -95,6 +95,11 @@ class Target:
     def bias(self) -> torch.Tensor | None:
         return getattr(self.model.get_output_embeddings(), "bias", None)
 
+    @torch.no_grad()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Input embeddings of tokens [...], as the model's first layer is given them: [..., hidden]."""
+        return self.model.get_input_embeddings()(token_ids)
+
     def run(self, batch: Batch, exits: Sequence[int] = (), stem: bool = False) -> TargetStates:
         """One forward pass over packed windows, hidden states flattened to rows.
 

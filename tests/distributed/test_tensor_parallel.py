@@ -87,8 +87,9 @@ def test_two_ranks_adaptive(
     ("kind", "how"),
     [
         pytest.param("dynamo", {}, marks=pytest.mark.full),
-        pytest.param("cp", {"rank": 3}, marks=pytest.mark.full),
-        pytest.param("cp", {"rank": 2, "factorised": False}, marks=pytest.mark.full),
+        pytest.param("cp", {"rank": 3, "condition": "none"}, marks=pytest.mark.full),
+        pytest.param("cp", {"rank": 2, "factorised": False, "condition": "none"}, marks=pytest.mark.full),
+        pytest.param("cp", {"rank": 3, "condition": "chain"}, marks=pytest.mark.full),
         pytest.param("early", {"head": "classifier"}, marks=pytest.mark.full),
     ],
 )

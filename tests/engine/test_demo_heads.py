@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import overfitted
 import pytest
 import torch
 from cases import greedy
@@ -49,15 +50,21 @@ def test_trained_beats_untrained_at_every_exit_and_k() -> None:
 
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: Any) -> Callable[[str], Calibration]:
-    """calibration(kind) on held-out files, the target found from the repository's root."""
+    """calibration(variant) on held-out files, the target found from the repository's root."""
     from vllm_ppd.benchmarks.models.corpus import split
 
     monkeypatch_module.chdir(ROOT)
     data = write_texts(tmp_path_factory.mktemp("data") / "validation.jsonl", split()[1])
 
-    def get(kind: str) -> Calibration:
-        heads = f"benchmarks/demo/heads/{kind}"
-        return Calibration(CalibrationOptions(heads=heads, data=(str(data),), prompts=24, prompt_tokens=PROMPT))
+    def get(variant: str) -> Calibration:
+        heads = f"benchmarks/demo/heads/{variant.split(',')[0]}"
+        given: dict[str, Any] = {"data": (str(data),), "prompts": 24, "prompt_tokens": PROMPT}
+        found = Calibration(CalibrationOptions(heads=heads, **given))
+        if (condition := READING.get(variant)) is None:
+            return found
+        folder = tmp_path_factory.mktemp(condition) / "heads"
+        overfitted.fit(DEMO, "cp", found.greedy.ids[:8, :128].tolist(), folder, 8, rank=2, condition=condition)
+        return Calibration(CalibrationOptions(heads=str(folder), **given), found)
 
     return get
 
@@ -69,11 +76,14 @@ def monkeypatch_module() -> Any:
 
 
 WHOLE = 4096  # tokens of the demo model
+READING = {"cp, token": "token", "cp, chain": "chain"}  # conditions of heads that are fitted here
 OPTIONS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": EXIT, "num_speculative_tokens": 3},
     "cp": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},
     "dynamo": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4, "draft_vocab_size": WHOLE},
     "cp, 1024 tokens": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
+    "cp, token": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": WHOLE},
+    "cp, chain": {"method": "cp", "num_speculative_tokens": 3, "draft_vocab_size": 1024},
     "dynamo, 1024 tokens": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4, "draft_vocab_size": 1024},
 }
 
@@ -97,12 +107,11 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
 @pytest.mark.parametrize("variant", list(OPTIONS))
 def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Calibration], variant: str) -> None:
     """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
-    kind = variant.split(",")[0]
-    made = calibration(kind)
+    made = calibration(variant)
     requests = [{"prompt_token_ids": ids} for ids in made.prompts.tolist()]
     model: Path = DEMO
     llm = start_engine(
-        model, {**OPTIONS[variant], "model": str(HEADS / kind)}, max_model_len=256, max_num_batched_tokens=512,
+        model, {**OPTIONS[variant], "model": made.options.heads}, max_model_len=256, max_num_batched_tokens=512,
         max_num_seqs=32, kv_cache_memory_bytes=1 << 28,
     )  # fmt: skip
     for temperature, rounds in ((0.0, 1), (0.8, 3)):

@@ -57,10 +57,10 @@ class Watch:
     [
         ("early", {"method": "ppd", "gamma": 0.02}),
         ("cp", {"method": "cp"}),
-        ("cp", {"method": "cp", "draft_vocab_size": 100}),
+        ("cp", {"method": "cp", "draft_vocab_size": 100, "condition": "chain"}),
         ("dynamo", {"method": "dynamo", "eps_b": 0.1}),
     ],
-    ids=["early", "cp", "cp-short", "dynamo"],
+    ids=["early", "cp", "cp-chain", "dynamo"],
 )
 def test_propose_never_waits_for_the_device(
     engine: Callable[..., Any],
@@ -69,7 +69,10 @@ def test_propose_never_waits_for_the_device(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    llm = engine({**options, "model": fitted_heads(kind)})
+    how = {"condition": options["condition"]} if "condition" in options else {}
+    llm = engine(
+        {name: value for name, value in options.items() if name not in how} | {"model": fitted_heads(kind, **how)}
+    )
     proposer = drafter_of(llm)
     watch, drafter = Watch(monkeypatch), proposer.drafter
     monkeypatch.setattr(drafter, "propose", watch.around(drafter.propose, True))

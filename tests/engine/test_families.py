@@ -128,8 +128,8 @@ def test_cp_heads_need_no_adapter(
     model = tiny_model("gpt_neox")
     size = tiny.FAMILIES["gpt_neox"][2]["hidden_size"]
     layers = {"model_type": "gpt_neox", "hidden_size": size, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS}
-    config = CPConfig(verifier=str(model), target=TargetLayers(**layers), positions=4, rank=2)
-    save_heads(tmp_path / "heads", config, CPHead(size, 4, 2).tensors())
+    config = CPConfig(verifier=str(model), target=TargetLayers(**layers), positions=4, rank=2, condition="chain")
+    save_heads(tmp_path / "heads", config, CPHead(size, 4, 2, condition="chain").tensors())
     llm = engine({"model": str(tmp_path / "heads")}, family="gpt_neox")
     assert CASES["batch_16"](llm) == CASES["batch_16"](engine(family="gpt_neox"))
     assert llm.counts["drafted"] > 0

@@ -46,7 +46,8 @@ def test_engines_draft_the_same(tiny_model: Callable[..., Path], fitted_heads: C
         {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "model": classifiers},
         {"method": "paradecode", "schedule": "parallel", "exit_layer": [2, 4], "gamma": 0.02},
         {"method": "paradecode", "schedule": "parallel", "exit_layer": 2, "model": classifiers},
-        {"method": "cp", "model": fitted_heads("cp", rank=3)},
+        {"method": "cp", "model": fitted_heads("cp", rank=3, condition="none")},
+        {"method": "cp", "model": fitted_heads("cp", rank=3, condition="chain")},
         {"method": "cp", "model": fitted_heads("cp", rank=3), "draft_vocab_size": 100},
         {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.1},
     ]

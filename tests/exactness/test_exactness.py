@@ -15,6 +15,7 @@ from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine
 
+WHOLE = {"rank": 2, "factorised": False, "condition": "none"}  # CP heads of whole classifiers
 # A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
 VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"method": "ppd"},
@@ -38,10 +39,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
     "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
-    "cp": {"method": "cp", "heads": ("cp", {"rank": 3})},
-    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": ("cp", {"rank": 2, "factorised": False})},
-    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"rank": 3})},
-    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": ("cp", {"rank": 2, "factorised": False})},
+    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
+    "cp-token": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "token"})},
+    "cp-chain": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "chain"})},
+    "cp-chain-short": {
+        "method": "cp",
+        "num_speculative_tokens": 2,
+        "draft_vocab_size": 100,
+        "heads": ("cp", {"rank": 3, "condition": "chain"}),
+    },
+    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": ("cp", WHOLE)},
+    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"rank": 3, "condition": "none"})},
+    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": ("cp", WHOLE)},
     "dynamo-short": {"method": "dynamo", "draft_vocab_size": 100, "eps_b": 0.1, "heads": ("dynamo", {})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
     "dynamo-cut-off": {
@@ -79,6 +88,8 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("lookup", "batch_1"), ("lookup", "structured_output"), ("lookup", "model_length"),
     ("lookup-adaptive", "more_than_fit"),
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
+    ("cp-token", "batch_16"), ("cp-token", "arrivals_and_aborts"), ("cp-chain", "batch_1"), ("cp-chain", "batch_16"),
+    ("cp-chain", "model_length"), ("cp-chain-short", "more_than_fit"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip
 
@@ -126,7 +137,7 @@ def test_drafts_were_made_and_deferred(engine: Callable[..., Any]) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("name", ["cp-short", "cp-full-short", "dynamo-short"])
+@pytest.mark.parametrize("name", ["cp-short", "cp-chain-short", "cp-full-short", "dynamo-short"])
 def test_draft_vocabulary_is_a_part_of_the_lm_head(
     engine: Callable[..., Any], variant: Callable[..., Any], name: str
 ) -> None:
@@ -152,7 +163,10 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
     assert drafted and drafted <= set(vocabulary.token_ids.tolist())
 
 
-@pytest.mark.parametrize("name", ["cp", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"])
+HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"]
+
+
+@pytest.mark.parametrize("name", HEADS)
 def test_heads_draft_and_are_accepted(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """Heads fitted to what the model says are right at times, and wrong at times."""
     llm = engine(variant(name))

@@ -93,14 +93,16 @@ def test_distribution_of_the_parallel_schedule(
 def heads(
     expected: list[tuple[int, ...]], tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], str]:
-    """heads(kind): fitted to the samples themselves."""
+    """heads(kind): fitted to the samples themselves; "cp-chain" is CP heads of that condition."""
     made: dict[str, str] = {}
     sequences = [PROMPT["prompt_token_ids"] + list(tokens) for tokens in expected]
 
     def get(kind: str) -> str:
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind) / "heads"
-            made[kind] = str(overfitted.fit(tiny_model(), kind, sequences[:1200], folder))
+            name, _, condition = kind.partition("-")
+            how = {"condition": condition or "none"} if name == "cp" else {}
+            made[kind] = str(overfitted.fit(tiny_model(), name, sequences[:1200], folder, **how))
         return made[kind]
 
     return get
@@ -125,10 +127,12 @@ def test_distribution_with_lookups(engine: Callable[..., Any], expected: list[tu
     [
         ("cp", {}),
         ("cp", {"draft_vocab_size": 150}),
+        ("cp-token", {}),
+        ("cp-chain", {"draft_vocab_size": 150}),
         ("dynamo", {"eps_b": 0.0}),
         ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}),
     ],
-    ids=["cp", "cp-short", "dynamo", "dynamo-backing-off"],
+    ids=["cp", "cp-short", "cp-token", "cp-chain-short", "dynamo", "dynamo-backing-off"],
 )
 def test_distribution_with_heads(
     engine: Callable[..., Any],
@@ -138,7 +142,7 @@ def test_distribution_with_heads(
     kind: str,
     options: dict[str, Any],
 ) -> None:
-    options = {"method": kind, "model": heads(kind), "draft_sample_method": method, **options}
+    options = {"method": kind.partition("-")[0], "model": heads(kind), "draft_sample_method": method, **options}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
     before = llm.counts.copy()
     assert worst(sample(llm), expected) > LEVEL
@@ -146,12 +150,12 @@ def test_distribution_with_heads(
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
-@pytest.mark.parametrize("kind", ["ppd", "cp", "dynamo"])
+@pytest.mark.parametrize("kind", ["ppd", "cp", "cp-chain", "dynamo"])
 def test_distribution_with_top_k_and_top_p(engine: Callable[..., Any], heads: Callable[[str], str], kind: str) -> None:
     """Drafts and q(x) are cut as the request asks; the output's distribution stays the target's."""
     batch = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     options = {"exit_layer": 5} if kind == "ppd" else {"model": heads(kind)}
-    llm, limits = engine({"method": kind, **options}, **batch), {"top_k": 6, "top_p": 0.9}
+    llm, limits = engine({"method": kind.partition("-")[0], **options}, **batch), {"top_k": 6, "top_p": 0.9}
     before = llm.counts.copy()
     assert worst(sample(llm, **limits), sample(engine(**batch), **limits)) > LEVEL
     seen = llm.counts - before

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from scipy.stats import chi2
 
-from vllm_ppd.kernels import cp_mixture_triton
+from vllm_ppd.kernels import cp_mixture, cp_mixture_triton
 from vllm_ppd.kernels.cp_mixture import draft_chain as reference
-from vllm_ppd.kernels.cp_mixture_triton import _exponential, draft_chain
+from vllm_ppd.kernels.cp_mixture_triton import _exponential, draft_chain, draft_next
 from vllm_ppd.kernels.sampling import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +47,28 @@ def test_greedy_chains(
     kept = made[0].clone()
     same(draft_chain(*made), reference(*made))
     assert torch.equal(made[0], kept)
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_chains_without_a_first_token(positions: int) -> None:
+    """Every position is drafted, the first one from the weights as they are."""
+    weights, logits, _ = case(3, positions, 3, 5000, torch.float32)
+    heat = Sampling(torch.tensor([0.0, 0.01, 0.0], device=DEVICE))
+    for sampling in (None, heat):
+        found = draft_chain(weights, logits, None, sampling)
+        assert found[1].shape == (3, positions, 5000)
+        same(found, reference(weights, logits, None, sampling))
+
+
+def test_positions_one_by_one_are_the_chain() -> None:
+    weights, logits, _ = case(3, 3, 3, 70, torch.float32)
+    tokens, probs = reference(weights, logits, None)
+    for position in range(3):
+        expected = cp_mixture.draft_next(weights, logits[:, position])
+        token, drawn, weights = draft_next(weights, logits[:, position])
+        same((token, drawn), (tokens[:, position], probs[:, position]))
+        same((token, drawn), expected[:2])
+        torch.testing.assert_close(weights, expected[2], rtol=2e-5, atol=1e-6)
 
 
 def test_a_slice_of_the_vocabulary() -> None:

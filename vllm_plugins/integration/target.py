@@ -47,6 +47,10 @@ class Target:
         """
         return self.lm_head.rows(token_ids, self.vllm_config, self.device)
 
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's own input embeddings of tokens [tokens]: [tokens, hidden], on every rank."""
+        return self.model.embed_input_ids(token_ids)
+
     def cut_after(self, exit_layers: Sequence[int]) -> ModelCut:
         """Cut the target after some layers; its forward then runs as that cut's stacks.
 

@@ -225,16 +225,6 @@ def test_factorised_is_full_with_classifiers_e_t() -> None:
     torch.testing.assert_close(full.log_weights(hidden), head.log_weights(hidden))
 
 
-def test_states_of_some_positions() -> None:
-    head, unembedding, _ = head_of(True)
-    assert unembedding is not None
-    hidden = seeded(ROWS, SIZE, seed=5)
-    states = head.states(hidden)
-    assert states.shape == (ROWS, POSITIONS, RANK, SIZE)
-    torch.testing.assert_close(head.states(hidden, slice(1, None)), states[:, 1:])
-    torch.testing.assert_close(head.logits(hidden, unembedding, positions=slice(2)), states[:, :2] @ unembedding.T)
-
-
 @pytest.mark.parametrize("factorised", [True, False])
 def test_log_likelihood_whatever_the_chunk(factorised: bool) -> None:
     head, unembedding, bias = head_of(factorised)
@@ -273,11 +263,11 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 def test_log_likelihood_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    head, unembedding, bias = head_of(True)
+    head, unembedding, bias = head_of(False)
     seen = []
     whole = head.logits
 
-    def watched(hidden: torch.Tensor, unembedding: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def watched(hidden: torch.Tensor, unembedding: None, bias: torch.Tensor, context: None) -> torch.Tensor:
         seen.append(hidden.shape[0])
         return whole(hidden, unembedding, bias)
 

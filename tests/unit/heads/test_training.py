@@ -70,7 +70,7 @@ def losses(folder: Path, key: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
-FIGURES = {"early": "exit 3/kl_nats", "cp": "joint_nats", "dynamo": "head 2 nats"}
+FIGURES = {"early": "exit 3/kl_nats", "cp": "distilled_nats", "dynamo": "head 2 nats"}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
@@ -98,8 +98,11 @@ def test_tied_embeddings(train: Train, tmp_path: Path, kind: str) -> None:
         ("early", {"head": "classifier"}, "exit 3/kl_nats"),
         ("early", {"head": "classifier", "loss": "ce"}, "exit 3/ce_nats"),
         ("early", {"loss": "ce", "exit_layers": "2,4"}, "exit 4/ce_nats"),
-        ("cp", {"factorised": False}, "joint_nats"),
-        ("cp", {"rank": 1}, "joint_nats"),
+        ("cp", {"factorised": False, "condition": "none", "distillation": 0.0}, "joint_nats"),
+        ("cp", {"factorised": False, "condition": "none"}, "distilled_nats"),
+        ("cp", {"rank": 1, "condition": "none"}, "distilled_nats"),
+        ("cp", {"condition": "chain", "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
+        ("cp", {"start": "identity", "position_share": 0.5, "distillation": 0.0}, "joint_nats"),
         ("dynamo", {"start": "random", "tokens": 2, "num_speculative_tokens": 1}, "head 2 nats"),
         ("early", {"accumulation": 2}, "exit 3/kl_nats"),
         ("early", {"precision": "bfloat16"}, "exit 3/kl_nats"),

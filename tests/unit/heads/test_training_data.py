@@ -175,6 +175,15 @@ def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool
     (direct * weight).sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
 
+    several, weights = torch.randint(50, (10, 4)), torch.randn(10, 4)
+    ours, plain = states.clone().requires_grad_(), states.clone().requires_grad_()
+    direct = functional.log_softmax(functional.linear(plain, matrix, shift), -1).gather(1, several)
+    found = token_log_probs(ours, several, matrix, shift)
+    torch.testing.assert_close(found, direct)
+    (found * weights).sum().backward()
+    (direct * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
     students, teacher, weights = torch.randn(3, 10, 8), torch.randn(10, 8), torch.randn(3, 10)
     ours, plain = students.clone().requires_grad_(), students.clone().requires_grad_()
     log_p = functional.log_softmax(functional.linear(teacher, matrix, shift), -1)

@@ -5,17 +5,21 @@
     states   T_a^(s) e of every expert a and position s: one read of the LM head gives all their logits
     chain    b moves the experts' weights, their mixture gives d1, d1 moves the weights, ... (CP heads, section 2.4)
 
+Heads with a condition add U^(s) E[b] to the states, and W_b E[b] to the gate in place of b's move of the weights; with
+condition chain V^(s) E[d_{s-1}] as well, so that each position's logits wait for the draft before.
+
 No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of the target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import log_gate
+from vllm_ppd.heads.cp.drafting import draft_one_by_one, log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -38,18 +42,27 @@ class CPDrafter(Drafter):
         assert isinstance(heads, CPConfig)
         self.target = target
         self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
-        positions = config.num_speculative_tokens + 1
+        drafts = config.num_speculative_tokens
+        self.lead = heads.positions - heads.factors  # positions that have no factors
+        factors = drafts + 1 - self.lead
         if heads.factorised:
-            weights = tensors["cp.transforms"][:positions]
+            weights = tensors["cp.transforms"][:factors]
         elif self.vocabulary is not None:
-            weights = tensors["cp.classifiers"][:positions, :, self.vocabulary.token_ids.cpu()]
+            weights = tensors["cp.classifiers"][:factors, :, self.vocabulary.token_ids.cpu()]
         else:
-            weights = target.lm_head.shard(tensors["cp.classifiers"][:positions])
+            weights = target.lm_head.shard(tensors["cp.classifiers"][:factors])
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
         self.weights = target.linear(weights.flatten(0, 2))
-        self.factorised, self.rank, self.positions = heads.factorised, heads.rank, positions
+        self.factorised, self.rank, self.factors = heads.factorised, heads.rank, factors
+        self.token_gate: torch.Tensor | None = None
+        self.previous: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        if self.lead:
+            self.token_gate = tensors["cp.token_gate"].to(device=target.device, dtype=target.dtype)
+            self.token = target.linear(tensors["cp.token"][:drafts].flatten(0, 1))
+        if heads.condition == "chain":
+            self.previous = [target.linear(matrix) for matrix in tensors["cp.previous"][: drafts - 1]]
         size = config.draft_vocab_size or target.vocab_size
-        self.requests_at_once = max(1, LOGITS_AT_ONCE // (positions * heads.rank * size))
+        self.requests_at_once = max(1, LOGITS_AT_ONCE // (factors * heads.rank * size))
 
     def propose(self, step: DraftInputs) -> Drafts:
         requests = len(step.newest_ids)
@@ -64,28 +77,41 @@ class CPDrafter(Drafter):
         """Drafts of some requests, or INVALID [requests, n], and what they were drawn from [requests, n, entries]."""
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
-        if vocabulary is not None:
-            first = vocabulary.place_of[first]
-        logits = self._logits(hidden)
-        tokens, q = self.chain(log_gate(hidden, self.gate), logits, first, sampling)
+        product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
+        embedded = self.target.embed(first) if self.lead else None
+        if embedded is not None:
+            product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
+        log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
+        if self.previous:
+            tokens, q = draft_one_by_one(log_weights, product, self._logits, self._shift, sampling)
+        else:
+            known = first if vocabulary is None else vocabulary.place_of[first]
+            tokens, q = self.chain(log_weights, self._logits(product), None if self.lead else known, sampling)
         if sampling is None:
             valid = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()  # NaN in a softmax makes all of it NaN
         else:
             valid = are_distributions(q)
             q = drawn_from(q, tokens, is_greedy(sampling.temperature))
-        return torch.where(valid, tokens if vocabulary is None else vocabulary.token_ids[tokens], INVALID), q
+        return torch.where(valid, self._ids(tokens), INVALID), q
 
     @staticmethod
     def chain(
-        log_weights: torch.Tensor, logits: torch.Tensor, first: torch.Tensor, sampling: Sampling | None
+        log_weights: torch.Tensor, logits: torch.Tensor, first: torch.Tensor | None, sampling: Sampling | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [requests, n] and what they were drawn from [requests, n, entries]."""
         return chosen(draft_chain, logits)(log_weights, logits, first, sampling)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[requests, n + 1, r, draft vocabulary], the position of the emitted token first."""
-        product = self.weights(hidden).view(len(hidden), self.positions, self.rank, -1)
+    def _logits(self, product: torch.Tensor) -> torch.Tensor:
+        """Of the heads' own products [requests, ..., r, out]: [requests, ..., r, draft vocabulary]."""
         if self.factorised:
             read = self.target.lm_head.logits if self.vocabulary is None else self.vocabulary.logits
-            return read(product.flatten(0, 2)).unflatten(0, product.shape[:3])
+            return read(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         return self.target.lm_head.gather(product) if self.vocabulary is None else product
+
+    def _shift(self, position: int, drafts: torch.Tensor) -> torch.Tensor:
+        """What the states of the next position read of the drafts [requests]: [requests, hidden]."""
+        return self.previous[position](self.target.embed(self._ids(drafts)))
+
+    def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Entries of the draft vocabulary as token IDs."""
+        return tokens if self.vocabulary is None else self.vocabulary.token_ids[tokens]
