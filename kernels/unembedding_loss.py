@@ -101,7 +101,7 @@ class _KLToTeacher(torch.autograd.Function):
             part = slice(start, start + step)
             log_p = functional.log_softmax(functional.linear(teacher[part].to(dtype), unembedding, bias).float(), -1)
             p = log_p.exp()
-            best, pull = log_p.argmax(-1), p.to(dtype) @ unembedding
+            best = log_p.argmax(-1)
             negative_entropy = (p * log_p).sum(-1)
             for index in range(exits):
                 logits = functional.linear(students[index, part].to(dtype), unembedding, bias).float()
@@ -110,8 +110,8 @@ class _KLToTeacher(torch.autograd.Function):
                     match[index, part] = logits.argmax(-1) == best
                 divergence[index, part] = negative_entropy + total - torch.linalg.vecdot(p, logits)
                 if ctx.needs_input_grad[0]:
-                    q = logits.sub_(total[:, None]).exp_().to(dtype)
-                    gradient[index, part] = q @ unembedding - pull
+                    difference = logits.sub_(total[:, None]).exp_().sub_(p)
+                    gradient[index, part] = difference.to(dtype) @ unembedding
         ctx.save_for_backward(gradient)
         ctx.dtype = students.dtype
         ctx.mark_non_differentiable(match)

@@ -16,7 +16,8 @@ from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.training.vocabulary_sample import Vocabulary, VocabularySample
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, rows_a_chunk, token_log_probs
 
 
@@ -34,44 +35,72 @@ class EarlyRecipe(Recipe):
                 f"this model has {target.num_layers} layers"
             )
         whole = target.unembedding if options.head == "classifier" else None
+        self.sample: VocabularySample | None = None
         self.heads = EarlyHeads(exits, target.hidden_size, options.head, whole).to(target.device)
 
     @property
     def reads(self) -> Reads:
         return Reads(exits=self.heads.exit_layers)
 
+    def begin(self, store: TokenStore, fresh: bool) -> None:
+        if self.options.vocabulary_sample:
+            counts = store.token_counts(self.target.vocab_size)
+            self.sample = VocabularySample(counts, self.options.vocabulary_sample, self.target.device)
+
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        target, exits = self.target, self.heads.exit_layers
+        exits, form, cross_entropy = self.heads.exit_layers, self.heads.form, self.options.loss == "ce"
         with torch.no_grad():
             states = self.states(batch)
         following, valid = batch.ahead(1)
-        if self.heads.form == "classifier":
-            loss, match = self._classifiers(states.exits, states.final, following[:, 0])
+        rows = self._positions(valid if cross_entropy else torch.ones_like(valid))
+        final, hidden = states.final[rows], {layer: states.exits[layer][rows] for layer in exits}
+        if form == "classifier":
+            loss, match = self._classifiers(hidden, final, following[rows, 0])
         else:
-            students = torch.stack([self.heads(states.exits[layer], layer) for layer in exits])
-            loss, match = kl_to_teacher(
-                students, states.final, target.unembedding, target.bias, compare=not self.training
-            )
-            if self.options.loss == "ce":
-                rows = students[:, valid].flatten(0, 1)
-                tokens = following[valid, 0].repeat(len(exits))
-                loss = -token_log_probs(rows, tokens, target.unembedding, target.bias).view(len(exits), -1)
-        if self.options.loss == "ce" and self.heads.form == "classifier":
-            loss = loss[:, valid]
-        counts = {"rows": torch.tensor(match.shape[1], device=match.device)}
-        counts["loss_rows"] = torch.tensor(loss.shape[1], device=match.device)
+            students = torch.stack([self.heads(hidden[layer], layer) for layer in exits])
+            loss, match = self._transforms(students, final, following[rows, 0], batch)
+        counts = {"rows": torch.tensor(len(rows), device=rows.device)}
         counts |= {f"match.{layer}": match[i].sum() for i, layer in enumerate(exits)}
         counts |= {f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)}
         return loss.mean(dim=1).sum(), counts
+
+    def _positions(self, known: torch.Tensor) -> torch.Tensor:
+        """Rows to learn from: in training a share of them, drawn anew each time, and one at least."""
+        rows = known.nonzero().squeeze(1)
+        if self.training and self.options.position_share < 1:
+            count = max(1, round(self.options.position_share * len(rows)))
+            rows = rows[torch.randperm(len(rows), device=rows.device)[:count]]
+        return rows
+
+    def _transforms(
+        self, students: torch.Tensor, final: torch.Tensor, following: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [exits, rows], and whether the arg-max agrees (False in training); over a sample if asked."""
+        target = self.target
+        read = Vocabulary(target.unembedding, target.bias)
+        if self.sample is not None and self.training:
+            read = self.sample.draw(target.unembedding, target.bias, batch.input_ids)
+        loss, match = None, torch.zeros(students.shape[:2], dtype=torch.bool, device=students.device)
+        if self.options.loss == "kl" or not self.training:
+            loss, match = kl_to_teacher(students, final, read.unembedding, read.bias, compare=not self.training)
+        if self.options.loss == "ce":
+            tokens = read.place(following).repeat(len(students))
+            found = token_log_probs(students.flatten(0, 1), tokens, read.unembedding, read.bias)
+            loss = -found.view(students.shape[:2])
+        assert loss is not None
+        return loss, match
 
     def _classifiers(
         self, exits: dict[int, torch.Tensor], final: torch.Tensor, following: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole classifiers get a gradient of their own: logits of a chunk of rows are made again in the backward."""
         target, cross_entropy = self.target, self.options.loss == "ce"
+        compare = not (self.training and cross_entropy)
 
         def chunk(hidden: torch.Tensor, layer: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
             log_q = functional.log_softmax(self.heads(hidden, layer).float(), dim=-1)
+            if not compare:
+                return -log_q.gather(1, following[rows, None]).squeeze(1), torch.zeros_like(following[rows]).bool()
             with torch.no_grad():
                 log_p = functional.log_softmax(
                     functional.linear(
@@ -101,7 +130,7 @@ class EarlyRecipe(Recipe):
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         return {
             f"exit {layer}": {
-                f"{self.options.loss}_nats": round(counts[f"loss.{layer}"] / counts["loss_rows"], 4),
+                f"{self.options.loss}_nats": round(counts[f"loss.{layer}"] / counts["rows"], 4),
                 "match": round(counts[f"match.{layer}"] / counts["rows"], 4),
             }
             for layer in self.heads.exit_layers
