@@ -10,9 +10,7 @@ class HeadsError(ValueError):
     """A heads folder that cannot be used; the message is one line: what, where, what to do instead."""
 
     def __init__(self, message: str) -> None:
-        # Names and values of a file may hold line breaks, terminal control sequences and lone surrogates.
-        words = " ".join(message.split())
-        super().__init__(shortened("".join(char if char.isprintable() else ascii(char)[1:-1] for char in words)))
+        super().__init__(shortened(message))
 
 
 class MissingFile(HeadsError):

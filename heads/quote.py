@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a user in our messages: a message is one short line, whatever was given."""
+"""Values and files of a user in our messages: a message is one short line, whatever was given."""
 
 from __future__ import annotations
 
 import reprlib
+from pathlib import Path
 
 LONGEST_VALUE, LONGEST_MESSAGE = 80, 300  # characters
 
@@ -21,8 +22,20 @@ def quoted(value: object) -> str:
 
 
 def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
-    """A text on one line of at most so many characters; what is left out is in the middle."""
-    return _cut(" ".join(text.split()), most)
+    """A text on one printable line of at most so many characters; what is left out is in the middle."""
+    return _cut(_printable(" ".join(text.split())), most)
+
+
+def place(file: Path, line: int | None = None) -> str:
+    """`file:line`; of a long path, its end."""
+    name = _printable(str(file))
+    name = name if len(name) <= LONGEST_VALUE else "..." + name[3 - LONGEST_VALUE :]
+    return name if line is None else f"{name}:{line}"
+
+
+def _printable(text: str) -> str:
+    """With escapes for what a terminal cannot print or would obey: control sequences, lone surrogates."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def _cut(line: str, most: int) -> str:

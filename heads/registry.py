@@ -25,6 +25,7 @@ class HeadsSpec:
 
     kind: str  # as speculators' algorithm name in config.json
     prefix: str
+    method: str  # the drafting method that reads them, by the plugin's name for it
 
     def _named(self, module: str, name: str) -> Any:
         return resolve_name(f"vllm_ppd.heads.{self.kind}.{module}:{name}")
@@ -61,5 +62,10 @@ class HeadsSpec:
 
 
 HEADS: dict[str, HeadsSpec] = {
-    spec.kind: spec for spec in (HeadsSpec("early", "Early"), HeadsSpec("cp", "CP"), HeadsSpec("dynamo", "DynaMo"))
+    spec.kind: spec
+    for spec in (
+        HeadsSpec("early", "Early", method="ppd"),
+        HeadsSpec("cp", "CP", method="cp"),
+        HeadsSpec("dynamo", "DynaMo", method="dynamo"),
+    )
 }

@@ -31,6 +31,16 @@ def _kept(joint: tl.tensor, entry: tl.tensor, floor: tl.tensor, mask: tl.tensor)
 
 
 @triton.jit
+def _bounds(bounds: tl.tensor, row: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Least and greatest of a row's blurred entries, greatest of its kept ones."""
+    part = tl.arange(0, PARTS)
+    at, inside = bounds + (row * parts + part) * 3, part < parts
+    least = tl.min(tl.load(at, mask=inside, other=float("inf")), axis=0)
+    greatest = tl.max(tl.load(at + 1, mask=inside, other=float("-inf")), axis=0)
+    return least, greatest, tl.max(tl.load(at + 2, mask=inside, other=float("-inf")), axis=0)
+
+
+@triton.jit
 def _blur(
     joint: tl.tensor,  # [rows, entries] float32
     floor: tl.tensor,  # [rows] float32
@@ -86,10 +96,7 @@ def _histogram(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    at = bounds + (row * parts + part) * 3
-    least = tl.min(tl.load(at, mask=part < parts, other=float("inf")), axis=0)
-    greatest = tl.max(tl.load(at + 1, mask=part < parts, other=float("-inf")), axis=0)
+    least, greatest, _ = _bounds(bounds, row, parts, PARTS)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(blurred + row * entries + entry, mask=entry < entries, other=0.0)
     above = tl.where(entry < entries, values - least, 0.0)
@@ -115,11 +122,7 @@ def _cut(
     BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
-    at = bounds + (row * parts + part) * 3
-    least = tl.min(tl.load(at, mask=part < parts, other=float("inf")), axis=0)
-    greatest = tl.max(tl.load(at + 1, mask=part < parts, other=float("-inf")), axis=0)
-    peak = tl.max(tl.load(at + 2, mask=part < parts, other=float("-inf")), axis=0)
+    least, greatest, peak = _bounds(bounds, row, parts, PARTS)
     bins = tl.arange(0, BINS)
     count = tl.load(counts + row * BINS + bins).to(tl.float64)
     weighted = count * (bins.to(tl.float64) + 0.5)

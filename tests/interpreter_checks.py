@@ -136,6 +136,8 @@ def heads() -> None:
 
 def candidates() -> None:
     """The winner's block goes into the request's own and into the other candidates', in two groups of layers."""
+    from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
+    from vllm_ppd.vllm_plugins.integration.v1.kv_blocks import KVBlocks
     from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Candidates
 
     tables = [SimpleNamespace(block_table=SimpleNamespace(np=np.arange(24).reshape(4, 6) + gid), block_size=16)
@@ -147,11 +149,10 @@ def candidates() -> None:
     context = {name: SimpleNamespace(get=made.get) for name in names}
     cache_config = SimpleNamespace(kv_cache_groups=groups, num_blocks=30, kv_cache_tensors=[])
     runner = SimpleNamespace(
-        input_batch=batch, device=torch.device("cpu"), kv_cache_config=cache_config,
+        input_batch=batch, device=torch.device("cpu"), kv_cache_config=cache_config, max_model_len=96,
         compilation_config=SimpleNamespace(static_forward_context=context),
     )  # fmt: skip
-    cut: Any = SimpleNamespace(attention_layers=lambda level, some: some)
-    found = Candidates(runner, cut, candidates=3, requests=4)
+    found = Candidates(Batch(runner), KVBlocks(runner, list), count=3, requests=4)
     found.reserve(cache_config)
 
     def choose() -> list[torch.Tensor]:

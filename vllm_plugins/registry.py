@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from vllm_ppd.heads.registry import HEADS
+
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.drafting.drafter import Drafter
 
@@ -77,8 +79,7 @@ METHODS: dict[str, MethodSpec] = {
 }
 
 
-# Kind of heads -> the method that reads it, the first of those that do.
-METHOD_OF_HEADS = {method.heads: name for name, method in reversed(METHODS.items()) if method.heads is not None}
+METHOD_OF_HEADS = {kind: heads.method for kind, heads in HEADS.items()}
 
 
 def is_proposer(path: object) -> bool:

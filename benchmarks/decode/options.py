@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
-from vllm_ppd.benchmarks.harness.options import PLAIN, BenchOptions, Dtype, Plain, kv_cache, split
+from vllm_ppd.benchmarks.harness.options import COMMAS, BenchOptions, LoopOptions, kv_cache
 
 STAGES = {"pipeline_parallel_size": 2}
 
@@ -19,14 +20,11 @@ class DecodeOptions(BenchOptions):
     benchmark = "decode"
     apart = BenchOptions.apart | {"batch_sizes"}
 
-    batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), min_length=1, description="requests decoded together")
+    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
+        (1, 2, 4, 8, 16), min_length=1, description="requests decoded together"
+    )
     prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
     new_tokens: int = Field(128, ge=8, description="tokens each request generates")
-
-    @field_validator("batch_sizes", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return split(value)
 
     @field_validator("batch_sizes")
     @classmethod
@@ -47,25 +45,18 @@ class DecodeOptions(BenchOptions):
         }  # fmt: skip
 
 
-class ClosedLoopOptions(DecodeOptions):
+class ClosedLoopOptions(LoopOptions, DecodeOptions):
     """Batches that engines of one process decode side by side, a few steps at a time."""
 
     benchmark = "closed_loop"
 
-    plain: tuple[Plain, ...] = Field((), description=PLAIN.description)
     rounds: int = Field(12, ge=1, description="pairs of turns of each contender at each load")
-    temperatures: tuple[float, ...] = Field((0.8, 0.0, 1.0), description="measure at each of these; a run each")
-    batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16, 32), min_length=1, description="requests decoded together")
+    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
+        (1, 2, 4, 8, 16, 32), min_length=1, description="requests decoded together"
+    )
     prompt_tokens: int = Field(128, ge=1, description="most tokens a prompt")
     new_tokens: int = Field(600, ge=64, description="tokens of a request after which its batch begins anew")
-    dtype: Dtype = Field("bfloat16", description="arithmetic")
-    kv_cache_gib: float = Field(0.6, gt=0, description="KV cache of each engine")
-    steps: int = Field(12, ge=1, description="steps of a turn")
     warm_up: int = Field(256, ge=0, description="steps of each engine before the first turn at a load")
-    most_stolen: float = Field(
-        0.02, ge=0, le=1, description="share of the processors' time that a hypervisor may give to other machines; a "
-        "pair of turns with more is measured again"
-    )  # fmt: skip
     always: bool = Field(False, description="heads draft in every step, whether or not it pays")
     rounds_a_text: int = Field(0, ge=0, description="rounds after which the next prompt is decoded (0: one for all)")
     verified: int = Field(
@@ -74,30 +65,26 @@ class ClosedLoopOptions(DecodeOptions):
     )  # fmt: skip
     out: str = Field("closed_loop.json", description="results; a run adds to those that are there")
 
-    @field_validator("steps")
-    @classmethod
-    def _fits(cls, value: int, info: ValidationInfo) -> int:
-        if 2 * (value + 1) > info.data.get("new_tokens", 0):
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if 2 * (self.steps + 1) > self.new_tokens:
             raise ValueError("a pair of turns does not fit --new-tokens; give fewer steps")
-        return value
+        return self
 
 
 class GroupOptions(DecodeOptions):
     """What is compared: the base is vLLM's own two pipeline stages."""
 
-    candidates: tuple[int, ...] = Field((1, 3, 5), min_length=1, description="candidates at once, a contender each")
+    candidates: Annotated[tuple[int, ...], COMMAS] = Field(
+        (1, 3, 5), min_length=1, description="candidates at once, a contender each"
+    )
     micro_steps: int = Field(
         8, ge=2, le=17, description="micro-steps of a step: the most tokens that a request gets from one"
     )
     exit_layer: int | None = Field(
         None, ge=1, description="layer at which the stages are split (none: heads decide, or the middle)"
     )
-    batch_sizes: tuple[int, ...] = Field((1,), min_length=1, description="requests decoded together")
-
-    @field_validator("candidates", mode="before")
-    @classmethod
-    def _split_counts(cls, value: Any) -> Any:
-        return split(value)
+    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field((1,), min_length=1, description="requests decoded together")
 
     @property
     def engine_arguments(self) -> dict[str, Any]:

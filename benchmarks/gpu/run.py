@@ -25,7 +25,7 @@ from vllm_ppd.benchmarks.gpu.entries import Entries
 ROOT = Path(__file__).resolve().parent.parent.parent
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 # The order in which a failure says most: the patches first, long matrices last.
-TESTS = ["units", "patches", "kernels", "triton", "wiring", "exactness", "parallel", "families", "sampling",
+TESTS = ["units", "patches", "kernels", "triton", "interpreter", "exactness", "parallel", "families", "sampling",
          "unverified", "memory", "tensor_parallel"]  # fmt: skip
 CPU_TESTS = ["units", "kernels"]
 SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once

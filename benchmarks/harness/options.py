@@ -4,14 +4,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from typing_extensions import Self
 
 Plain = Literal["ppd", "ngram", "suffix"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+# The parts of a list that was written with commas; and 'none' for an empty one.
+COMMAS = BeforeValidator(
+    lambda value: tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
+)
+NONE = BeforeValidator(lambda value: () if value == "none" else value)
 GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+
+
+PLAIN = (
+    "contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding where "
+    "arctic-inference is installed; 'none' leaves all out"
+)
 
 
 class BenchOptions(BaseModel):
@@ -28,11 +39,7 @@ class BenchOptions(BaseModel):
         min_length=1, description="prompts: .jsonl or .json with text, chats or prompt_token_ids; plain text; folders"
     )
     heads: tuple[str, ...] = Field((), description="heads folders, a contender each")
-    plain: tuple[Plain, ...] = Field(
-        ("ppd", "ngram", "suffix"),
-        description="contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding "
-        "where arctic-inference is installed; 'none' leaves all out",
-    )
+    plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field(("ppd", "ngram", "suffix"), description=PLAIN)
     medusa: str | None = Field(None, description="checkpoint of Medusa heads, for vLLM's method medusa")
     eagle: str | None = Field(
         None, description="checkpoint of an EAGLE or EAGLE-3 head, for vLLM's method of that name"
@@ -46,7 +53,7 @@ class BenchOptions(BaseModel):
     )
     rounds: int = Field(5, ge=1, description="turns of each contender at each load")
     temperature: float = Field(0.0, ge=0, description="0 decodes greedily")
-    temperatures: tuple[float, ...] = Field(
+    temperatures: Annotated[tuple[float, ...], COMMAS] = Field(
         (), description="measure at each of these with the same engines, instead of at one temperature; a run each"
     )
     dtype: Dtype = Field("auto", description="arithmetic")
@@ -60,11 +67,6 @@ class BenchOptions(BaseModel):
     out: str = Field("bench.json", description="results; a run adds to those that are there")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
-    @field_validator("plain", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        return () if value == "none" else split(value)
-
     @field_validator("engine")
     @classmethod
     def _is_object(cls, value: str) -> str:
@@ -75,11 +77,6 @@ class BenchOptions(BaseModel):
         if not isinstance(parsed, dict):
             raise ValueError('must be a JSON object, as {"tensor_parallel_size": 2}')
         return value
-
-    @field_validator("temperatures", mode="before")
-    @classmethod
-    def _split_temperatures(cls, value: Any) -> Any:
-        return split(value)
 
     @field_validator("temperatures")
     @classmethod
@@ -98,7 +95,20 @@ class BenchOptions(BaseModel):
         return self.model_dump(mode="json", exclude=set(self.apart))
 
 
-PLAIN: Any = BenchOptions.model_fields["plain"]
+class LoopOptions(BenchOptions):
+    """What the closed and the open loop share: engines of one process compute in turns of a few steps."""
+
+    plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field((), description=PLAIN)
+    temperatures: Annotated[tuple[float, ...], COMMAS] = Field(
+        (0.8, 0.0, 1.0), description="measure at each of these; a run each"
+    )
+    dtype: Dtype = Field("bfloat16", description="arithmetic")
+    kv_cache_gib: float = Field(0.6, gt=0, description="KV cache of each engine")
+    steps: int = Field(12, ge=1, description="steps of a turn")
+    most_stolen: float = Field(
+        0.02, ge=0, le=1, description="share of the processors' time that a hypervisor may give to other machines; "
+        "what had more is measured again"
+    )  # fmt: skip
 
 
 def kv_cache(gib: float) -> dict[str, Any]:
@@ -111,8 +121,3 @@ def kv_cache(gib: float) -> dict[str, Any]:
 
     gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
     return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}
-
-
-def split(value: Any) -> Any:
-    """The parts of a list that was written with commas."""
-    return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_ppd.benchmarks.harness.options import PLAIN, BenchOptions, Dtype, Plain, kv_cache, split
+from vllm_ppd.benchmarks.harness.options import COMMAS, NONE, PLAIN, BenchOptions, LoopOptions, Plain, kv_cache
 
 SHORTEST = 8  # tokens of a prompt or an answer
 
@@ -32,13 +32,13 @@ class ServeOptions(BenchOptions):
     benchmark = "serve"
     apart = BenchOptions.apart | {"rates", "concurrencies"}
 
-    plain: tuple[Plain, ...] = Field(("ppd",), description=PLAIN.description)
+    plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field(("ppd",), description=PLAIN)
     tokenizer: str | None = Field(None, description="folder of the tokenizer (none: the model's)")
-    rates: tuple[float, ...] = Field(
+    rates: Annotated[tuple[float, ...], COMMAS, NONE] = Field(
         (1.0, 2.0, 4.0, math.inf),
         description="requests a second, a load each (Poisson arrivals; inf: all at once); 'none' leaves them out",
     )
-    concurrencies: tuple[int, ...] = Field(
+    concurrencies: Annotated[tuple[int, ...], COMMAS, NONE] = Field(
         (1, 4, 16), description="requests at once, a load each: the next is sent when one ends; 'none' leaves them out"
     )
     requests: int = Field(32, ge=2, description="requests of a turn")
@@ -56,11 +56,6 @@ class ServeOptions(BenchOptions):
         256, ge=1, validate_default=True, description="tokens that these begin with, other ones in each round"
     )
     out: str = Field("serve.json", description="results; a run adds to those that are there")
-
-    @field_validator("rates", "concurrencies", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return () if value == "none" else split(value)
 
     @field_validator("rates", "concurrencies")
     @classmethod
@@ -102,24 +97,15 @@ class ServeOptions(BenchOptions):
         }  # fmt: skip
 
 
-class OpenLoopOptions(ServeOptions):
+class OpenLoopOptions(LoopOptions, ServeOptions):
     """Requests that arrive at engines of one process, each with a clock of its own."""
 
     benchmark = "open_loop"
 
-    plain: tuple[Plain, ...] = Field((), description=PLAIN.description)
-    temperatures: tuple[float, ...] = Field((0.8, 0.0, 1.0), description="measure at each of these; a run each")
-    dtype: Dtype = Field("bfloat16", description="arithmetic")
     concurrencies: tuple[int, ...] = ()
     requests: int = Field(48, ge=2, description="requests of a round")
     rounds: int = Field(2, ge=1, description="rounds at each rate, each begun by another engine")
     new_tokens: int = Field(64, ge=SHORTEST, description="median of the tokens that a request generates")
-    kv_cache_gib: float = Field(0.6, gt=0, description="KV cache of each engine")
     most: int = Field(32, ge=1, description="requests that an engine decodes at once")
     warm_up: int = Field(16, ge=1, description="requests of each engine before the first round at a rate")
-    steps: int = Field(12, ge=1, description="steps of a turn")
-    most_stolen: float = Field(
-        0.02, ge=0, le=1, description="share of the processors' time that a hypervisor may give to other machines; a "
-        "round with more is measured again"
-    )  # fmt: skip
     out: str = Field("open_loop.json", description="results; a run adds to those that are there")

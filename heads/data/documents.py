@@ -14,9 +14,9 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, pieces, values
-from vllm_ppd.heads.data.messages import place, quoted
 from vllm_ppd.heads.data.records import Document, Skipped, read_record
 from vllm_ppd.heads.data.special_tokens import NONE, SpecialTokens
+from vllm_ppd.heads.quote import place, shortened
 
 BATCH = 64  # documents tokenised at once
 MOST_REASONS = 16  # told one by one
@@ -99,7 +99,7 @@ class Documents:
         reasons = ", ".join(f"{number} {reason}" for reason, number in self.skipped.most_common(3))
         more = len(self.skipped) - 3
         found = f"skipped {self.skipped.total()}: {reasons}" + (f", and {more} reasons more" if more > 0 else "")
-        return quoted(found, LONGEST_SUMMARY)
+        return shortened(found, LONGEST_SUMMARY)
 
     def _of(self, file: Path) -> Iterator[Document]:
         if file.suffix in LINES_SUFFIXES:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ppd.heads.data.messages import place, quoted
+from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
 from vllm_ppd.heads.training import TrainingError
 
 PIECE = 1 << 18  # characters of a plain text file that make one document
@@ -200,7 +200,7 @@ class _Values:
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, column {error.colno}"
-    return "nested too deeply" if isinstance(error, RecursionError) else quoted(str(error))
+    return "nested too deeply" if isinstance(error, RecursionError) else shortened(str(error), LONGEST_VALUE)
 
 
 def _not_utf8(file: Path) -> TrainingError:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ppd.heads.data.messages import quoted
+from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 from vllm_ppd.heads.training import TrainingError
 
 TEXT_PARTS = {"text", "input_text", "output_text"}
@@ -62,7 +62,7 @@ def read_record(record: Any, where: str, tokenizer: Callable[[], Any]) -> Docume
     names = set(record) if isinstance(record, dict) else set()
     if names & {"prompt_token_ids", "text", *CHAT_COLUMNS} or names >= {"prompt", "completion"}:
         raise Skipped("the text is null")
-    found = quoted(", ".join(map(repr, sorted(names)))) if names else "no columns"
+    found = shortened(", ".join(map(repr, sorted(names))), LONGEST_VALUE) if names else "no columns"
     raise TrainingError(f"{where} has {found}; each record needs {WANTED}")
 
 
@@ -116,7 +116,7 @@ def _chat(
     try:
         text = template.apply_chat_template(messages, tokenize=False, **more)
     except Exception as error:  # a template is a program, and may raise anything
-        reason = quoted(str(error)) or type(error).__name__
+        reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
         raise Skipped(f"the chat template refuses it ({reason})") from None
     return Document(_readable(text), is_chat=True)
 

@@ -19,10 +19,10 @@ from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
 from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_path import find_target
 
 SHOWN = (1, 2, 4, 8, 16, 32)  # batch sizes of the table
-METHOD = {"early": "ppd", "cp": "cp", "dynamo": "dynamo"}
 
 
 class Predicted(NamedTuple):
@@ -132,7 +132,7 @@ def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, 
         return
     for setting in settings(config, parts, greedy=options.texts == "greedy"):
         served = _served(setting, folder if setting.trained else None)
-        yield drafting(setting, METHOD[config.kind], served, machine, depth)
+        yield drafting(setting, HEADS[config.kind].method, served, machine, depth)
 
 
 def _groups(folder: str, matches: dict[str, Any], depth: int, machine: Any, options: PlanOptions) -> Iterator[Way]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vllm_ppd.heads.data.messages import place
 from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import TrainingError
 
 NAME = "tokens.json"

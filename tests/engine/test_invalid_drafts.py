@@ -32,7 +32,8 @@ def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
 
 def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     """Have one number of the heads be another once they have been read, whatever the reader refuses."""
-    module = import_module(f"vllm_ppd.vllm_plugins.methods.{'early_exit' if kind == 'early' else kind}.drafter")
+    reader = "drafting.exit_reader" if kind == "early" else f"methods.{kind}.drafter"
+    module = import_module(f"vllm_ppd.vllm_plugins.{reader}")
     name = "load_early_heads" if kind == "early" else "load_tensors"
     stock = getattr(module, name)
 
@@ -47,8 +48,6 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
         return config, found
 
     monkeypatch.setattr(module, name, load)
-    if kind == "early":
-        monkeypatch.setattr("vllm_ppd.vllm_plugins.methods.paradecode.proposer.load_early_heads", load)
 
 
 @pytest.mark.engine

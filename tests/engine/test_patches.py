@@ -141,7 +141,7 @@ def test_patch_scheduler() -> None:
     )
     assert {"size", "layer_stride", "block_stride", "offset"} == set(KVCacheTensor.__dataclass_fields__) - {
         "layers", "host_resident",
-    }, "the KV cache is laid out some other way: see Candidates.reserve"  # fmt: skip
+    }, "the KV cache is laid out some other way: see kv_blocks.added_blocks"  # fmt: skip
 
 
 def test_patch_request_validation() -> None:

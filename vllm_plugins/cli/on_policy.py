@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tqdm import tqdm
 
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.messages import place
 from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.vllm_plugins.integration import platform

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.io import load_early_heads
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, distribution, draw, drawn_from, is_greedy
@@ -21,10 +22,22 @@ from vllm_ppd.kernels.unembed_topk import unembed_topk
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.integration.lm_head import LMHead
 
 # (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
 ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype) -> EarlyHeads | None:
+    """The early heads that the options name, as drafting reads them; None where exits are read without.
+
+    Raises:
+        HeadsError: if the folder cannot be read.
+    """
+    if config.model is None:
+        return None
+    return load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
 
 
 class Reading(NamedTuple):

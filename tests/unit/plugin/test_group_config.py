@@ -24,6 +24,7 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
@@ -139,7 +140,7 @@ def progress_of(params: list[SamplingParams], prompts: list[int], allowance: lis
         requests={name: SimpleNamespace(sampling_params=p) for name, p in zip(names, params, strict=True)},
         max_model_len=20,
     )
-    return Progress(np.array(prompts), np.array(allowance), 4, Limits(runner))
+    return Progress(np.array(prompts), np.array(allowance), 4, Limits(Batch(runner)))
 
 
 def test_progress() -> None:

@@ -67,13 +67,13 @@ class NGramEmission:
     def _sample(self, rows: np.ndarray, first_logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """An n-gram of each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
         host, drafter = self.host, self.drafter
-        metadata = host.runner.input_batch.sampling_metadata
+        metadata = host.batch.sampling_metadata
         temperature = torch.zeros(len(rows), device=index.device)
         if metadata.temperature is not None:
             temperature = metadata.temperature[index]
         limits = (None if part is None else part[index] for part in (metadata.top_k, metadata.top_p))
         sampling = Sampling(temperature, *limits)
-        places = host.runner.query_start_loc.gpu[index + 1] - 1
+        places = host.index(host.batch.starts[rows + 1].astype(np.int64) - 1)
         heads = [distribution(logits, sampling).log() for logits in (first_logits, *drafter.logits(places))]
         eps_b = host.index(host.planner.request_options["eps_b"][rows])
         context = host.context(rows) if drafter.context_tokens else None

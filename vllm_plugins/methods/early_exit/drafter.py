@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ppd.heads.io import load_early_heads
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
-from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, early_heads
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -29,9 +28,7 @@ class EarlyExitDrafter(Drafter):
         assert config.exit_layer is not None
         self.config, self.exit_layer, self.gamma = config, config.exit_layer[0], config.gamma
         cut = target.cut_after(config.exit_layer)
-        heads = None
-        if config.model is not None:
-            heads = load_early_heads(config.model)[1].requires_grad_(False).to(target.device, target.dtype)
+        heads = early_heads(config, target.device, target.dtype)
         self.reader = EarlyReader(cut.adapter, target.lm_head, heads)
 
     def draft_all(self, on: bool) -> None:

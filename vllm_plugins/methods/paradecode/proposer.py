@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.heads.io import load_early_heads
 from vllm_ppd.model_patches.base import CutState, adapter_of
 from vllm_ppd.model_patches.stacked_layers import StackedLayers
-from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
 from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
@@ -34,10 +33,7 @@ class ParallelProposer(DeferredKVProposer):
     def load_model(self, model: Any) -> None:
         config, device = self.config, self.runner.device
         adapter = adapter_of(model, self.vllm_config)
-        heads = None
-        if config.model is not None:
-            dtype = self.vllm_config.model_config.dtype
-            heads = load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
+        heads = early_heads(config, device, self.vllm_config.model_config.dtype)
         self.saved = self.allocate_states(has_residual=False)
         self.allocate_probs()
         layers = ParallelLayers(self.runner, StackedLayers(adapter.layers))

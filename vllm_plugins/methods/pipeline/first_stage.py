@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from vllm_ppd.heads.io import load_early_heads
 from vllm_ppd.model_patches.base import CutState, ModelCut
-from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.lm_head import CopiedLMHead
+from vllm_ppd.vllm_plugins.integration.v1.kv_blocks import KVBlocks
 from vllm_ppd.vllm_plugins.integration.v1.passes import StackPasses
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span
 from vllm_ppd.vllm_plugins.methods.pipeline.candidates import NONE, Candidates
@@ -49,8 +49,9 @@ class FirstStage(Stage):
         self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
         # A row a request: the state behind d_bar of the token that the last stage is to take next.
         self.states = SavedStates(self.requests, 1, hidden_size, dtype, device, adapter.has_residual)
-        self.candidates = Candidates(self.runner, self.cut, config.candidates, self.requests)
-        self.limits = Limits(self.runner)
+        blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
+        self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
+        self.limits = Limits(self.batch)
         self._unsettled = _NOTHING
 
     def _with_head(
@@ -62,10 +63,10 @@ class FirstStage(Stage):
             shard, bias: of E*, [shard_size, hidden] and [shard_size].
             place: tokens of the vocabulary, the shard's first, and how many it holds.
         """
-        if self.config.model is None:
+        heads = early_heads(self.config, shard.device, shard.dtype)
+        if heads is None:
             return shard, bias, place
-        heads = load_early_heads(self.config.model)[1]
-        weight = heads.weights[str(self.split)].detach().to(shard.device)
+        weight = heads.weights[str(self.split)]
         if heads.form == "transform":
             return (shard.float() @ weight.float()).to(shard.dtype), bias, place
         _, first, count = place
@@ -84,9 +85,9 @@ class FirstStage(Stage):
 
     def carried(self) -> CutState | None:
         """The states of a group step's first tokens if the step before has computed them all: no layer runs then."""
-        batch = self.runner.input_batch
-        count, base = batch.num_reqs, self.base_positions()
-        tokens = batch.token_ids_cpu[np.arange(count), base].astype(np.int64)
+        batch, base = self.batch, self.base_positions()
+        count = batch.num_requests
+        tokens = batch.token_ids[np.arange(count), base].astype(np.int64)
         rows = self.states.match(batch.req_ids, base, np.ones(count, dtype=np.int64), tokens)
         return None if rows is None else self.states.load(rows)
 
@@ -99,7 +100,7 @@ class FirstStage(Stage):
         """
         assert self.allowance is not None
         started, waited = time.perf_counter(), self.channel.seconds_waited
-        count = self.runner.input_batch.num_reqs
+        count = self.batch.num_requests
         self.states.clear()
         self.states.store(np.arange(count), 0, *state)
         progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.limits)
@@ -219,17 +220,11 @@ class FirstStage(Stage):
 
     def _keep(self, progress: Progress) -> None:
         """Keep the states for the next step, and the emitted tokens where the last stage's runner keeps its own."""
-        batch, ready = self.runner.input_batch, np.flatnonzero(progress.ready)
+        batch, ready = self.batch, np.flatnonzero(progress.ready)
         ones = np.ones(len(ready), dtype=np.int64)
         self.states.keep(batch.req_ids, ready, progress.position[ready], progress.token[ready, None], ones)
-        starts = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)
-        for row, (req_id, count) in enumerate(zip(batch.req_ids, progress.emitted.tolist(), strict=True)):
-            tokens = progress.tokens[row, :count].tolist()
-            where = slice(starts[row], starts[row] + count)
-            batch.token_ids_cpu[row, where] = tokens
-            batch.is_token_ids[row, where] = True
-            batch.num_tokens_no_spec[row] = where.stop
-            self.runner.requests[req_id].output_token_ids.extend(tokens)
+        for row, count in enumerate(progress.emitted.tolist()):
+            batch.append(row, progress.tokens[row, :count].tolist())
 
     def _count(self, micro_step: int, requests: int, hits: int) -> None:
         computed = requests * self.candidates.count

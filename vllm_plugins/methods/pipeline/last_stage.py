@@ -63,7 +63,7 @@ class LastStage(Stage):
                 break
             self._expect_frame(micro_step + 1, count)
             span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
-            sampled = self._sample(rows, self.model.compute_logits(self.passes.final(span, state)))
+            sampled = self.batch.sample(rows, self.model.compute_logits(self.passes.final(span, state)))
             tokens[rows, emitted[rows]] = sampled[rows]
             emitted[rows] += 1
             self.channel.send_tokens(sampled)
@@ -75,18 +75,3 @@ class LastStage(Stage):
     def _expect_frame(self, micro_step: int, count: int) -> None:
         if micro_step < self.micro_steps:
             self.channel.expect_frame(count)
-
-    def _sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:
-        """A token of each row, by vLLM's sampler with the batch's own parameters: [batch rows]; other rows are 0."""
-        runner = self.runner
-        metadata = runner.input_batch.sampling_metadata
-        count = runner.input_batch.num_reqs
-        if len(rows) < count:
-            whole = logits.new_zeros(count, logits.shape[-1])
-            logits = whole.index_copy_(0, self.index(rows), logits)
-            # A seeded request draws once a token that it emits, and no more.
-            chosen = set(rows.tolist())
-            metadata = dataclasses.replace(
-                metadata, generators={row: g for row, g in metadata.generators.items() if row in chosen}
-            )
-        return runner.sampler(logits=logits, sampling_metadata=metadata).sampled_token_ids[:, 0].cpu().numpy()

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 
 _NO_ID = -1
 
@@ -13,8 +13,8 @@ _NO_ID = -1
 class Limits:
     """Where requests end, as far as a stage can see it: length and stop tokens; looked up once a batch."""
 
-    def __init__(self, runner: Any) -> None:
-        self.runner = runner
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
         self._req_ids: list[str] = []
         self.ends = np.zeros(0, dtype=np.int64)  # [batch rows] tokens of the whole request
         self.stops = np.zeros((0, 1), dtype=np.int64)  # [batch rows, most stop tokens] padded with -1
@@ -24,14 +24,14 @@ class Limits:
         self._req_ids = []
 
     def look_up(self) -> None:
-        """Have ends and stops for the runner's batch."""
-        batch = self.runner.input_batch
+        """Have ends and stops for the batch as it is."""
+        batch = self.batch
         if self._req_ids == batch.req_ids:
             return
-        params = [self.runner.requests[req_id].sampling_params for req_id in batch.req_ids]
-        most = [self.runner.max_model_len if p.max_tokens is None else p.max_tokens for p in params]
-        lengths = batch.num_prompt_tokens[: batch.num_reqs].astype(np.int64) + np.array(most, dtype=np.int64)
-        self.ends = np.minimum(lengths, self.runner.max_model_len)
+        params = batch.sampling_params
+        most = [batch.max_model_len if p.max_tokens is None else p.max_tokens for p in params]
+        lengths = batch.prompt_lengths.astype(np.int64) + np.array(most, dtype=np.int64)
+        self.ends = np.minimum(lengths, batch.max_model_len)
         stops = [[p.eos_token_id, *(p.stop_token_ids or ())] for p in params]
         self.stops = np.full((len(stops), max(map(len, stops))), _NO_ID, dtype=np.int64)
         for row, ids in enumerate(stops):

@@ -21,6 +21,7 @@ import torch
 
 from vllm_ppd.vllm_plugins.config.activation import own_config
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
+from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.integration.v1.stage_channel import StageChannel
 
@@ -40,6 +41,7 @@ class Stage(ABC):
     def bind(self, runner: Any) -> None:
         """Take the model runner that will drive this stage."""
         self.runner = runner
+        self.batch = Batch(runner)
         self.counters = Counters(self.vllm_config.parallel_config)
 
     def connect(self) -> None:
@@ -74,14 +76,12 @@ class Stage(ABC):
     def is_group_step(self) -> bool:
         """Whether this step goes on for several micro-steps; the batch's rows must be in place."""
         if self._allowed is not None and self.allowance is None:
-            names = self.runner.input_batch.req_ids
-            self.allowance = np.array([self._allowed[name] for name in names], dtype=np.int64)
+            self.allowance = np.array([self._allowed[name] for name in self.batch.req_ids], dtype=np.int64)
         return self.allowance is not None
 
     def base_positions(self) -> np.ndarray:
         """[batch rows] position of the token that the step was scheduled with."""
-        batch = self.runner.input_batch
-        return batch.num_computed_tokens_cpu[: batch.num_reqs].astype(np.int64)
+        return self.batch.computed.astype(np.int64)
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array of indices on the device."""
