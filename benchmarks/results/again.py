@@ -8,9 +8,7 @@ _RESULTS = "benchmarks/results"
 _COMMANDS = {
     "closed_loop": f"ppd bench closed-loop {_LOOP} --steps 16 --rounds 6",
     "open_loop": f"ppd bench open-loop {_LOOP} --requests 24",
-    "fleet_check": f"serve.fleet_check {_RESULTS}/serve.json",
     "plan_check": f"decode.plan_check {_RESULTS}/plan_check.turns.json",
-    "demo_acceptance": "models.acceptance --also build/cp-rank-1 build/cp-rank-5",
     "step_breakdown_early": "decode.step_breakdown --methods early --batch 1 8 --turns 6",
     "step_breakdown_heads": "decode.step_breakdown --methods cp dynamo --layers 24 --hidden 1024 --vocab 32768 "
     "--turns 6 --steps 20",

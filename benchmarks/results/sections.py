@@ -209,26 +209,6 @@ def breakdown(path: Path) -> Parts:
     return f"{_source(data, AGAIN[path.stem])}\n\n{shown}", shown, [plot]
 
 
-def demo_acceptance(path: Path) -> Parts:
-    data = json.loads(path.read_text())
-    rows = data["rows"]
-    header = ("method", "setting", "drafted a step", "accepted a step", "rate", "length", "repeated 4-grams")
-    shown = markdown(header, [[row[name] for name in header] for row in rows])
-    panels = [
-        Bars(
-            setting,
-            [
-                Bar(row["method"], THEIRS if row["method"].startswith(BASE) else OURS, row["length"])
-                for row in rows
-                if row["setting"] == setting
-            ],
-        )
-        for setting in sorted({row["setting"] for row in rows}, reverse=True)
-    ]
-    plot = bars(f"Acceptance length of the demo model's heads\n{data['machine']}", "1 + accepted / drafts", panels)
-    return f"{_source(data, AGAIN[path.stem])}\n\n{shown}", shown, [plot]
-
-
 def paper_tables(path: Path) -> Parts:
     """The papers' tables; the newest of each counts."""
     newest = {entry["key"]: entry for entry in json.loads(path.read_text())["tables"]}
@@ -271,12 +251,10 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "closed_loop": ("Never slower: batches", closed_loop),
     "open_loop": ("Never slower: requests that arrive", open_loop),
     "serve": ("Servers under load", serve),
-    "fleet_check": ("The fleets of `ppd plan`, held against servers", any_rows),
     "plan_check": ("What steps with drafts cost, and what `ppd plan` predicts", any_rows),
     "group": ("The worker group", group_runs),
     "group_cut_off": ("The worker group above its cut-off", decode),
     "tables": ("The papers' tables", paper_tables),
-    "demo_acceptance": ("Acceptance of the demo model's heads", demo_acceptance),
     "step_breakdown_early": ("What a step of early drafting costs", breakdown),
     "step_breakdown_heads": ("What drafting with CP and DynaMo heads costs", breakdown),
 }

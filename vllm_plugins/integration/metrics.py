@@ -32,8 +32,8 @@ COUNTERS = {
     "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",
     "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
     "group_micro_steps": "Micro-steps of a worker group: passes of the last stage within group steps.",
-    "group_hits": "Tokens that a worker group had started before the target chose them, by micro-step of the step.",
-    "group_misses": "Tokens that no candidate of a worker group had started, by micro-step of the step.",
+    "group_hits": "Tokens that a worker group had started before the target chose them.",
+    "group_misses": "Tokens that no candidate of a worker group had started.",
     "group_candidates": "Candidates that a worker group ran through the first stage.",
     "group_candidates_discarded": "Candidates whose token the target did not choose.",
     "group_first_stage_seconds": "Seconds that the first stage spent in micro-steps, waiting included.",
@@ -41,12 +41,7 @@ COUNTERS = {
     "group_last_stage_seconds": "Seconds of the last stage in micro-steps but a step's first, waiting included.",
     "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
-BY_MICRO_STEP = ("group_hits", "group_misses")
-MOST_MICRO_STEPS = 17  # of a step, as num_speculative_tokens allows
-# Where each counter's columns start; one that is told by micro-step has a column a micro-step.
-_WIDTHS = [MOST_MICRO_STEPS if name in BY_MICRO_STEP else 1 for name in COUNTERS]
-_FIRST = dict(zip(COUNTERS, np.cumsum([0, *_WIDTHS[:-1]]).tolist(), strict=True))
-_COLUMNS = sum(_WIDTHS)
+_COLUMN = {name: column for column, name in enumerate(COUNTERS)}
 PATH_VARIABLE = "PPD_COUNTERS_FILE"  # PATH#ROW:ROWS, the rows of the engine in the file
 _ROWS = 4096  # of a table, whose unused rows take no memory
 _published: list[np.ndarray] = []
@@ -81,9 +76,9 @@ class _Table:
     def __init__(self, rows: int) -> None:
         self.pid, self.used = os.getpid(), 0
         self.descriptor = os.memfd_create("vllm-ppd-counters")
-        os.ftruncate(self.descriptor, 8 * rows * _COLUMNS)
-        memory = mmap.mmap(self.descriptor, 8 * rows * _COLUMNS)
-        self.rows = np.frombuffer(memory, dtype=np.float64).reshape(rows, _COLUMNS)
+        os.ftruncate(self.descriptor, 8 * rows * len(COUNTERS))
+        memory = mmap.mmap(self.descriptor, 8 * rows * len(COUNTERS))
+        self.rows = np.frombuffer(memory, dtype=np.float64).reshape(rows, len(COUNTERS))
 
     def has_room(self, engines: int) -> bool:
         """Not in a forked process, which would take the rows that its parent takes."""
@@ -102,7 +97,7 @@ class Counters:
     """The worker's side; only the first rank of an engine (of a pipeline stage, in a worker group) writes."""
 
     def __init__(self, parallel_config: Any) -> None:
-        self.values = np.zeros(_COLUMNS)
+        self.values = np.zeros(len(COUNTERS))
         place = os.environ.get(PATH_VARIABLE)
         # Ranks of a stage come one after the other.
         ranks_of_a_stage = parallel_config.world_size // parallel_config.pipeline_parallel_size
@@ -111,24 +106,21 @@ class Counters:
         try:
             path, _, rows_of_engine = place.partition("#")
             first, count = map(int, rows_of_engine.split(":"))
-            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, _COLUMNS)[first : first + count]
+            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, len(COUNTERS))[first : first + count]
             # As an array: an entry of a memmap takes twice as long.
             self.values = np.asarray(rows[parallel_config.data_parallel_index])
         except (OSError, ValueError, IndexError) as error:
             # A worker on another machine: drafting works, its counters are not seen.
             logger.warning("vllm-ppd: counters are not published (%s)", error)
 
-    def add(self, name: str, amount: float = 1, micro_step: int = 0) -> None:
+    def add(self, name: str, amount: float = 1) -> None:
         if amount:
-            self.values[_FIRST[name] + micro_step] += amount
+            self.values[_COLUMN[name]] += amount
 
 
 def totals() -> dict[str, float]:
-    """Each counter, over all engines of this process and all micro-steps."""
-    return {
-        name: sum(float(table[:, first : first + width].sum()) for table in _published)
-        for (name, first), width in zip(_FIRST.items(), _WIDTHS, strict=True)
-    }
+    """Each counter, over all engines of this process."""
+    return {name: sum(float(table[:, column].sum()) for table in _published) for name, column in _COLUMN.items()}
 
 
 class _Collector:
@@ -137,13 +129,9 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily
 
-        engines = range(max(map(len, _published), default=0))
-        for (name, text), width in zip(COUNTERS.items(), _WIDTHS, strict=True):
-            labels = ["engine", "micro_step"] if name in BY_MICRO_STEP else ["engine"]
-            family = CounterMetricFamily(f"ppd:{name}", text, labels=labels)
-            for engine in engines:
-                for micro_step in range(width):
-                    column = _FIRST[name] + micro_step
-                    total = sum(float(table[engine, column]) for table in _published if engine < len(table))
-                    family.add_metric([str(engine), str(micro_step)][: len(labels)], total)
+        for name, text in COUNTERS.items():
+            family = CounterMetricFamily(f"ppd:{name}", text, labels=["engine"])
+            for engine in range(max(map(len, _published), default=0)):
+                total = sum(float(table[engine, _COLUMN[name]]) for table in _published if engine < len(table))
+                family.add_metric([str(engine)], total)
             yield family

@@ -112,7 +112,7 @@ class FirstStage(Stage):
                 if not len(sent):
                     break
             self.counters.add("group_micro_steps")
-            self._micro_step(progress, sent, micro_step)
+            self._micro_step(progress, sent)
         # What missed last would be the next step's first work; it is done while the engine ends this one.
         self._run_missed(progress)
         self._settle_candidates()
@@ -131,7 +131,7 @@ class FirstStage(Stage):
     def _send(self, rows: np.ndarray, count: int) -> None:
         self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
 
-    def _micro_step(self, progress: Progress, sent: np.ndarray, micro_step: int) -> None:
+    def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
         """While the last stage ends the tokens that were sent: candidates for the next ones, and what missed before."""
         self.channel.expect_tokens(len(progress.position))
         self._settle_candidates()
@@ -147,7 +147,7 @@ class FirstStage(Stage):
 
         hits = token_ids == progress.token[speculating, None]
         matched = hits.any(axis=1)
-        self._count(micro_step, len(speculating), int(matched.sum()))
+        self._count(len(speculating), int(matched.sum()))
         won = np.flatnonzero(matched & goes_on[speculating])
         winners, winning_candidate = speculating[won], hits.argmax(axis=1)[won]
         goes_on[winners] = False
@@ -226,9 +226,9 @@ class FirstStage(Stage):
         for row, count in enumerate(progress.emitted.tolist()):
             batch.append(row, progress.tokens[row, :count].tolist())
 
-    def _count(self, micro_step: int, requests: int, hits: int) -> None:
+    def _count(self, requests: int, hits: int) -> None:
         computed = requests * self.candidates.count
-        self.counters.add("group_hits", hits, micro_step)
-        self.counters.add("group_misses", requests - hits, micro_step)
+        self.counters.add("group_hits", hits)
+        self.counters.add("group_misses", requests - hits)
         self.counters.add("group_candidates", computed)
         self.counters.add("group_candidates_discarded", computed - hits)
