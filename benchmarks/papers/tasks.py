@@ -20,7 +20,7 @@ import torch
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.calibration.text import Texts, take_prompts
 from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, values
-from vllm_ppd.heads.data.messages import place
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_ppd.heads.data.messages import place
 from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import TrainingError
 
 NAME = "curve.jsonl"

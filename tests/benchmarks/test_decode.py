@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from conftest import DEMO, cells_of
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.decode.table import overview, rows_of, summarise, table
-from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, contenders
+from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results
+from vllm_ppd.benchmarks.harness.session import OneByOne
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
@@ -70,8 +71,8 @@ def command(tiny_model: Callable[..., Path], ids_file: Path, tmp_path: Path) -> 
 
 @pytest.mark.engine
 def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> None:
-    """Every turn is kept, in order; the method says what the base says; what does not start is left out."""
-    command += ["--rounds", "300", "--batch-sizes", "3,1", "--also", 'broken={"method": "ppd", "exit_layer": 99}']
+    """Every turn is kept, in order; the method says what the base says."""
+    command += ["--rounds", "300", "--batch-sizes", "3,1", "--also"]
     command += ['ppd={"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 2, "adaptive": false}']
     process = subprocess.Popen([*PPD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -86,7 +87,6 @@ def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> N
     assert process.returncode == 130, errors
     assert f"ppd: stopped; {len(turns)} turns are kept in {tmp_path / 'bench.json'}" in errors
     assert not run["finished"]
-    assert "exit_layer" in run["failures"]["broken"]
     order = [(t["batch"], t["round"], t["contender"]) for t in turns]
     assert order == [(3, r, c) for r in range(300) for c in (BASE, CONTROL, "ppd")][: len(turns)]
     for turn in turns:
@@ -96,6 +96,48 @@ def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> N
         # A window holds neither the first token of all nor what the others still say when the first has ended.
         assert turn["steps"] * 3 <= turn["window_tokens"] <= 23 * 3
         assert "token_ids" not in turn
+
+
+class Sham:
+    """A contender without an engine."""
+
+    facts: ClassVar[dict[str, Any]] = {"free_bytes": 10, "peak_bytes": 1}
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closed = name, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Shams(OneByOne[Sham, int]):
+    """Contenders that fail at the start, in a turn, or never."""
+
+    def start(self, contender: Contender, log: Path) -> Sham:
+        if contender.name == "broken":
+            raise BenchError("broken: no such layer")
+        return Sham(contender.name)
+
+    def warm_up(self, one: Sham, load: int) -> None:
+        pass
+
+    def turn(self, one: Sham, load: int, number: int) -> dict[str, Any]:
+        if one.name == "fragile" and number == 1:
+            raise BenchError("fragile: out of memory")
+        return {"batch": load}
+
+
+def test_what_fails_is_left_out(tmp_path: Path) -> None:
+    """A contender that does not start, and one that fails in its second turn; the others go on."""
+    made, everyone = options(out=str(tmp_path / "bench.json"), rounds=3), [
+        Contender(name) for name in (BASE, "broken", "fragile", "sound")
+    ]  # fmt: skip
+    results = Results(made, everyone)
+    Shams(made, {1: results}).measure(everyone)
+    assert results.run["failures"] == {"broken": "broken: no such layer", "fragile": "fragile: out of memory"}
+    order = [(turn["round"], turn["contender"]) for turn in results.run["turns"]]
+    assert order == [(0, BASE), (0, "fragile"), (0, "sound"), (1, BASE), (1, "sound"), (2, BASE), (2, "sound")]
+    assert results.run["finished"]
 
 
 def _runs(folder: Path) -> dict[str, Any]:

@@ -314,6 +314,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.engine
 def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
     """The same requests in a process where VLLM_PLUGINS switches us off."""

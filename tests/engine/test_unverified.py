@@ -47,6 +47,7 @@ def test_eps_b_one_is_ordinary_decoding(
     assert drafter_of(llm).drafter.states.abs().sum() > 0  # the heads ran
 
 
+@pytest.mark.full
 def test_eps_b_one_is_ordinary_sampling(unverified: Any, engine: Callable[..., Any]) -> None:
     expected = sample(engine(max_num_seqs=64, max_num_batched_tokens=512), 1500)
     assert worst(sample(unverified, 1000, extra_args={"ppd_eps_b": 1.0}), expected) > LEVEL

@@ -278,10 +278,10 @@ def test_preemption(engine: Callable[..., Any], variant: Callable[..., Any], nam
     assert outputs[1] == outputs[0]
 
 
-FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "parallel", "cp", "dynamo-cut-off")]
+FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "parallel", "cp", "dynamo", "dynamo-cut-off")]
 
 
-@pytest.mark.parametrize("name", ["middle", "dynamo", *FULL_ONLY])
+@pytest.mark.parametrize("name", ["middle", *FULL_ONLY])
 def test_compiled(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
     """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = CASES["batch_16"](engine(enforce_eager=False)), CASES["arrivals_and_aborts"](engine(enforce_eager=False))

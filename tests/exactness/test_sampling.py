@@ -59,10 +59,20 @@ def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
     return sample(engine(max_num_seqs=64, max_num_batched_tokens=512))
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("exits", [{"exit_layer": 5}, {"exit_layer": [2, 4], "gamma": 0.05}], ids=["one", "set"])
+ONE, SEVERAL = {"exit_layer": 5}, {"exit_layer": [2, 4], "gamma": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("exits", "method"),
+    [
+        pytest.param(ONE, "greedy", id="one-greedy"),
+        pytest.param(ONE, "probabilistic", id="one-probabilistic"),
+        pytest.param(SEVERAL, "greedy", id="several-greedy", marks=pytest.mark.full),
+        pytest.param(SEVERAL, "probabilistic", id="several-probabilistic"),
+    ],
+)
 def test_distribution(
-    engine: Callable[..., Any], expected: list[tuple[int, ...]], method: str, exits: dict[str, Any]
+    engine: Callable[..., Any], expected: list[tuple[int, ...]], exits: dict[str, Any], method: str
 ) -> None:
     options = {"method": "ppd", "draft_sample_method": method, **exits}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
@@ -121,26 +131,39 @@ def test_distribution_with_lookups(engine: Callable[..., Any], expected: list[tu
     assert (llm.counts - before)["accepted"] > 50
 
 
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+HEADS = {
+    "cp": ("cp", {}),
+    "cp-short": ("cp", {"draft_vocab_size": 150}),
+    "cp-token": ("cp-token", {}),
+    "cp-chain-short": ("cp-chain", {"draft_vocab_size": 150}),
+    "dynamo": ("dynamo", {"eps_b": 0.0}),
+    "dynamo-backing-off": ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "method"),
     [
-        ("cp", {}),
-        ("cp", {"draft_vocab_size": 150}),
-        ("cp-token", {}),
-        ("cp-chain", {"draft_vocab_size": 150}),
-        ("dynamo", {"eps_b": 0.0}),
-        ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}),
+        # Greedy drafts differ in nothing but their vocabulary; one kind of each stands for both.
+        pytest.param(*HEADS[name], method, id=f"{name}-{method}", marks=[pytest.mark.full] * (method not in methods))
+        for name, methods in {
+            "cp": ("probabilistic",),
+            "cp-short": ("greedy", "probabilistic"),
+            "cp-token": ("greedy",),
+            "cp-chain-short": ("probabilistic",),
+            "dynamo": ("greedy",),
+            "dynamo-backing-off": ("probabilistic",),
+        }.items()
+        for method in ("greedy", "probabilistic")
     ],
-    ids=["cp", "cp-short", "cp-token", "cp-chain-short", "dynamo", "dynamo-backing-off"],
 )
 def test_distribution_with_heads(
     engine: Callable[..., Any],
     heads: Callable[[str], str],
     expected: list[tuple[int, ...]],
-    method: str,
     kind: str,
     options: dict[str, Any],
+    method: str,
 ) -> None:
     options = {"method": kind.partition("-")[0], "model": heads(kind), "draft_sample_method": method, **options}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)

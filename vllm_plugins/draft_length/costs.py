@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
+from typing_extensions import Self
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -181,6 +181,7 @@ def command(model: Path, data: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     """kill -9 at any moment, here in the middle of saving after every step."""
     out = tmp_path / "heads"
