@@ -10,7 +10,7 @@ from vllm_ppd.benchmarks.decode.options import GroupOptions
 from vllm_ppd.benchmarks.decode.run import decode
 from vllm_ppd.benchmarks.decode.table import rows_of
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
-from vllm_ppd.benchmarks.harness.estimates import with_quartiles
+from vllm_ppd.benchmarks.harness.estimates import number, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row
 from vllm_ppd.heads.calibration.tables import table as markdown
 from vllm_ppd.heads.io import load_config
@@ -56,13 +56,15 @@ def contenders(options: GroupOptions) -> list[Contender]:
 
 
 class Theorem(NamedTuple):
-    """PPD, Theorem 4.1, for long texts: units are one layer of one token."""
+    """PPD, Theorem 4.1, divided by the tokens l: units are one layer of one token."""
 
-    latency: float  # layers a token, one after the other: d - (d - d_bar) p
-    compute: float  # layers a token in all: d - (d - d_bar) p + k (d - d_bar)
+    latency: float  # layers a token, one after the other: d - (d - d_bar) p (l - 1) / l
+    compute: float  # layers a token in all: that, and k (d - d_bar)
 
 
-def theorem(num_layers: int, split: int, candidates: int, match_rate: float, slowed: float = 1.0) -> Theorem:
+def theorem(
+    num_layers: int, split: int, candidates: int, match_rate: float, tokens: int | None = None, slowed: float = 1.0
+) -> Theorem:
     """Expected latency and compute a token.
 
     Args:
@@ -70,11 +72,12 @@ def theorem(num_layers: int, split: int, candidates: int, match_rate: float, slo
         split: d_bar, from d/2 up.
         candidates: k.
         match_rate: p_correct.
+        tokens: l, of which nothing starts the first one early (None: so many that this does not count).
         slowed: what a layer takes beside the other stage's, in units of a layer alone (the paper's is 1): d - d_bar
             layers of each token run so.
     """
     late = num_layers - split
-    latency = num_layers - late * match_rate
+    latency = num_layers - late * match_rate * (1 if tokens is None else (tokens - 1) / tokens)
     return Theorem(latency + (slowed - 1) * late, latency + candidates * late)
 
 
@@ -83,20 +86,21 @@ class Matched(NamedTuple):
 
     split: int  # d_bar
     rate: float  # p_correct
-    layers: float  # computed for a token, candidates that were thrown away included
+    layers: float | None  # that ran for a token, candidates that were thrown away included (None: not counted)
     paper: Theorem
 
 
-def matched(row: Row, num_layers: int, split: int, candidates: int) -> Matched | None:
-    """Of a contender's row; None if its candidates started no token."""
+def matched(row: Row, num_layers: int, split: int, candidates: int, tokens: int) -> Matched | None:
+    """Of a contender's row of so many tokens a request; None if its candidates started no token."""
     ours = row["ours"]
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
     if not tried:
         return None
     rate = ours["group_hits"] / tried
-    # A token runs through all layers once, but for the d - d_bar that the chosen candidate had done.
-    layers = num_layers + (ours["group_candidates_discarded"] / tried) * (num_layers - split)
-    return Matched(split, rate, layers, theorem(num_layers, split, candidates, rate))
+    ran = [ours[name] for name in ("group_first_stage_layers", "group_last_stage_layers") if name in ours]
+    layers = sum(ran) / ours["group_tokens"] if len(ran) == 2 else None
+    # The group makes all tokens but the first, which is the prompt's own.
+    return Matched(split, rate, layers, theorem(num_layers, split, candidates, rate, tokens - 1))
 
 
 COLUMNS = (
@@ -108,10 +112,10 @@ COLUMNS = (
 LEGEND = """\
 speed-up: over vLLM's own two pipeline stages without speculation, whose turn is in the same round.
 p: tokens that a candidate had started before the target chose them, of all that had candidates.
-Theorem 4.1: d / (d - (d - d_bar) p), the speed-up that the paper's latency gives for this p and batch 1.
+Theorem 4.1: d l / (d l - (d - d_bar) (l - 1) p), the speed-up that the paper gives for this p, l tokens and batch 1.
 stage slowed: what the last stage computes a micro-step, beside the first one's work, in halves of a token's time in the
 base; stages that share memory slow each other, and "theorem, slowed" is the theorem with layers that take so long.
-layers a token: computed on both stages, candidates that were thrown away included; beside the theorem's compute.
+layers a token: that ran on both stages, counted, candidates that were thrown away included; beside the theorem's.
 idle: of the time in micro-steps, waiting for the other stage.
 same tokens: equal to the base's at their place (greedy); "vLLM, again" is what numerics alone change."""
 
@@ -136,13 +140,14 @@ def body(results: Measured, num_layers: int) -> str:
     splits = results.run.get("splits", {})
     rows = rows_of(results)
     stages = {row["batch"]: row["batch"] / row["tokens_per_second"][0] / 2 for row in rows if row["contender"] == BASE}
-    return markdown(COLUMNS, [_cells(row, results.contenders, num_layers, splits, stages) for row in rows])
+    tokens = results.run["options"]["new_tokens"]
+    return markdown(COLUMNS, [_cells(row, results.contenders, num_layers, splits, stages, tokens) for row in rows])
 
 
 def _cells(
-    row: Row, identities: dict[str, Any], num_layers: int, splits: dict[str, int], stages: dict[int, float]
+    row: Row, identities: dict[str, Any], num_layers: int, splits: dict[str, int], stages: dict[int, float], tokens: int
 ) -> list[str]:
-    """Cells of a row; stages are the seconds of one stage's pass in the base, by batch size."""
+    """Cells of a row of so many tokens; stages are the seconds of one stage's pass in the base, by batch size."""
     name, ours = row["contender"], row["ours"]
     cells = [
         str(row["batch"]),
@@ -153,7 +158,7 @@ def _cells(
     same = "-" if row["consistency"] is None else f"{row['consistency']:.2%}"
     config = identities[name]["speculative_config"] or {}
     found = None if "candidates" not in config else matched(
-        row, num_layers, splits.get(str(name)) or split_of(config, num_layers), config["candidates"]
+        row, num_layers, splits.get(str(name)) or split_of(config, num_layers), config["candidates"], tokens
     )  # fmt: skip
     if found is None:
         return [*cells, *["-"] * 9, same]
@@ -161,7 +166,7 @@ def _cells(
     busy = ours["group_last_stage_seconds"] - ours["group_last_stage_idle_seconds"]
     # The last stage's time leaves each step's first micro-step out.
     slowed = busy / max(ours["group_micro_steps"] - row["drafts"] / row["batch"], 1) / stages[row["batch"]]
-    late = num_layers / theorem(num_layers, found.split, config["candidates"], found.rate, slowed).latency
+    late = num_layers / theorem(num_layers, found.split, config["candidates"], found.rate, tokens - 1, slowed).latency
     return [
         *cells,
         f"{found.rate:.3f}",
@@ -169,7 +174,7 @@ def _cells(
         f"{row['speed_up'][0] / predicted:.3f}",
         f"{slowed:.2f}",
         f"{row['speed_up'][0] / late:.3f}",
-        f"{found.layers:.1f}",
+        number(found.layers, "{:.1f}"),
         f"{found.paper.compute:.1f}",
         *(f"{ours[f'group_{s}_stage_idle_seconds'] / ours[f'group_{s}_stage_seconds']:.0%}" for s in ("first", "last")),
         same,

@@ -12,6 +12,7 @@ from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.published import PPD as theirs
 
 CANDIDATES = (1, 3)
+TOKENS = 128  # of the paper's texts
 MICRO_STEPS = 8  # tokens a step at most
 COLUMNS = (
     "p_correct", "latency, s", "throughput, tokens/s", "latency / greedy", "by Theorem 4.1", "compute / greedy",
@@ -39,9 +40,9 @@ def implementation(context: Context) -> PaperTable:
         "ppd-3", "PPD", "Table 3: the implementation result", COLUMNS, tuple(rows),
         f"Ours: vLLM's own two pipeline stages without drafting, and a worker group over them split at layer {split} "
         f"of {depth}, with early heads, one request at a time, in turns; latency is of {tokens} tokens at the median "
-        "speed, compute counts the layers run for a token, discarded candidates included. The theorem counts layers "
-        f"alone; a group also spreads a step's host work over up to {MICRO_STEPS} tokens. Theirs: LLaMA-2 13B, 128 "
-        "tokens, two to four GPUs; ratios and theorem computed from its match rates at the middle layer.",
+        "speed, compute is the layers run for a token, discarded candidates included, counted. The theorem counts "
+        f"layers alone; a group also spreads a step's host work over up to {MICRO_STEPS} tokens. Theirs: LLaMA-2 13B, "
+        "128 tokens, two to four GPUs; ratios and theorem computed from its match rates at the middle layer.",
         FORMS, context.settings("rounds", "new_tokens", "engine_dtype") | {"eager": False},
     )  # fmt: skip
 
@@ -55,18 +56,26 @@ def _timed(row: Summary, base: Summary, tokens: int, group: tuple[int, int, int]
     timed: list[Value] = [tokens / speed, speed]
     if group is None:
         return [None, *timed, 1.0, None, 1.0, None, None]
-    found, ratio, spread = matched(row, *group), 1 / row["speed_up"][0], Context.quartiles(row)
+    found, ratio, spread = matched(row, *group, tokens), 1 / row["speed_up"][0], Context.quartiles(row)
     if found is None:
         return [None, *timed, ratio, None, None, None, spread]
     depth, paper = group[0], found.paper
-    return [found.rate, *timed, ratio, paper.latency / depth, found.layers / depth, paper.compute / depth, spread]
+    return [
+        found.rate,
+        *timed,
+        ratio,
+        paper.latency / depth,
+        found.layers and found.layers / depth,
+        paper.compute / depth,
+        spread,
+    ]
 
 
 def _published(values: tuple[float | None, float, float], greedy: float, k: int) -> list[Value]:
     rate, latency, throughput = values
     if rate is None:
         return [None, latency, throughput, 1.0, None, 1.0, None, None]
-    paper = theorem(theirs.DEPTH, theirs.DEPTH // 2, k, rate)
+    paper = theorem(theirs.DEPTH, theirs.DEPTH // 2, k, rate, TOKENS)
     ratio = latency / greedy
     by_theorem = paper.latency / theirs.DEPTH, None, paper.compute / theirs.DEPTH
     return [rate, latency, throughput, ratio, *by_theorem, None]

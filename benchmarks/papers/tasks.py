@@ -131,14 +131,33 @@ def named(text: str) -> tuple[str, str]:
 
 
 def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> Task:
-    """Prompts of a task, taken from its categories in turns.
+    """A task of prompts, or of texts.
 
     Args:
         text: NAME=FILE.
         target: whose tokenizer and chat template are used.
         most: prompts at most; of texts exactly as many.
-        longest: tokens of a prompt; longer ones are left out, as a part of a chat is no chat.
+        longest: tokens of a prompt; longer ones are left out.
         cut: tokens of a prompt from the middle of a text.
+
+    Raises:
+        BenchError, TrainingError: if the file is missing or malformed, or holds too little.
+    """
+    found = read_prompts(text, target.tokenizer, most, longest)
+    if found is not None:
+        return found
+    name, path = named(text)
+    return Task(name, path, take_prompts([path], target, most, cut).tolist(), texts=True)
+
+
+def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> Task | None:
+    """Prompts of a task, taken from its categories in turns; None if the file holds texts.
+
+    Args:
+        text: NAME=FILE.
+        tokenizer: the target's, with its chat template.
+        most: prompts at most (None: all).
+        longest: tokens of a prompt; longer ones are left out, as a part of a chat is no chat.
 
     Raises:
         BenchError, TrainingError: if the file is missing or malformed, or holds no prompt of that length.
@@ -148,8 +167,8 @@ def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> T
     left_out = 0
     for where, record in _records(path):
         if not isinstance(record, dict) or not (any(column in record for column in CHATS) or IDS in record):
-            return Task(name, path, take_prompts([path], target, most, cut).tolist(), texts=True)
-        ids = _prompt(record, where, target.tokenizer)
+            return None
+        ids = _prompt(record, where, tokenizer)
         if len(ids) <= longest:
             found[str(record.get("category", ""))].append(ids)
         left_out += len(ids) > longest

@@ -54,6 +54,11 @@ NOTES = {
         'fast as alone; here they share the machine\'s memory ("stage slowed"). The second run shared the cores '
         "with other work."
     ),
+    "tables": (
+        'The demo model inflated, on texts ("given data"). These tables are of an edition before tasks had names: '
+        "compute / greedy of PPD's Table 3 followed from the match rate and was not counted, its Tables 7 and 8 are of "
+        "the same texts, and (C) in DynaMo's Table 10 is a copied layer at the heads' own rate."
+    ),
     "group_cut_off": "Above its cut-off a worker group is vLLM's own pipeline.",
     "step_breakdown_early": (
         "The formula leaves out the reads of the LM head at the exit. At batch 8 this processor is compute-bound."

@@ -126,7 +126,7 @@ def _groups(folder: str, matches: dict[str, Any], depth: int, machine: Any, opti
                 if (depth + 1) // 2 <= layer < depth:
                     model = {"model": folder} if form == "Y" else {}
                     served = {**model, "exit_layer": layer, "candidates": candidates}
-                    yield group(rate, layer, candidates, served, machine, depth)
+                    yield group(rate, layer, candidates, served, machine, depth, options.new_tokens)
 
 
 def _served(setting: Setting, folder: str | None) -> dict[str, Any]:

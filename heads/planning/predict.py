@@ -69,7 +69,7 @@ class Drafting(Way):
 class Group(Way):
     """PPD's worker group over two pipeline stages, split at layer d_bar, with k candidates (PPD, Theorem 4.1)."""
 
-    match_rate: float  # p_correct
+    started: float  # share of tokens whose first layers were done early: p_correct, but for the first token of a text
     split: int
     candidates: int
     machine: Machine
@@ -80,12 +80,12 @@ class Group(Way):
         return full_pass(self.machine, self.num_layers, max(1, batch / 2)) + 2 * self.machine.link
 
     def seconds(self, batch: int) -> float:
-        """Expected seconds of a token: d_bar + (1 - p)(d - d_bar) layers; candidates run beside the last stage."""
+        """Expected seconds of a token: d - (d - d_bar) p (l - 1) / l layers; candidates run beside the last stage."""
         layer, late = self.machine.layer, self.num_layers - self.split
         candidates = late * layer(batch * self.candidates) + self.machine.lm_head(batch)
         last_stage = late * layer(batch) + self.machine.lm_head(batch)
         rest = (self.split - late) * layer(batch)
-        missed = (1 - self.match_rate) * late * layer(batch)
+        missed = (1 - self.started) * late * layer(batch)
         return max(candidates, last_stage) + rest + missed + 2 * self.machine.link
 
 
@@ -98,8 +98,10 @@ def drafting(setting: Setting, method: str, options: dict[str, Any], machine: Ma
 
 
 def group(
-    match_rate: float, split: int, candidates: int, options: dict[str, Any], machine: Machine, num_layers: int
-) -> Group:
-    """A worker group; its compute is Theorem 4.1's for long texts: 1 + (k - p)(d - d_bar) / d."""
-    compute = 1 + (candidates - match_rate) * (num_layers - split) / num_layers
-    return Group("ppd", options, 1.0, compute, match_rate, split, candidates, machine, num_layers)
+    match_rate: float, split: int, candidates: int, options: dict[str, Any], machine: Machine, num_layers: int,
+    tokens: int,
+) -> Group:  # fmt: skip
+    """A worker group on texts of l tokens; its compute is Theorem 4.1's: 1 + (k - p (l - 1) / l)(d - d_bar) / d."""
+    started = match_rate * (tokens - 1) / tokens
+    compute = 1 + (candidates - started) * (num_layers - split) / num_layers
+    return Group("ppd", options, 1.0, compute, started, split, candidates, machine, num_layers)

@@ -34,6 +34,15 @@ def test_theorem() -> None:
     assert theorem(40, 20, 1, 1.0, slowed=2.0).latency == 40
 
 
+def test_theorem_of_short_texts() -> None:
+    """d l - (d - d_bar) (l - 1) p layers for l tokens, and k (d - d_bar) l more in all."""
+    for tokens, p in ((1, 1.0), (5, 0.5), (128, 0.3)):
+        found = theorem(40, 30, 3, p, tokens)
+        latency = 40 * tokens - 10 * (tokens - 1) * p
+        assert found.latency * tokens == pytest.approx(latency)
+        assert found.compute * tokens == pytest.approx(latency + 3 * 10 * tokens)
+
+
 def test_contenders(heads_folder: Callable[..., Path]) -> None:
     heads = str(heads_folder(exit_layers=(4,)))
     found = {c.name: c for c in contenders(options(heads=(heads,), candidates="1,5", micro_steps=6))}
@@ -52,8 +61,8 @@ def test_contenders(heads_folder: Callable[..., Path]) -> None:
 
 
 def test_table(tmp_path: Path) -> None:
-    """Half the candidates' tokens were right: 6 of 6 layers less 3 p, and the layers of what was thrown away."""
-    made = options(out=str(tmp_path / "bench.json"), candidates=(2,))
+    """Half the candidates' tokens were right: 6 layers less 3 p; the layers that ran are counted, whatever p is."""
+    made = options(out=str(tmp_path / "bench.json"), candidates=(2,), new_tokens=21)
     results = Results(made, contenders(made))
     turn = {
         "batch": 1, "group": 0, "round": 0, "window_tokens": 20, "steps": 10, "window_seconds": 1.0,
@@ -63,6 +72,7 @@ def test_table(tmp_path: Path) -> None:
     ours = {
         "group_micro_steps": 22.0, "group_hits": 10.0, "group_misses": 10.0,
         "group_candidates": 40.0, "group_candidates_discarded": 30.0,
+        "group_tokens": 20.0, "group_first_stage_layers": 165.0, "group_last_stage_layers": 60.0,
         "group_first_stage_seconds": 1.0, "group_first_stage_idle_seconds": 0.25,
         "group_last_stage_seconds": 1.0, "group_last_stage_idle_seconds": 0.5,
     }  # fmt: skip
@@ -71,6 +81,6 @@ def test_table(tmp_path: Path) -> None:
     _, base, group = cells_of(table(results, 6))
     assert base[:5] == ["1", "PP 2", "20.0 (20.0-20.0)", "1.000 (1.000-1.000)", "-"]
     assert group == [
-        "1", "group, k = 2", "25.0 (25.0-25.0)", "1.250 (1.250-1.250)", "0.500", "1.333", "0.938", "1.00", "0.938",
-        "10.5", "10.5", "25%", "50%", "90.00%",
+        "1", "group, k = 2", "25.0 (25.0-25.0)", "1.250 (1.250-1.250)", "0.500", "1.311", "0.953", "1.00", "0.953",
+        "11.2", "10.6", "25%", "50%", "90.00%",
     ]  # fmt: skip

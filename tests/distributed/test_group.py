@@ -83,15 +83,22 @@ def test_same_tokens_as_stages_without_speculation(
 def test_group_works_in_small_batches_alone(group: Callable[..., Any]) -> None:
     """The suite above would pass without a micro-step: hits and misses of every kind must have been seen."""
     llm = group(VARIANTS["candidates"])
-    names = ("group_micro_steps", "group_hits", "group_misses", "group_candidates", "group_candidates_discarded")
+    names = (
+        "group_micro_steps", "group_hits", "group_misses", "group_candidates", "group_candidates_discarded",
+        "group_tokens", "group_first_stage_layers", "group_last_stage_layers",
+    )  # fmt: skip
     before = llm.counts.copy()
-    _, (micro_steps, hits, misses, candidates, discarded) = counted(lambda: generate(llm, prompts(1), greedy()), *names)
+    found = counted(lambda: generate(llm, prompts(1), greedy()), *names)[1]
+    micro_steps, hits, misses, candidates, discarded, tokens, first, last = found
     seen = llm.counts - before
     # Every token but the prompt's own comes from a micro-step, and the last one needs no candidates.
     assert micro_steps == 39
     assert hits + misses == 38
     assert hits > 3 and misses > 3
     assert (candidates, discarded) == (3 * 38, 3 * 38 - hits)
+    # Of six layers: two of each candidate, and all of each token but for the two that its candidate has done.
+    assert tokens == 39 and last == 2 * 39
+    assert first == 2 * candidates + 4 * 39 - 2 * hits
     assert seen["accepted"] + seen["drafts"] == 39
     # Nine requests are more than the cut-off of eight; they start and end together, so it is never undercut.
     _, (micro_steps, *_) = counted(lambda: generate(llm, SHORT, greedy(12)), *names)

@@ -50,6 +50,12 @@ KINDS = {
         "Decode with vLLM's own two pipeline stages, with a worker group over them, and with two tensor-parallel "
         "ranks, in turns, beside the paper's Theorem 4.1.", GROUP_LACKS,
     ),
+    "acceptance": Kind(
+        "papers.acceptance:AcceptanceOptions", "papers.acceptance:run",
+        "whether greedy text is vLLM's own on all of a file's prompts, and how many drafts are accepted",
+        "Decode a file's chats with one contender after the other, drafting in every step.",
+        frozenset({"temperature", "rounds", "alive"}),
+    ),
     "tables": Kind(
         "papers.options:TablesOptions", "papers.run:run", "the papers' tables and figures, beside what they report",
         "Measure the tables and figures of the four papers on a model and data, beside what they report.",

@@ -169,17 +169,18 @@ def test_cp_by_hand(folder: Callable[..., str]) -> None:
 
 
 def test_group_by_theorem_4_1(early: str) -> None:
-    found = plan(early, stages="2", candidates=(1, 3))
+    found = plan(early, stages="2", candidates=(1, 3), new_tokens=11)
     found_ways = [(p.way, p.way.options) for p in found.ways]
     ways = {(options["exit_layer"], options["candidates"], "model" in options): way for way, options in found_ways}
     assert {layer for layer, _, _ in ways} == {6, 8}  # from the middle on
     way = ways[6, 1, True]
     assert isinstance(way, Group)
-    # d - (d - d_bar) p layers and the LM head.
-    assert way.seconds(1) == pytest.approx((10 - 4 * 0.6 + 2) * 1e-3)
-    assert way.speedup(1) == pytest.approx(12 / 9.6)
-    assert way.compute == pytest.approx(1 + (1 - 0.6) * 0.4)
-    assert ways[6, 3, True].compute == pytest.approx(1 + (3 - 0.6) * 0.4)
+    # (d l - (d - d_bar) (l - 1) p) / l layers and the LM head: nothing starts the first token early.
+    p = 0.6 * 10 / 11
+    assert way.seconds(1) == pytest.approx((10 - 4 * p + 2) * 1e-3)
+    assert way.speedup(1) == pytest.approx(12 / (12 - 4 * p))
+    assert way.compute == pytest.approx(1 + (1 - p) * 0.4)
+    assert ways[6, 3, True].compute == pytest.approx(1 + (3 - p) * 0.4)
     # Three candidates of two requests are 6 rows, which the last stage waits for.
     assert ways[6, 3, True].seconds(2) - ways[6, 1, True].seconds(2) == pytest.approx(4 * 0.5e-3)
 

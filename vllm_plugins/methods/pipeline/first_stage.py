@@ -35,6 +35,7 @@ class FirstStage(Stage):
         dtype, hidden_size = model_config.dtype, model_config.hf_text_config.hidden_size
         early = config.num_layers - self.split  # candidates need not go further before the last stage has chosen
         exits = (early,) if early < self.split else ()
+        self.depth = min(early, self.split)  # of the first stack
         self.cut = ModelCut(model, vllm_config, exits, layers=(0, self.split))
         adapter = self.cut.adapter
         if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
@@ -89,7 +90,10 @@ class FirstStage(Stage):
         count = batch.num_requests
         tokens = batch.token_ids[np.arange(count), base].astype(np.int64)
         rows = self.states.match(batch.req_ids, base, np.ones(count, dtype=np.int64), tokens)
-        return None if rows is None else self.states.load(rows)
+        if rows is not None:
+            return self.states.load(rows)
+        self.counters.add("group_first_stage_layers", count * self.split)
+        return None
 
     @torch.inference_mode()
     def run_micro_steps(self, state: CutState) -> None:
@@ -188,6 +192,7 @@ class FirstStage(Stage):
             np.concatenate([tails.reshape(len(speculating) * k, tails.shape[2]), own]),
         )
         ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
+        self.counters.add("group_first_stage_layers", len(ids) * self.depth)
         return self.passes.first(span, ids), token_ids.cpu().numpy()
 
     def _run_missed(self, progress: Progress) -> None:
@@ -209,6 +214,7 @@ class FirstStage(Stage):
         if len(self.cut.stacks) > 1:
             span = Span(rows, progress.position[rows], np.ones(len(rows), dtype=np.int64))
             state = self.passes.deeper(1, span, state)
+            self.counters.add("group_first_stage_layers", len(rows) * (self.split - self.depth))
         self.states.store(rows, 0, *state)
         progress.ready[rows], progress.missed[rows] = True, False
 

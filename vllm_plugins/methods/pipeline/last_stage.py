@@ -54,6 +54,7 @@ class LastStage(Stage):
         tokens = np.full((count, self.micro_steps), NO_TOKEN, dtype=np.int64)
         tokens[:, 0] = sampled
         emitted = np.ones(count, dtype=np.int64)
+        computed = count  # rows that ran through this stage
         base = self.base_positions()
         self._expect_frame(1, count)
         self.channel.send_tokens(sampled)
@@ -62,11 +63,14 @@ class LastStage(Stage):
             if not len(rows):
                 break
             self._expect_frame(micro_step + 1, count)
+            computed += len(rows)
             span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
             sampled = self.batch.sample(rows, self.model.compute_logits(self.passes.final(span, state)))
             tokens[rows, emitted[rows]] = sampled[rows]
             emitted[rows] += 1
             self.channel.send_tokens(sampled)
+        self.counters.add("group_tokens", int(emitted.sum()))
+        self.counters.add("group_last_stage_layers", computed * (self.config.num_layers - self.split))
         self.counters.add("group_last_stage_seconds", time.perf_counter() - started)
         self.counters.add("group_last_stage_idle_seconds", self.channel.seconds_waited - waited)
         ids = torch.from_numpy(tokens).to(first.sampled_token_ids)

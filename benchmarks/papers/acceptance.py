@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd bench acceptance`: whether every contender's greedy text is vLLM's, and how many drafts it gets accepted.
+
+One engine at a time. Each part of the prompts is kept as soon as it is decoded; a stopped run goes on there.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+from tqdm import tqdm
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.decode.options import DecodeOptions
+from vllm_ppd.benchmarks.harness.batch import repeats
+from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
+from vllm_ppd.benchmarks.harness.estimates import ratio
+from vllm_ppd.benchmarks.harness.options import Dtype
+from vllm_ppd.benchmarks.harness.process import EngineProcess
+from vllm_ppd.benchmarks.harness.results import Results, Turn, all_runs
+from vllm_ppd.benchmarks.harness.session import Stopped
+from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
+from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.io import HeadsError
+from vllm_ppd.heads.planning.options import PlanOptions
+from vllm_ppd.heads.planning.plan import make_plan
+from vllm_ppd.heads.planning.report import setting_of
+from vllm_ppd.vllm_plugins.registry import METHODS
+
+# GB/s, TFLOP/s in bfloat16 and microseconds of a link, by the makers' data sheets.
+MACHINES = {"H100": (3350.0, 990.0, 10.0), "L4": (300.0, 121.0, 10.0)}
+COLUMNS = (
+    "contender", "prompts", "same as vLLM", "accepted a step (interval)", "drafted a step", "rate", "length",
+    "repeated 4-grams",
+)  # fmt: skip
+LEGEND = """\
+same as vLLM: prompts whose text equals that of vLLM without speculation, token for token (greedy).
+accepted, drafted a step: drafts, of every step after the prompt's; interval at 90 %, by parts of the prompts.
+rate, length: accepted / drafted, 1 + accepted / steps with drafts."""
+
+
+class AcceptanceOptions(DecodeOptions):
+    """Prompts of a file, all of them, decoded by one contender after the other."""
+
+    benchmark = "acceptance"
+    apart = DecodeOptions.apart - {"batch_sizes", "drafts"}
+
+    drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
+    temperatures: tuple[float, ...] = Field((0.0, 0.8), description="measure at each of these")
+    new_tokens: int = Field(64, ge=8, description="tokens each request generates")
+    prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
+    prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
+    batch_sizes: tuple[int, ...] = Field((16,), min_length=1, max_length=1, description="requests decoded together")
+    dtype: Dtype = Field("float32", description="arithmetic")
+    eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
+    out: str = Field("acceptance.json", description="results; a stopped run goes on")
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        return {**super().engine_arguments, "max_num_batched_tokens": 4096, **json.loads(self.engine)}
+
+
+def run(options: AcceptanceOptions) -> str:
+    """Measure what is not there yet; the tables.
+
+    Raises:
+        BenchError, HeadsError: on input that does not fit, or if vLLM alone does not start.
+        Stopped: on Ctrl-C.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    if len(options.data) != 1:
+        raise BenchError("--data: one file of chats or prompts")
+    task = read_prompts(options.data[0], tokenizer, options.prompts, options.prompt_tokens)
+    if task is None:
+        raise BenchError(f"--data {options.data[0]}: texts; give chats (messages) or prompt_token_ids")
+    everyone = [fixed(one, options.drafts) for one in contenders(options) if one.name != CONTROL]
+    runs = all_runs(options, everyone, task=task.name, prompts=len(task.prompts), left_out=task.left_out)
+    size = options.batch_sizes[0]
+    parts = [task.prompts[start : start + size] for start in range(0, len(task.prompts), size)]
+    try:
+        with tqdm(total=len(everyone) * len(runs) * len(parts), desc="parts", mininterval=1) as progress:
+            for contender in everyone:
+                _measure(contender, options, runs, parts, progress)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
+    for results in runs:
+        results.finish()
+    return "\n\n".join([*(table(results, task) for results in runs), LEGEND, predictions(options.heads)])
+
+
+def fixed(contender: Contender, drafts: int) -> Contender:
+    """A contender that makes as many drafts in every step."""
+    config = contender.speculative_config
+    if config is None or config.get("method", "ppd") not in METHODS:
+        return contender
+    return Contender(contender.name, {"num_speculative_tokens": drafts, **config, "adaptive": False}, contender.engine)
+
+
+def _measure(
+    contender: Contender, options: AcceptanceOptions, runs: list[Results], parts: list[list[list[int]]], progress: Any
+) -> None:
+    """The parts that no run has yet, of every temperature."""
+    everything = [(results, part) for results in runs for part in range(len(parts))]
+    missing = [(results, part) for results, part in everything if _turn(results, contender.name, part) is None]
+    progress.update(len(everything) - len(missing))
+    if not missing:
+        return
+    with TemporaryDirectory(prefix="ppd-bench-") as folder:
+        progress.set_postfix_str(f"starting {contender.name}")
+        try:
+            engine = EngineProcess(contender, options.engine_arguments, Path(folder) / "log")
+        except BenchError as error:
+            if contender.name == BASE:
+                raise
+            for results in runs:
+                results.fail(contender.name, str(error))
+            progress.update(len(missing))
+            return
+        progress.set_postfix_str(contender.name)
+        try:
+            for results, part in missing:
+                temperature = float(results.run["options"]["temperature"])
+                turn = engine.turn(parts[part], options.new_tokens, temperature)
+                ids = turn.pop("token_ids")
+                kept = {name: turn[name] for name in ("drafts", "draft_tokens", "accepted_tokens")}
+                steps = len(ids) * (options.new_tokens - 1) - turn["accepted_tokens"]
+                found = {"contender": contender.name, "part": part, "prompts": len(ids), "steps": steps, **kept}
+                if not temperature:
+                    base = ids if contender.name == BASE else (_turn(results, BASE, part) or {})["token_ids"]
+                    found["differ"] = [i for i, (a, b) in enumerate(zip(base, ids, strict=True)) if a != b]
+                    found |= {"token_ids": ids} if contender.name == BASE else {}
+                results.add(found | repeats(ids))
+                progress.update()
+        finally:
+            engine.close()
+
+
+def _turn(results: Results, name: str, part: int) -> Turn | None:
+    """What a contender decoded of a part, in this run or one like it."""
+    turns = (turn for run in results.runs_of(name) for turn in run["turns"])
+    return next((turn for turn in turns if turn["contender"] == name and turn["part"] == part), None)
+
+
+def table(results: Results, task: Task) -> str:
+    """Markdown: a row a contender."""
+    run = results.run
+    options, generator = run["options"], np.random.default_rng(0)
+    count = -(-len(task.prompts) // options["batch_sizes"][0])
+    rows = []
+    for name in results.contenders:
+        turns = [turn for part in range(count) if (turn := _turn(results, name, part)) is not None]
+        if not turns:
+            continue
+        sums = {key: sum(turn[key] for turn in turns) for key in turns[0] if isinstance(turns[0][key], int)}
+        differ = sum(len(turn.get("differ", ())) for turn in turns)
+        same = "-" if options["temperature"] else f"{sums['prompts'] - differ} of {sums['prompts']}"
+        above, below = (np.array([turn[key] for turn in turns]) for key in ("accepted_tokens", "steps"))
+        accepted = ratio(above, below, generator)
+        rows.append([
+            name, sums["prompts"], same, f"{accepted.value:.3f} ({accepted.interval})",
+            f"{sums['draft_tokens'] / sums['steps']:.3f}",
+            f"{sums['accepted_tokens'] / sums['draft_tokens']:.3f}" if sums["draft_tokens"] else "-",
+            f"{1 + sums['accepted_tokens'] / sums['drafts']:.3f}" if sums["drafts"] else "-",
+            f"{sums['repeated_4_grams'] / max(sums['all_4_grams'], 1):.3f}",
+        ])  # fmt: skip
+    about = (
+        f"{options['model']}, {options['dtype']}, {task.name} ({len(task.prompts)} prompts, {task.left_out} longer "
+        f"ones left out), {options['new_tokens']} tokens, temperature {options['temperature']:g}, "
+        f"{options['drafts']} drafts in every step; {run['machine']}"
+    )
+    lines = [about, "", markdown(COLUMNS, rows), *(f"left out: {reason}" for reason in run["failures"].values())]
+    return "\n".join(lines)
+
+
+def predictions(heads: tuple[str, ...]) -> str:
+    """What `ppd plan` predicts for named machines from the heads' calibrations, batch 1: no measurement."""
+    rows = []
+    for folder in heads:
+        cells = []
+        for hardware in MACHINES.values():
+            try:
+                first = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).ways[0]
+                cells.append(f"{first.speedup:.2f} ({setting_of(first.way)})")
+            except HeadsError as error:
+                cells.append(str(error))
+        rows.append([Path(folder).name, *cells])
+    header = ["heads", *(f"{name}, predicted" for name in MACHINES)]
+    about = (
+        "Predictions, not measured: speed-ups by `ppd plan --hardware`, batch 1, a roofline without the host's work."
+    )
+    return f"{about}\n\n{markdown(header, rows)}"

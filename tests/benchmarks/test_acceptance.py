@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd bench acceptance`: what is compared, what is kept, and where a stopped run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import cells_of
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
+from vllm_ppd.benchmarks.harness.session import Stopped
+from vllm_ppd.benchmarks.papers import acceptance
+from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, fixed, run
+
+TOKENS = 9
+
+
+class Engine:
+    """In an engine's place: one draft of two is accepted in each of four steps, and ngram's text differs once."""
+
+    turns = 0
+    stop_after = 99
+
+    def __init__(self, contender: Contender, arguments: dict[str, Any], log: Path) -> None:
+        self.name = contender.name
+        if contender.name == "broken":
+            raise BenchError("broken: does not start")
+
+    def turn(self, prompts: list[list[int]], tokens: int, temperature: float) -> dict[str, Any]:
+        if Engine.turns >= Engine.stop_after:
+            raise KeyboardInterrupt
+        Engine.turns += 1
+        ids = [[ids[0] + i for i in range(tokens)] for ids in prompts]
+        if self.name == "ngram" and prompts[0][0] == 3:
+            ids[0] = [*ids[0][:-1], 0]
+        many = 0 if self.name == BASE else 4 * len(prompts)
+        return {"drafts": many, "draft_tokens": 2 * many, "accepted_tokens": many, "token_ids": ids, "steps": 5}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def options(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., AcceptanceOptions]:
+    monkeypatch.setattr(acceptance, "EngineProcess", Engine)
+    Engine.turns, Engine.stop_after = 0, 99
+    data = tmp_path / "ids.jsonl"
+    data.write_text("".join(json.dumps({"prompt_token_ids": [n] * n}) + "\n" for n in range(1, 6)))
+    given = {
+        "model": str(tiny_model()), "data": (f"ids={data}",), "plain": ("ngram",), "batch_sizes": (2,),
+        "new_tokens": TOKENS, "out": str(tmp_path / "acceptance.json"), "also": ('broken={"method": "ngram"}',),
+    }  # fmt: skip
+    return lambda **changes: AcceptanceOptions(**{**given, **changes})
+
+
+def test_table(options: Callable[..., AcceptanceOptions]) -> None:
+    text = run(options())
+    greedy, sampled = (cells_of(part) for part in text.split("\n\n\n")[0].split("left out: broken")[:2])
+    assert greedy[1][:5] == ["vLLM", "5", "5 of 5", "0.000 (0.000-0.000)", "0.000"]
+    # Eight tokens after the first one, four of them drafts: four steps, in each of which one of two was accepted.
+    assert greedy[2][:7] == ["ngram", "5", "4 of 5", "1.000 (1.000-1.000)", "2.000", "0.500", "2.000"]
+    assert [row[2] for row in sampled[1:3]] == ["-", "-"]
+    assert "broken: does not start" in text and "Predictions, not measured" in text
+
+
+def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
+    Engine.stop_after = 8  # all six of vLLM alone, two of ngram
+    with pytest.raises(Stopped, match=r"kept in .*acceptance\.json, the same command goes on"):
+        run(options())
+    Engine.stop_after = 99
+    text = run(options())
+    assert Engine.turns == 12 and "4 of 5" in text
+    run(options())
+    assert Engine.turns == 12
+
+
+def test_drafts_are_made_in_every_step() -> None:
+    ours = fixed(Contender("ours", {"model": "heads"}), 3).speculative_config
+    assert ours == {"model": "heads", "num_speculative_tokens": 3, "adaptive": False}
+    fewer = fixed(Contender("ours", {"model": "heads", "num_speculative_tokens": 2}), 3).speculative_config
+    assert fewer is not None and fewer["num_speculative_tokens"] == 2
+    theirs = Contender("ngram", {"method": "ngram", "num_speculative_tokens": 3})
+    assert fixed(theirs, 3) is theirs
+
+
+def test_texts_are_refused(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a"}\n')
+    with pytest.raises(BenchError, match=r"texts; give chats \(messages\) or prompt_token_ids"):
+        run(options(data=(str(texts),)))
+
+
+@pytest.mark.full
+def test_engines(tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], tmp_path: Path) -> None:
+    data = tmp_path / "ids.jsonl"
+    data.write_text("".join(json.dumps({"prompt_token_ids": [3 + n, 40, 3] * 4}) + "\n" for n in range(6)))
+    text = run(
+        AcceptanceOptions(
+            model=str(tiny_model()), data=(str(data),), heads=(str(heads_folder((2, 4))),), plain=("ngram",),
+            batch_sizes=(4,), new_tokens=24, kv_cache_gib=0.05, out=str(tmp_path / "a.json"), temperatures=(0.0,),
+        )
+    )  # fmt: skip
+    rows = {row[0]: row for row in cells_of(text)[1:]}
+    assert len(rows) >= 3 and all(row[2] == "6 of 6" for name, row in rows.items() if len(row) == 8), text
