@@ -32,7 +32,7 @@ HOW = (
     "by n: the paper does not tell, and its values are of that size. Accepted: expected a pass along texts that the "
     "target sampled, the first draft counted, which is the token that the target samples itself and always accepted "
     "(Algorithm 1; the paper does not tell whether its averages count it). Drafts are of the whole vocabulary, one "
-    "n-gram a pass."
+    "n-gram a pass. Heads that read the sampled token (reading token, chain) are no setting of the paper."
 )
 
 
@@ -61,7 +61,9 @@ def given(context: Context) -> list[Given]:
         ranks = [heads.config.rank for heads in found]
         for heads in found:
             rank = heads.config.rank
-            heads.label = f"Rank {rank}" + f" ({Path(heads.folder).name})" * (ranks.count(rank) > 1)
+            reads = heads.config.condition
+            heads.label = f"Rank {rank}" + f" reading {reads}" * (reads != "none")
+            heads.label += f" ({Path(heads.folder).name})" * (ranks.count(rank) > 1)
         return sorted(found, key=lambda heads: heads.config.rank)
 
     return context.once("cp heads", make)
@@ -115,6 +117,9 @@ def gain(context: Context, task: Task, label: str, sampled: bool) -> list[Verdic
         claims.append(
             rises("A higher rank gets more drafts accepted", f"{label}, rank {rank} over 1", found, "{:+.1%}")
         )
+        first = [likelihood(context, by_rank[one], task)["ppl_n"][0] for one in (rank, 1)]
+        told = f"{task.name}, perplexity at rank {rank}: {first[0]:.2f}, at rank 1: {first[1]:.2f}"
+        claims.append(Verdict("The first token's loss is that of rank 1", abs(first[0] / first[1] - 1) < 0.02, told))
         less = [loss(context, by_rank[one], task) for one in (rank, 1)]
         told = f"{task.name}, rank {rank}: {less[0]:.3f} nats a token, rank 1: {less[1]:.3f}"
         claims.append(Verdict("A higher rank has a lower joint loss", less[0] < less[1], told))

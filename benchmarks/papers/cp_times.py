@@ -45,8 +45,9 @@ def forward_times(target: Target, heads: Mapping[str, CPHead], autocast: Any) ->
         return last
 
     def alone(head: CPHead, hidden: torch.Tensor) -> None:
-        head.log_weights(hidden)
-        head.log_factors(hidden, target.unembedding, target.bias)
+        context = target.embed(ids[:, : head.positions - 1]) if head.lead else None
+        head.log_weights(hidden, context)
+        head.log_factors(hidden, target.unembedding, target.bias, context)
 
     def full(head: CPHead) -> None:
         alone(head, bare())

@@ -40,8 +40,18 @@ def context(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     data = write_texts(folder / "data.jsonl", patterned_texts(20, 30))
     ids = torch.randint(0, tiny.VOCAB, (16, 48), generator=torch.Generator().manual_seed(0)).tolist()
     heads = [
-        overfitted.fit(tiny_model(), "cp", ids, folder / name, 4, rank=rank, positions=3, num_speculative_tokens=2)
-        for name, rank in (("cp-a", 2), ("cp-b", 1), ("cp-c", 1))
+        overfitted.fit(
+            tiny_model(),
+            "cp",
+            ids,
+            folder / name,
+            4,
+            rank=rank,
+            positions=3,
+            num_speculative_tokens=2,
+            condition=condition,
+        )
+        for name, rank, condition in (("cp-a", 2, "chain"), ("cp-b", 1, "none"), ("cp-c", 1, "none"))
     ]
     made = overfitted.fit(tiny_model(), "dynamo", ids, folder / "dynamo", 4, tokens=3, mask_entries=4000)
     config, tensors = load_tensors(str(made))
@@ -84,23 +94,36 @@ def test_accepted_by_position_adds_up() -> None:
 
 def test_cp_rows(context: Context) -> None:
     rows = rows_of(cp.head_only(context))
-    assert list(rows) == ["Rank 1 (cp-b), patterns", "Rank 1 (cp-c), patterns", "Rank 2, patterns", "Rank 3", "Rank 5"]
+    assert list(rows) == [
+        "Rank 1 (cp-b), patterns",
+        "Rank 1 (cp-c), patterns",
+        "Rank 2 reading chain, patterns",
+        "Rank 3",
+        "Rank 5",
+    ]
     assert rows["Rank 1 (cp-b), patterns"][1][:2] == (2.07, 1.52) and rows["Rank 1 (cp-c), patterns"][1] is None
-    assert rows["Rank 2, patterns"][1] is None and rows["Rank 3"] == (None, (1.88, 1.64, None, None, None, None))
-    ours, _ = rows["Rank 2, patterns"]
+    assert rows["Rank 2 reading chain, patterns"][1] is None and rows["Rank 3"] == (
+        None,
+        (1.88, 1.64, None, None, None, None),
+    )
+    ours, _ = rows["Rank 2 reading chain, patterns"]
     assert ours[1] == pytest.approx(1 + ours[3] + ours[4]) and ours[5] == pytest.approx(3 * ours[0])
 
 
-def test_cp_loss_is_that_of_the_joint(context: Context) -> None:
-    heads = cp.given(context)[-1]
+@pytest.mark.parametrize("place", [0, -1], ids=["rank 1", "rank 2, chain"])
+def test_cp_loss_is_that_of_the_joint(context: Context, place: int) -> None:
+    heads = cp.given(context)[place]
     target, n = heads.calibration.target, heads.config.positions
     total, count = 0.0, 0
     for batch in context.windows(context.task):
         states = target.model(batch.input_ids, output_hidden_states=True).hidden_states[-1]
         for row, ids in zip(states, batch.input_ids, strict=True):
             following = ids.unfold(0, n, 1)[1:]
-            found, _ = heads.head.log_likelihood(row[: len(following)], following, target.unembedding)
-            total, count = total - float(found.detach().sum()), count + len(following)
+            row, lead = row[: len(following)], heads.head.lead
+            seen = target.embed(following[:, : n - 1]) if lead else None
+            found, _ = heads.head.log_likelihood(row, following[:, lead:], target.unembedding, None, seen)
+            own = (row @ target.unembedding.T).log_softmax(-1).gather(1, following[:, :lead])  # the target's
+            total, count = total - float(found.detach().sum() + own.sum()), count + len(following)
     assert cp.loss(context, heads, context.task) == pytest.approx(total / count / n, abs=1e-3)
 
 
@@ -111,7 +134,7 @@ def test_forward_pass(context: Context) -> None:
     assert set(times.head) == set(times.full) == set(heads)
     assert all(0 < times.head[name] < times.full[name] for name in heads)
     rows = rows_of(cp.forward_pass(context))
-    assert rows["Barebone"][0][:2] == [rows["Rank 2"][0][0], None] and rows["Rank 5"][0] is None
+    assert rows["Barebone"][0][:2] == [rows["Rank 2 reading chain"][0][0], None] and rows["Rank 5"][0] is None
 
 
 def test_states_of_texts_of_unequal_pace(context: Context) -> None:
@@ -222,7 +245,7 @@ def test_dynamo_figures_of_texts(context: Context) -> None:
 
 @pytest.mark.full
 def test_cp_speeds(context: Context, tmp_path: Path) -> None:
-    ours = rows_of(speeds(context, tmp_path, "cp-1", context.heads("cp")[0]))["Rank 2, patterns"][0]
+    ours = rows_of(speeds(context, tmp_path, "cp-1", context.heads("cp")[0]))["Rank 2 reading chain, patterns"][0]
     assert ours[2] > 0 and ours[3] > 0
 
 
