@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, flag_f
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, is_proposer
+
+logger = logging.getLogger("vllm.vllm_ppd")
 
 
 def is_active(holder: Any) -> bool:
@@ -116,6 +119,10 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
     }
     if config.stages > 1:
         _arrange_stages(engine_args, config)
+    if config.schedule == "parallel" and not platform.is_cpu():
+        logger.warning(
+            "vllm-ppd: schedule parallel runs without compilation and CUDA graphs; schedule deferred is faster on a GPU"
+        )
     from vllm_ppd.vllm_plugins.integration.metrics import publish
 
     publish(parallel_config)

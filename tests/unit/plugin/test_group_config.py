@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,9 +25,11 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.checks import GROUP_SCHEDULER, PARTITION, check_group
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.integration.v1 import stage_channel
 from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER, GroupScheduler
+from vllm_ppd.vllm_plugins.integration.v1.stage_channel import StageChannel
 from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.pipeline.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
@@ -234,3 +237,19 @@ def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
         assert (sent[name].data_ptr() == states.data_ptr()) != graphs
         states.zero_()
         assert bool(sent[name].all()) == graphs
+
+
+def test_weights_travel_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device channel (NCCL) takes no tensor of the host, and with a bound its wait would poll."""
+    channel, sent, waits = StageChannel.__new__(StageChannel), [], []
+    channel.group = SimpleNamespace(rank_in_group=1, device_group="device", cpu_group="host", send_object=Mock())
+    channel.peer, channel.device, channel.inline = 0, torch.device("meta"), False
+
+    def isend(tensor: torch.Tensor, peer: int, group: str) -> Any:
+        sent.append((tensor.device.type, group))
+        return SimpleNamespace(wait=lambda *bound: waits.append(bound))
+
+    monkeypatch.setattr(stage_channel.distributed, "isend", isend)
+    channel.send_weights([torch.ones(2), torch.ones(3, device="meta")])
+    assert sent == [("meta", "device")] * 2
+    assert waits == [(), ()]

@@ -6,7 +6,7 @@
 
 Receives are posted before the work that the answer is computed in, so that a message finds its buffer waiting; sends
 are not waited for until the next one. Each tensor-parallel rank talks to the rank of its own number in the other stage.
-Every wait has vLLM's own bound for a step: a stage whose peer died ends.
+Every wait of the host has vLLM's own bound for a step: a stage whose peer died ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StageChannel:
         self.bound = timedelta(seconds=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
         self.seconds_waited = 0.0  # for messages
         unlink_shared_memory(self.group, get_tp_group())
-        self._sent: list[tuple[Any, torch.Tensor]] = []  # a tensor must live until it is sent
+        self._sent: list[tuple[Any, torch.Tensor, Any]] = []  # a tensor must live until it is sent
         self._expected: tuple[Any, torch.Tensor] | None = None
 
     def send_tokens(self, tokens: np.ndarray) -> None:
@@ -91,21 +91,23 @@ class StageChannel:
             return rows, (hidden[: len(rows)], residual[: len(rows)])
         parts = [torch.empty(len(rows), self.hidden_size, dtype=self.dtype, device=self.device) for _ in range(2)]
         for part in parts if len(rows) else ():
-            self._wait(distributed.irecv(part, self.peer, group=self.group.device_group))
+            self._wait(distributed.irecv(part, self.peer, group=self.group.device_group), self.group.device_group)
         return rows, (parts[0], parts[1])
 
     def send_weights(self, tensors: list[torch.Tensor]) -> None:
-        """Send tensors of any shape and type."""
+        """Send tensors of any shape and type; the group's device channel takes none that lies on the host."""
+        tensors = [tensor.to(self.device) for tensor in tensors]
         self.group.send_object([(tuple(t.shape), t.dtype) for t in tensors], 1 - self.group.rank_in_group)
         for tensor in tensors:
-            self._wait(distributed.isend(tensor.contiguous(), self.peer, group=self.group.device_group))
+            work = distributed.isend(tensor.contiguous(), self.peer, group=self.group.device_group)
+            self._wait(work, self.group.device_group)
 
     def receive_weights(self) -> list[torch.Tensor]:
         """What send_weights sent."""
         shapes = self.group.recv_object(1 - self.group.rank_in_group)
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         for tensor in tensors:
-            self._wait(distributed.irecv(tensor, self.peer, group=self.group.device_group))
+            self._wait(distributed.irecv(tensor, self.peer, group=self.group.device_group), self.group.device_group)
         return tensors
 
     def _frame_bytes(self, count: int) -> int:
@@ -118,8 +120,9 @@ class StageChannel:
 
     def _send(self, tensor: torch.Tensor, group: Any) -> None:
         while len(self._sent) > 2:  # a frame and its states
-            self._wait(self._sent.pop(0)[0])
-        self._sent.append((distributed.isend(tensor, self.peer, group=group), tensor))
+            work, _, its_group = self._sent.pop(0)
+            self._wait(work, its_group)
+        self._sent.append((distributed.isend(tensor, self.peer, group=group), tensor, group))
 
     def _expect(self, size: int) -> None:
         assert self._expected is None
@@ -130,10 +133,14 @@ class StageChannel:
         assert self._expected is not None
         (work, buffer), self._expected = self._expected, None
         started = time.perf_counter()
-        self._wait(work)
+        self._wait(work, self.group.cpu_group)
         self.seconds_waited += time.perf_counter() - started
         return buffer
 
-    def _wait(self, work: distributed.Work | None) -> None:
+    def _wait(self, work: distributed.Work | None, group: Any) -> None:
+        """On a device channel the stream waits, not the host: with a bound NCCL would poll once a millisecond."""
         assert work is not None  # this rank is in the group
-        work.wait(self.bound)
+        if self.inline or group is self.group.cpu_group:
+            work.wait(self.bound)
+        else:
+            work.wait()
