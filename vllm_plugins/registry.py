@@ -44,6 +44,7 @@ _EARLY = MethodSpec(
     "early drafting",
     drafter=f"{_METHODS}.early_exit.drafter.EarlyExitDrafter",
     proposer=f"{_V1}.deferred_kv.DeferredKVProposer",
+    speculator=f"{_V2}.deferred_kv.DeferredKVSpeculator",
     heads="early",
     cuts=True,
     writes_ahead=True,
@@ -69,6 +70,7 @@ METHODS: dict[str, MethodSpec] = {
     "dynamo": MethodSpec(
         "DynaMo drafting",
         drafter=f"{_METHODS}.dynamo.drafter.DynaMoDrafter",
+        speculator=f"{_V2}.speculator.Speculator",  # its layers run with the target's, over every token
         proposer=f"{_METHODS}.dynamo.proposer.DynaMoProposer",
         heads="dynamo",
         needs_heads=True,

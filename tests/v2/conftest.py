@@ -12,11 +12,12 @@ import interpreted
 import pytest
 from conftest import DEMO, start_engine
 
-if os.environ.get("PPD_TEST_V2") == "1":
+ON_GPU = os.path.exists("/dev/nvidiactl")
+if os.environ.get("PPD_TEST_V2") != "1":
+    collect_ignore_glob = ["test_*.py"]
+elif not ON_GPU:
     interpreted.prepare()
     interpreted.allow_asynchronous()
-else:
-    collect_ignore_glob = ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +37,8 @@ def v2_engine() -> Callable[..., Any]:
             interpreted.asynchronous = asynchronous
             if options is not None:
                 options = {"runner": "v2", **options}
-            started[key] = start_engine(DEMO, options, **{"max_num_seqs": 4, "async_scheduling": None, **settings})
+            defaults = {"max_num_seqs": 4, "async_scheduling": asynchronous if ON_GPU else None}
+            started[key] = start_engine(DEMO, options, **{**defaults, **settings})
         return started[key]
 
     return get

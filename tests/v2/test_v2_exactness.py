@@ -14,6 +14,8 @@ pytestmark = pytest.mark.engine
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "cp": {"method": "cp", "model": demo_heads("cp")},
+    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6},
+    "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
 }
 LONG = ("arrivals_and_aborts", "more_than_fit", "token_limits")  # drive the engine themselves, or many times
 
@@ -46,3 +48,33 @@ def test_drafts_are_accepted(v2_engine: Callable[..., Any], name: str) -> None:
     generate(Small(llm, 3, 24), prompts(3), greedy())
     seen = llm.counts - before
     assert 0.04 < seen["accepted"] / seen["drafted"] < 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", VARIANTS)
+def test_preemption(v2_engine: Callable[..., Any], name: str) -> None:
+    """A KV cache too small for the batch: requests are evicted in mid-decode, and come back to other rows."""
+    block = 2 * 2 * 32 * 4 * 32  # bytes of a layer: keys and values, 2 heads of 32 numbers, 32 tokens
+    outputs = []
+    for options, layers in ((None, 12), (VARIANTS[name], 14 if name == "dynamo" else 12)):
+        llm = v2_engine(options, kv_cache_memory_bytes=10 * layers * block)
+        outputs.append(generate(llm, prompts(4), greedy(64)))
+    assert llm.counts["preempted"] > 0
+    assert outputs[1] == outputs[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prefix_cache_hits(v2_engine: Callable[..., Any], name: str) -> None:
+    """What is generated from cached blocks, decoded ones included, is the same."""
+    found = []
+    for options in (None, VARIANTS[name]):
+        llm = v2_engine(options, enable_prefix_caching=True)
+        shared = prompts(1)[0]["prompt_token_ids"][:96]
+        requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(3)]
+        first = llm.generate(requests[:1], greedy(40), use_tqdm=False)
+        requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
+        outputs = llm.generate(requests, greedy(16), use_tqdm=False)
+        found.append([(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs])
+    assert found[1] == found[0]
+    assert found[0][-1][1] >= 128

@@ -90,6 +90,8 @@ def sampling_engine(model: Path, logits: Any, tmp_path_factory: pytest.TempPathF
                 outputs = torch.stack([said // VOCAB**2, said // VOCAB % VOCAB, said % VOCAB], dim=1)
                 sequences = [PROMPT + tokens for tokens in outputs.tolist()]
                 folder = tmp_path_factory.mktemp(method) / "heads"
+                if method == "dynamo":
+                    options["eps_b"] = 0.0  # drafts that the joint backs off from count as drafted, and rejected
                 options["model"] = str(overfitted.fit(model, method, sequences, folder, steps=40))
             else:
                 options["exit_layer"] = 5
@@ -106,7 +108,7 @@ def sampling_engine(model: Path, logits: Any, tmp_path_factory: pytest.TempPathF
     ("samples", "top_k"),
     [(240, None), pytest.param(1200, None, marks=pytest.mark.full), pytest.param(1200, 4, marks=pytest.mark.full)],
 )
-@pytest.mark.parametrize("method", ["cp"])
+@pytest.mark.parametrize("method", ["cp", "ppd", pytest.param("dynamo", marks=pytest.mark.full)])
 def test_distribution(
     sampling_engine: Callable[[str], Any], logits: Any, method: str, samples: int, top_k: int | None
 ) -> None:

@@ -16,7 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.engine
 
-METHODS = {"cp": {"method": "cp", "model": demo_heads("cp")}}
+METHODS = {
+    "cp": {"method": "cp", "model": demo_heads("cp")},
+    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6},
+    "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
+}
 # What makes the host wait for the device: values read as Python numbers, and results whose shape depends on values.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2", "bincount"}
 

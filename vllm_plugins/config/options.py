@@ -57,8 +57,8 @@ class DraftingOptions(BaseModel):
     exit_layer: tuple[int, ...] | None = Field(
         None,
         description="layer after which drafts are read, or several such layers: the earliest whose confidence "
-        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model); with pipeline "
-        "parallelism the layer at which the stages are split, from the middle on",
+        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model, on a GPU a quarter); "
+        "with pipeline parallelism the layer at which the stages are split, from the middle on",
         json_schema_extra={"flag": True},
     )
     gamma: float = Field(

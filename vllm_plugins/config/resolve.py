@@ -42,7 +42,9 @@ def resolve(
             )
         values["draft_vocab_size"] = _draft_vocabulary(options, heads)
     if METHODS[options.method].heads == "early" and stages == 1:
-        values["exit_layer"] = _exits(options, num_layers, heads)
+        # A shallow pass on a GPU is bound by its launches, of which fewer layers have fewer.
+        share = 4 if runners.default == "v2" else 2
+        values["exit_layer"] = _exits(options, num_layers, heads, max(1, num_layers // share))
     if options.method == "dynamo" and options.eps_b is None and heads is not None:
         values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
     values |= {"num_layers": num_layers, "stages": stages}
@@ -104,7 +106,7 @@ def split_at(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int
                 "where a worker group's stages can be split; train one there or leave the heads out"
             )
         return (min(with_head, default=half),)
-    exits = _exits(options, num_layers, heads)
+    exits = _exits(options, num_layers, heads, half)
     if len(exits) > 1 or exits[0] < half:
         raise OptionError(
             f"speculative_config: exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one "
@@ -130,8 +132,8 @@ def _draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> int | Non
     return asked
 
 
-def _exits(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:
-    exits = options.exit_layer or (heads.serving_exits if heads is not None else (max(1, num_layers // 2),))
+def _exits(options: DraftingOptions, num_layers: int, heads: Any, default: int) -> tuple[int, ...]:
+    exits = options.exit_layer or (heads.serving_exits if heads is not None else (default,))
     outside = [layer for layer in exits if not 1 <= layer < num_layers]
     if outside:
         raise OptionError(

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
+from vllm import EngineArgs
+from vllm.config import ParallelConfig, VllmConfig
 
 from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.checks import WORKER, WORKER_V2, check_scheduling, worker_of
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
@@ -64,6 +66,13 @@ def test_the_option_goes_before_the_environment() -> None:
         chosen({"method": "cp", "runner": "v2"}, CPU_BUILD)
 
 
+def test_exit_on_a_gpu_is_a_quarter() -> None:
+    assert chosen({"method": "ppd"}).exit_layer == (3,)
+    assert chosen({"method": "ppd"}, CPU_BUILD).exit_layer == (6,)
+    assert chosen({"method": "ppd", "exit_layer": 5}).exit_layer == (5,)
+    assert chosen({"method": "ppd"}, stages=2).exit_layer == (6,)
+
+
 @pytest.mark.parametrize("given", [{"adaptive": True}, {"step_costs": "measure"}])
 def test_options_that_are_v1s(given: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"speculative_config: {next(iter(given))}.* runner V2.*give runner v1"):
@@ -111,3 +120,14 @@ def test_vllm_asks_us(tiny_model: Callable[..., Path]) -> None:
         stock.additional_config = {CONFIG_KEY: config.model_dump(mode="json")}
         assert stock.use_v2_model_runner is (runner == "v2")
         assert not stock._get_v2_model_runner_unsupported_features()
+
+
+def test_parallel_schedule_warns_on_a_gpu(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(activation.logger, "warning", said.append)
+    for schedule, on_cpu in (("parallel", True), ("deferred", False), ("parallel", False)):
+        monkeypatch.setattr(platform, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
+        asked = {"method": "paradecode", "schedule": schedule}
+        args = EngineArgs(model=str(tiny_model()), dtype="float32", speculative_config=asked)
+        activation.activate(args, args.create_model_config(), ParallelConfig())
+        assert bool(said) == (schedule == "parallel" and not on_cpu)

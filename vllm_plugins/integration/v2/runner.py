@@ -5,6 +5,7 @@ Overrides, each of which calls vLLM's:
 
     __init__          init_speculator, a global of vLLM's module, is ours for that moment
     load_model        verification rejects drafts that are not to be used
+    initialize_kv_cache   a speculator may run graphs of its own in place of the target's
     add_requests      options of a request that drafting reads
     prepare_inputs    what the speculator decides from the schedule, before the target runs
 """
@@ -27,6 +28,7 @@ class DraftingRunnerMixin:
     speculator: Speculator
     rejection_sampler: Any
     req_states: Any
+    cudagraph_manager: Any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config, stock = own_config(vllm_config, self), model_runner.init_speculator
@@ -41,6 +43,10 @@ class DraftingRunnerMixin:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.speculator.bind(self)
         self.rejection_sampler = Verification(self.rejection_sampler, self.speculator)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self.cudagraph_manager.run_fullgraph = self.speculator.graphs_of(self.cudagraph_manager.run_fullgraph)
 
     def add_requests(self, scheduler_output: Any) -> None:
         super().add_requests(scheduler_output)  # type: ignore[misc]

@@ -99,6 +99,10 @@ class Speculator(DraftModelSpeculator):
             if manager is not None and manager.needs_capture():
                 manager.capture(self._captured(kind), f"Capturing {kind} drafts")
 
+    def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What runs the target's whole-model graphs."""
+        return stock
+
     def _captured(self, kind: Kind) -> Callable[..., Callable[[CUDAGraphMode], None]]:
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             self.staging.clear()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early drafting on runner V2: which steps take saved states, and what they save."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import generate, greedy, prompts
+from conftest import runner_of
+from small import demo_heads
+
+pytestmark = pytest.mark.engine
+EARLY = {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6}
+
+
+@pytest.fixture
+def modes(v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Steps of the early engine by the way that they go."""
+    speculator, seen = runner_of(v2_engine(EARLY)).speculator, Counter[str]()
+    stock = speculator.begin_step
+
+    def begin_step(batch: Any) -> None:
+        stock(batch)
+        seen[speculator.mode] += 1
+
+    monkeypatch.setattr(speculator, "begin_step", begin_step)
+    return seen
+
+
+def test_decoding_runs_the_deep_layers_alone(v2_engine: Callable[..., Any], modes: Counter[str]) -> None:
+    llm = v2_engine(EARLY)
+    generate(llm, prompts(2, 20), greedy(16))
+    assert modes["full"] == 1  # both prompts fit one step
+    assert modes["deep"] >= 4 and not modes["mixed"]
+
+
+def test_a_prompt_that_joins_leaves_the_others_their_states(v2_engine: Callable[..., Any], modes: Counter[str]) -> None:
+    """The first stack runs over the prompt's tokens, the last one over all."""
+    requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
+    expected = generate(v2_engine(), requests, params)
+    assert generate(v2_engine(EARLY), requests, params) == expected
+    assert modes["mixed"] >= 2 and modes["deep"] >= 2
+
+
+def test_shallow_work_is_not_done_twice(
+    v2_engine: Callable[..., Any], modes: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In deep and mixed steps the first stack sees no token that a shallow pass has seen."""
+    speculator = runner_of(v2_engine(EARLY)).speculator
+    first, tokens = speculator.cut.stacks[0], []
+    stock = type(first).__call__
+
+    def call(self: Any, input_ids: Any, positions: Any, *rest: Any) -> Any:
+        if self is first:
+            tokens.append(len(positions))
+        return stock(self, input_ids, positions, *rest)
+
+    monkeypatch.setattr(type(first), "__call__", call)
+    request, decoded = prompts(1, 20), 12
+    generate(v2_engine(EARLY), request, greedy(decoded))
+    cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
+    width = speculator.width
+    assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
+
+
+def test_drafts_below_gamma_are_never_accepted(v2_engine: Callable[..., Any]) -> None:
+    """gamma is a mask after the loop: vLLM schedules the drafts, and they are rejected."""
+    accepted = {}
+    for gamma in (0.0, 0.999):
+        llm = v2_engine({**EARLY, "gamma": gamma} if gamma else EARLY)
+        before = llm.counts.copy()
+        generate(llm, prompts(2, 40), greedy(16))
+        accepted[gamma] = (llm.counts - before)["accepted"]
+    assert accepted[0.0] > accepted[0.999]
