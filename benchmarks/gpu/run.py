@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -24,9 +25,10 @@ from vllm_ppd.benchmarks.gpu.entries import Entries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
-# The order in which a failure says most: the patches first, long matrices last.
-TESTS = ["units", "patches", "kernels", "triton", "interpreter", "exactness", "parallel", "families", "sampling",
-         "unverified", "memory", "tensor_parallel"]  # fmt: skip
+# The order in which a failure says most: what a user gets first, runner V2; then the patches, long matrices last.
+V2_TESTS = ["v2_exactness", "v2_early", "v2_speculator", "v2_sampling"]
+TESTS = [*V2_TESTS, "units", "patches", "kernels", "triton", "interpreter", "exactness", "parallel", "families",
+         "sampling", "unverified", "memory", "tensor_parallel"]  # fmt: skip
 CPU_TESTS = ["units", "kernels"]
 SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -39,6 +41,7 @@ class Part(NamedTuple):
     name: str
     command: list[str]
     result: Path | None = None
+    environment: tuple[tuple[str, str], ...] = ()  # beside this process's own
 
 
 def model_shape(cpu: bool) -> dict[str, Any]:
@@ -86,36 +89,52 @@ def write_model(folder: Path, cpu: bool) -> dict[str, Any]:
 
 def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
     """What is run, in order, with a model of this shape."""
-    out, model = args.out.resolve(), args.out.resolve() / "model"
-    made = []
+    out, made = args.out.resolve(), []
     for name in usual_tests(args.cpu) if args.tests is None else args.tests:
         path = next((ROOT / "tests").rglob(f"test_{name}.py"), ROOT / "tests" / f"test_{name}.py")
-        made.append(Part(f"tests: {name}", [sys.executable, "-m", "pytest", "-q", "-m", "not full", str(path)]))
+        environment = (("PPD_TEST_V2", "1"),) if name in V2_TESTS else ()
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "not full", str(path)]
+        made.append(Part(f"tests: {name}", command, environment=environment))
+    made.append(decode(args, shape))
     command = [sys.executable, "-m", "vllm_ppd.benchmarks.gpu.kernels", "--out", str(out / "kernels.json")]
     command += ["--cpu"] if args.cpu else []
     command += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
     command += ["--peak", str(args.peak)] if args.peak else []
     made.append(Part("kernel times", command, out / "kernels.json"))
+    return made
+
+
+def decode(args: argparse.Namespace, shape: dict[str, Any]) -> Part:
+    """The speed of decoding: vLLM alone, and drafting on runner V1, on V2, and on V2 with synchronous scheduling."""
+    out, model = args.out.resolve(), args.out.resolve() / "model"
     engine = {"load_format": "dummy"}
     sizes = ["--batch-sizes", "1", "--rounds", "1", "--new-tokens", "8", "--eager"] if args.cpu else []
     if not sizes:
         sizes = ["--batch-sizes", ",".join(map(str, BATCHES)), "--rounds", "5", "--kv-cache-gib", str(kv_gib(shape))]
         sizes += ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS)]
-    decode = [*PPD, "bench", "decode", "--model", str(model), "--data", str(model / "prompts.jsonl")]
+    command = [*PPD, "bench", "decode", "--model", str(model), "--data", str(model / "prompts.jsonl")]
     # Random weights say the same over and over and accept nearly all drafts: what a step costs is what counts here.
     always = {"method": "ppd", "adaptive": False}
-    decode += ["--also", f"ppd, every draft={json.dumps(always)}", "--plain", "ppd,ngram"]
-    decode += ["--alive", "2", "--engine", json.dumps(engine), *sizes]
+    contenders = {"ppd, every draft": always}
+    if not args.cpu:
+        contenders["ppd, runner V1"] = {**always, "runner": "v1"}
+        contenders["ppd, synchronous"] = {"method": "ppd", "engine": {"async_scheduling": False}}
+    for name, config in contenders.items():
+        command += ["--also", f"{name}={json.dumps(config)}"]
+    command += ["--plain", "ppd,ngram"]
+    command += ["--alive", "2", "--engine", json.dumps(engine), *sizes]
     result = out / "decode.json"
-    made.append(Part("decode", [*decode, "--out", str(result)], result))
-    return made
+    return Part("decode", [*command, "--out", str(result)], result)
 
 
 def run_part(part: Part, log: Path) -> dict[str, Any]:
     """Run a part to its end; its record."""
     started = time.perf_counter()
     with log.open("w") as stream:
-        code = subprocess.run(part.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT).returncode
+        environment = {**os.environ, **dict(part.environment)}
+        code = subprocess.run(
+            part.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
+        ).returncode
     lines = log.read_text(errors="replace").splitlines()
     record: dict[str, Any] = {
         "status": "passed" if code == 0 else f"failed with {code}",

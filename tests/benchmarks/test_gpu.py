@@ -47,7 +47,11 @@ def test_the_kv_cache_holds_the_largest_batch(gib: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     args = argparse.Namespace(out=tmp_path, cpu=False, tests=None, bandwidth=None, peak=None)
     shape = run.write_model(tmp_path / "model", cpu=False)
-    *others, decode = run.parts(args, shape)
+    *others, decode, kernels = run.parts(args, shape)
+    assert kernels.name == "kernel times" and others[0].name == "tests: v2_exactness"
+    assert dict(others[0].environment) == {"PPD_TEST_V2": "1"}
+    said = [word for word in decode.command if word.startswith("ppd, ")]
+    assert [word.partition("=")[0] for word in said] == ["ppd, every draft", "ppd, runner V1", "ppd, synchronous"]
     options = options_from(DecodeOptions, make_parser().parse_args(decode.command[3:]))
     token = 2 * 2 * 8 * 128 * shape["num_hidden_layers"]  # keys and values in bfloat16
     needed = max(options.batch_sizes) * options.engine_arguments["max_model_len"]
