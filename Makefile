@@ -15,7 +15,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full quality format clean inflated bytes
+.PHONY: setup serve test test-full test-next quality format clean inflated bytes
 
 setup: $(STAMP)
 
@@ -40,6 +40,15 @@ test test-full: setup
 	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
 	PPD_TEST_V2=1 $(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) v2" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
 	exit $$failed
+
+# The patches, an engine a method and runner V2 with the next vLLM, laid over the CPU build's binaries.
+NEXT := PYTHONPATH=typing build/next/bin/python -m pytest
+test-next: setup
+	$(BIN)/python .ci/next.py
+	$(NEXT) -m "not full" tests/engine/test_patches.py tests/unit/plugin/test_touched.py \
+		tests/unit/plugin/test_config.py tests/unit/plugin/test_runner_choice.py
+	$(NEXT) -m "not full" tests/exactness -k "batch_16 and (middle or cp-full or dynamo-2 or parallel-heads)"
+	PPD_TEST_V2=1 $(NEXT) -m "not full" tests/v2
 
 quality: setup
 	$(BIN)/ruff check .

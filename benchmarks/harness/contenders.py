@@ -14,6 +14,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import BenchOptions
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.vllm_plugins.integration import platform
 
 BASE = "vLLM"
 CONTROL = "vLLM, again"
@@ -75,6 +76,8 @@ def _peers(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         if not (Path(folder) / "config.json").is_file():
             raise BenchError(f"--{method.replace('_', '-')} {folder}: no config.json there; give a checkpoint folder")
+        if method not in platform.speculative_methods():
+            raise BenchError(f"--{method}: this vLLM has no method {method!r} any more; leave it out, or use 0.32")
         if method == "eagle" and "eagle3" in (Path(folder) / "config.json").read_text().lower():
             method = "eagle3"
         yield method.replace("_", " "), {"method": method, "model": folder, "num_speculative_tokens": drafts}

@@ -210,13 +210,13 @@ def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     stock = {"speculative_config": None, "spec_method": None, "spec_model": None}
     assert refuse(SimpleNamespace(**{**stock, "speculative_config": {"method": "ngram"}})) == "stock"
     for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
-        with pytest.raises(OptionError, match=r"supports vLLM .*<0.33.* found 0\.99\.0"):
+        with pytest.raises(OptionError, match=r"supports vLLM .*<0.34.* found 0\.99\.0"):
             refuse(SimpleNamespace(**{**stock, **asked}))
 
 
 def test_version_range() -> None:
-    assert all(patches.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.32.0.post1"))
-    assert not any(patches.is_supported(version) for version in ("0.31.2", "0.33.0", "0.33.0rc1", "1.0", "unknown"))
+    assert all(patches.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.33.0", "0.33.0+cpu"))
+    assert not any(patches.is_supported(version) for version in ("0.31.2", "0.34.0", "0.34.0rc1", "1.0", "unknown"))
 
 
 def test_compilation_cache_key_is_stable(tiny_model: Callable[..., Path]) -> None:

@@ -37,7 +37,7 @@ from vllm_ppd.vllm_plugins.integration import runner_choice
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.33", prereleases=True)
+SUPPORTED_VLLM = SpecifierSet(">=0.32.0,<0.34", prereleases=True)
 _MARK = "_vllm_ppd_wraps"
 _GROUP = "_vllm_ppd_worker_group"  # of an engine: whether it has one
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of vLLM this package leans on: what it imports, wraps or overrides, and what it assumes the working of.
+
+`python tests/touched.py --record` notes the source of each for the vLLM that is installed, in touched.json.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from vllm_ppd.vllm_plugins.integration.patches import PATCHES, vllm_version
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path(__file__).with_name("touched.json")
+PLUGIN = "vllm_ppd.vllm_plugins.integration"
+V2 = "vllm.v1.worker.gpu"
+
+# Classes of ours, and those of vLLM whose methods they override.
+OVERRIDING = {
+    f"{PLUGIN}.v1.runner:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.nonspeculative_steps:NonSpeculativeSteps": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.token_logprobs:TokenLogprobs": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.pipeline_runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.warm_up:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
+    f"{PLUGIN}.v1.pipeline_scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
+    f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
+}
+# What is called or assumed beside: runner V2's step, and what stands around a speculator.
+ASSUMED = [
+    *(f"{V2}.model_runner:GPUModelRunner.{name}" for name in (
+        "execute_model", "sample_tokens", "sample", "postprocess_sampled", "capture_model", "prepare_attn",
+        "gather_batch_req_state", "_dummy_run",
+    )),
+    *(f"{V2}.spec_decode.rejection_sampler:RejectionSampler.{name}" for name in ("__call__", "_verify")),
+    *(f"{V2}.cudagraph_utils:CudaGraphManager.{name}" for name in (
+        "__init__", "_init_candidates", "capture", "dispatch", "run_fullgraph",
+    )),
+    f"{V2}.cudagraph_utils:ModelCudaGraphManager.capture",
+    f"{V2}.block_table:BlockTables.compute_slot_mappings",
+    f"{V2}.states:RequestState.add_request",
+    f"{V2}.sample.states:SamplingStates.add_request",
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
+]  # fmt: skip
+
+
+def resolved(symbol: str) -> Any:
+    """The object that `module:name.name` names, unwrapped from our own patch."""
+    module, _, path = symbol.partition(":")
+    first, *others = path.split(".")
+    found: Any = getattr(importlib.import_module(module), first, None)
+    if found is None:
+        found = importlib.import_module(f"{module}.{first}")
+    for name in others:
+        found = inspect.getattr_static(found, name)
+    found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    original = getattr(found, "_vllm_ppd_wraps", found) if callable(found) else found
+    original = original.fget if isinstance(original, property) else getattr(original, "__func__", original)
+    return inspect.unwrap(original) if callable(original) else original
+
+
+def imported() -> set[str]:
+    """`module:name` of everything that the plugin and the model patches import from vLLM."""
+    found = set()
+    for folder in ("vllm_plugins", "model_patches"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                    found |= {f"{node.module}:{alias.name}" for alias in node.names}
+    return found
+
+
+def overridden() -> set[str]:
+    """`module:Class.method` of vLLM's methods that classes of ours override."""
+    found = set()
+    for ours, theirs in OVERRIDING.items():
+        base = resolved(theirs)
+        for name, value in vars(resolved(ours)).items():
+            if (inspect.isfunction(value) or isinstance(value, property)) and hasattr(base, name):
+                found.add(f"{theirs}.{name}")
+    return found
+
+
+def wrapped() -> set[str]:
+    """Of the patches."""
+    return {f"{owner}.{name}" if ":" in owner else f"{owner}:{name}" for owner, name, _ in PATCHES}
+
+
+def digest(symbol: str) -> str:
+    """Of a function its code without comments and docstrings; of a class its fields and how it is made."""
+    try:
+        found = resolved(symbol)
+    except (ImportError, AttributeError):
+        return "gone"
+    return digest_of(found)
+
+
+def digest_of(found: Any) -> str:
+    """As digest, of the object itself."""
+    if inspect.isclass(found):
+        fields = sorted(getattr(found, "__annotations__", {}))
+        try:
+            text = f"{fields} {list(inspect.signature(found).parameters)}"
+        except (TypeError, ValueError):
+            text = str(fields)
+    elif inspect.isfunction(found):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(found)))
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            if isinstance(body, list) and body and _is_docstring(body[0]):
+                del body[0]
+        text = ast.dump(tree)
+    else:
+        text = type(found).__name__
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def now() -> dict[str, str]:
+    """Every symbol with its digest in the vLLM that is installed."""
+    symbols = imported() | overridden() | wrapped() | set(ASSUMED)
+    return {symbol: digest(symbol) for symbol in sorted(symbols)}
+
+
+def version() -> str:
+    """vLLM's version as the record has it: 0.32, 0.33."""
+    return ".".join(vllm_version().split(".")[:2])
+
+
+def moved(recorded: dict[str, str], found: dict[str, str]) -> list[str]:
+    """What differs, a line each."""
+    lines = [f"{symbol} is gone" for symbol, value in found.items() if value == "gone" != recorded.get(symbol)]
+    lines += [f"{symbol} is not recorded" for symbol in found if symbol not in recorded]
+    changed = (s for s in found if s in recorded and found[s] != recorded[s] and found[s] != "gone")
+    return lines + [f"{symbol} has changed" for symbol in changed]
+
+
+def record() -> None:
+    """Note the installed version."""
+    every = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    every[version()] = now()
+    RECORD.write_text(json.dumps(every, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__" and "--record" in sys.argv:
+    record()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source of vLLM that this package leans on is what it was when the package was tried with it."""
+
+from __future__ import annotations
+
+import json
+
+import touched
+
+from vllm_ppd.vllm_plugins import register
+
+register()
+
+
+def test_nothing_moved() -> None:
+    """Where this fails, look at what vLLM changed, mend what it breaks, then `python tests/touched.py --record`."""
+    recorded = json.loads(touched.RECORD.read_text())
+    assert touched.version() in recorded, f"vLLM {touched.version()} has not been recorded"
+    assert touched.moved(recorded[touched.version()], touched.now()) == []
+
+
+def test_what_moved_is_named() -> None:
+    found = touched.now()
+    assert len(found) > 90
+    patch, override = sorted(touched.wrapped())[0], sorted(touched.overridden())[0]
+    other = {**found, patch: "0", override: "gone"}
+    recorded = {symbol: value for symbol, value in found.items() if symbol != touched.ASSUMED[0]}
+    assert touched.moved(recorded, other) == [
+        f"{override} is gone", f"{touched.ASSUMED[0]} is not recorded", f"{patch} has changed",
+    ]  # fmt: skip
+
+
+def test_comments_are_not_code() -> None:
+    """Prose may change, code may not."""
+
+    def plain(x: int) -> int:
+        return x + 1
+
+    found = [touched.digest_of(plain)]
+
+    def plain(x: int) -> int:  # type: ignore[no-redef]
+        """What it does."""
+        return x + 1  # and why
+
+    found.append(touched.digest_of(plain))
+
+    def plain(x: int) -> int:  # type: ignore[no-redef]
+        return x + 2
+
+    found.append(touched.digest_of(plain))
+    assert found[0] == found[1] != found[2]
+    assert touched.digest("vllm.nowhere:nothing") == "gone"
