@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -32,6 +32,9 @@ class CalibrationOptions(BaseModel):
     ks: tuple[int, ...] = Field((1, 3, 5), description="k of the match rates")
     batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), description="batch sizes that are timed")
     eps: tuple[float, ...] = Field((0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0), description="eps_b of DynaMo's PPL_d")
+    alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        (0.0, 0.5, 1.0), description="alpha_c of DynaMo's co-occurrence mask (eq. 6) to compare on sampled texts"
+    )
     batch: int = Field(16, ge=1, description="texts computed at a time")
     recommend: bool = Field(True, description="write the recommended exit layer and drafts into the heads' config")
     precision: Literal["bfloat16", "float32"] = Field("float32", description="arithmetic of the target")
@@ -39,7 +42,7 @@ class CalibrationOptions(BaseModel):
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
-    @field_validator("ks", "batch_sizes", "eps", mode="before")
+    @field_validator("ks", "batch_sizes", "eps", "alphas", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value

@@ -21,6 +21,7 @@ LONGEST = 16 << 20  # bytes
 Amount = Annotated[float, Field(ge=0, le=1e15)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}$")]  # a number, as JSON has it for a key
+Power = Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")]  # from 0 to 1
 Texts = Annotated[str, Field(max_length=80)]
 
 
@@ -40,6 +41,7 @@ class _Row(_Stored):
     accepted: Amount
     drafts_allowed: int = Field(ge=1, le=16)
     eps_b: Share
+    alpha_c: Share | None = None
 
 
 class _ByDrafts(_Stored):
@@ -111,6 +113,7 @@ class _CPParts(_Parts):
 class _DynaMoParts(_Parts):
     acceptance: dict[Texts, _Rows]
     vocabulary: dict[Size, _Rows] = Field(default_factory=dict)
+    mask: dict[Power, _Rows] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _sound(self) -> _DynaMoParts:

@@ -219,7 +219,7 @@ def acceptance(calibration: Calibration) -> dict[str, Any]:
     options, measures, settings = calibration.options, measures_of(calibration), _joint_settings(calibration)
     found: dict[str, Any] = {}
     for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
-        rows = _by_threshold(measures.drafted(texts, settings, options.batch, options.eps))
+        rows = _by_threshold(measures.drafted(texts, settings, options.batch, options.eps), settings)
         found[name] = {"rows": rows, "repeated_4_grams": round(texts.repeated_4_grams(), 4)}
     return found
 
@@ -230,14 +230,31 @@ def vocabulary(calibration: Calibration) -> dict[str, Any]:
     return {
         str(len(ids)): {
             "covers": share,
-            "rows": _by_threshold(measures.drafted(calibration.sampled, settings, options.batch, options.eps, ids)),
+            "rows": _by_threshold(
+                measures.drafted(calibration.sampled, settings, options.batch, options.eps, ids), settings
+            ),
         }
         for ids, share in vocabularies(calibration)
     }
 
 
-def _by_threshold(counts: dict[tuple[float, int], Drafted]) -> list[dict[str, Any]]:
-    return [{"eps_b": eps, "drafts_allowed": drafts, **counts_of(c)} for (eps, drafts), c in counts.items()]
+def mask(calibration: Calibration) -> dict[str, Any]:
+    """Expected acceptance in verified mode on sampled texts with other powers of the co-occurrence mask (eq. 6)."""
+    options, measures, settings = calibration.options, measures_of(calibration), _joint_settings(calibration)
+    found: dict[str, Any] = {}
+    for alpha in options.alphas if measures.counts is not None else ():
+        if alpha != settings.alpha_c:
+            other = settings.model_copy(update={"alpha_c": alpha})
+            counts = measures.drafted(calibration.sampled, other, options.batch, options.eps)
+            found[f"{alpha:g}"] = {"rows": _by_threshold(counts, other)}
+    return found
+
+
+def _by_threshold(counts: dict[tuple[float, int], Drafted], settings: JointSettings) -> list[dict[str, Any]]:
+    return [
+        {"eps_b": eps, "alpha_c": settings.alpha_c, "drafts_allowed": drafts, **counts_of(c)}
+        for (eps, drafts), c in counts.items()
+    ]
 
 
 def measures_of(calibration: Calibration) -> DynaMoMeasures:
@@ -262,6 +279,7 @@ PARTS: dict[str, Part] = {
     "dynamic": dynamic,
     "acceptance": acceptance,
     "vocabulary": vocabulary,
+    "mask": mask,
 }
 
 
@@ -286,3 +304,11 @@ def tables(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
     ]  # fmt: skip
     yield table(["texts", "eps_b", "most drafts", "rate", "drafted", "accepted", "repeated 4-grams"], rows)
     yield from vocabulary_tables(parts["vocabulary"])
+    if parts.get("mask"):
+        yield "Sampled texts, other powers alpha_c of the co-occurrence mask (DynaMo, eq. 6)"
+        rows = [
+            [alpha, row["eps_b"], row["drafts_allowed"], percent(row["rate"]),
+             f"{row['drafted'] / row['cycles']:.3f}", f"{row['accepted'] / row['cycles']:.3f}"]
+            for alpha, by in parts["mask"].items() for row in by["rows"]
+        ]  # fmt: skip
+        yield table(["alpha_c", "eps_b", "most drafts", "rate", "drafted", "accepted"], rows)

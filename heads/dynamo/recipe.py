@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from tqdm import tqdm
 
 from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
@@ -20,6 +21,7 @@ from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.training.vocabulary_sample import Vocabulary, VocabularySample
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
 
@@ -57,10 +59,16 @@ class DynaMoRecipe(Recipe):
         self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
         self.base = target.model if self.full else None
         self.cooccurrence: CoOccurrence | None = None
+        self.sample: VocabularySample | None = None
 
     @property
     def reads(self) -> Reads:
         return Reads(stem=True)
+
+    def begin(self, store: TokenStore, fresh: bool) -> None:
+        if self.options.vocabulary_sample:
+            counts = store.token_counts(self.target.vocab_size)
+            self.sample = VocabularySample(counts, self.options.vocabulary_sample, self.target.device)
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = [{"params": list(self.heads.parameters()), "peak": learning_rate}]
@@ -81,19 +89,29 @@ class DynaMoRecipe(Recipe):
         norm = {name: p.detach() for name, p in target.norm.named_parameters()}
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
-        for token in range(1, options.tokens + 1):
+        # Of a frozen target head 1 is the same before and after: training does not read it.
+        for token in range(1 if self.full or not self.training else 2, options.tokens + 1):
             following, valid = batch.ahead(token)
-            following = following[valid, -1]
+            rows = self.share_of(valid, options.position_share if token > 1 else 1.0)
+            following = following[rows, -1]
             if token == 1:
-                nll = -self._first(states.final[valid], following)
+                nll = -self._first(states.final[rows], following)
             else:
                 hidden = functional_call(target.norm, norm, (self.heads(token, args, kwargs),)).flatten(0, 1)
-                nll = -token_log_probs(hidden[valid], following, target.unembedding.detach(), target.bias)
+                nll = -self._later(hidden[rows], following, batch)
             if token > 1 or self.full:
                 total = total + nll.mean()
             counts[f"nll.{token}"] = nll.detach().sum()
-            counts[f"rows.{token}"] = valid.sum()
+            counts[f"rows.{token}"] = torch.tensor(len(rows), device=nll.device)
         return total, counts
+
+    def _later(self, hidden: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Log-probabilities of heads 2 to n, in training over a sample of the vocabulary if asked: [rows]."""
+        target = self.target
+        read = Vocabulary(target.unembedding.detach(), target.bias)
+        if self.sample is not None and self.training:
+            read = self.sample.draw(*read[:2], batch.input_ids)
+        return token_log_probs(hidden, read.place(tokens), read.unembedding, read.bias)
 
     def _first(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Head 1; in the full recipe the unembedding learns, so its logits stay in the graph."""
@@ -112,8 +130,15 @@ class DynaMoRecipe(Recipe):
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options, target = self.options, self.target
         if options.mask_entries:
+            documents = tqdm(
+                store.documents("train"),
+                "counting n-grams",
+                len(store.starts["train"]),
+                unit=" documents",
+                mininterval=1,
+            )
             self.cooccurrence = CoOccurrence.from_tokens(
-                store.documents("train"), target.vocab_size, options.tokens, options.mask_entries
+                documents, target.vocab_size, options.tokens, options.mask_entries
             )
         if self.base is not None:
             target.model.save_pretrained(folder / "base")

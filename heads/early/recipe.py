@@ -48,13 +48,13 @@ class EarlyRecipe(Recipe):
             self.sample = VocabularySample(counts, self.options.vocabulary_sample, self.target.device)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        exits, form, cross_entropy = self.heads.exit_layers, self.heads.form, self.options.loss == "ce"
+        exits = self.heads.exit_layers
         with torch.no_grad():
             states = self.states(batch)
         following, valid = batch.ahead(1)
-        rows = self._positions(valid if cross_entropy else torch.ones_like(valid))
+        rows = self.share_of(valid, self.options.position_share)
         final, hidden = states.final[rows], {layer: states.exits[layer][rows] for layer in exits}
-        if form == "classifier":
+        if self.heads.form == "classifier":
             loss, match = self._classifiers(hidden, final, following[rows, 0])
         else:
             students = torch.stack([self.heads(hidden[layer], layer) for layer in exits])
@@ -63,14 +63,6 @@ class EarlyRecipe(Recipe):
         counts |= {f"match.{layer}": match[i].sum() for i, layer in enumerate(exits)}
         counts |= {f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)}
         return loss.mean(dim=1).sum(), counts
-
-    def _positions(self, known: torch.Tensor) -> torch.Tensor:
-        """Rows to learn from: in training a share of them, drawn anew each time, and one at least."""
-        rows = known.nonzero().squeeze(1)
-        if self.training and self.options.position_share < 1:
-            count = max(1, round(self.options.position_share * len(rows)))
-            rows = rows[torch.randperm(len(rows), device=rows.device)[:count]]
-        return rows
 
     def _transforms(
         self, students: torch.Tensor, final: torch.Tensor, following: torch.Tensor, batch: Batch

@@ -12,6 +12,7 @@ from vllm_ppd.heads.calibration.recommend import Setting, settings
 from vllm_ppd.heads.calibration.stored import NAME as CALIBRATION
 from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, described
 from vllm_ppd.heads.planning.machine import machine_of, weights_of
@@ -115,6 +116,8 @@ def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, 
         yield from _groups(folder, parts["matches"], depth, machine, options)
         return
     for setting in settings(config, parts, greedy=options.texts == "greedy"):
+        if isinstance(config, DynaMoConfig) and setting.options["sampling"]["alpha_c"] != config.sampling.alpha_c:
+            continue  # a server takes the power of the mask from the heads
         served = _served(setting, folder if setting.trained else None)
         yield drafting(setting, HEADS[config.kind].method, served, machine, depth)
 

@@ -214,8 +214,8 @@ class _Run:
         scale = min((self.step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * self.step / self.steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, self.options.gradient_clip)
+            # Each by itself: the heads' first gradients would shrink those of a base model that learns beside them.
+            torch.nn.utils.clip_grad_norm_(group["params"], self.options.gradient_clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.step += 1

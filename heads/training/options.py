@@ -36,7 +36,7 @@ class TrainingOptions(BaseModel):
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises; a cosine follows")
     betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas (DynaMo, A.1; the others name none)")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
-    gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient, of heads and base model each")
     precision: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="arithmetic of the target and of autocast; the heads' master weights stay float32"
     )

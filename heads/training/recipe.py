@@ -55,6 +55,21 @@ class Recipe(nn.Module, ABC):
             return self.cache.states(batch)
         return read_target(self.target, batch, self.reads)
 
+    def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
+        """Rows to learn from: in training a share of the known ones, drawn anew each time, and one at least.
+
+        Args:
+            known: [rows] bool.
+            share: above 0, at most 1.
+
+        Returns:
+            [chosen] int64.
+        """
+        rows = known.nonzero().squeeze(1)
+        if self.training and share < 1:
+            rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
+        return rows
+
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         """The loss to minimise (a mean over tokens), and counts of what was seen."""

@@ -56,6 +56,10 @@ KINDS = {
         "Decode a file's chats with one contender after the other, drafting in every step.",
         frozenset({"temperature", "rounds", "alive"}),
     ),
+    "curves": Kind(
+        "results.curves:CurvesOptions", "results.curves:run", "curves of training",
+        "Draw the curves of one or several heads folders (curve.jsonl), and tell how flat they are at their end.",
+    ),
     "tables": Kind(
         "papers.options:TablesOptions", "papers.run:run", "the papers' tables and figures, beside what they report",
         "Measure the tables and figures of the four papers on a model and data, beside what they report.",

@@ -16,6 +16,7 @@ from conftest import patterned_texts, write_texts
 from vllm_ppd.heads import draft_vocabulary
 from vllm_ppd.heads.calibration import run
 from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.calibration.replay import replay
 from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import Calibration, calibrate
@@ -23,6 +24,8 @@ from vllm_ppd.heads.cp import calibration as cp_calibration
 from vllm_ppd.heads.early import calibration as early_calibration
 from vllm_ppd.heads.early.calibration import match_exits
 from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.planning.options import PlanOptions
+from vllm_ppd.heads.planning.plan import all_ways
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -155,6 +158,19 @@ def test_report_and_recommendation(
     assert "Recommended" in text
     assert "| layer" in text
     assert ("Draft vocabularies" in text) == (kind != "early")
+    assert ("alpha_c" in text) == (kind == "dynamo")
+    if kind == "dynamo":
+        # Every power of the mask is measured, and one of them is recommended.
+        parts, (sampled,) = result["parts"], (x for n, x in result["parts"]["acceptance"].items() if n != "greedy")
+        assert set(parts["mask"]) == {"0", "0.5"}
+        assert parts["mask"]["0"]["rows"] != sampled["rows"]
+        powers = {setting.options["sampling"]["alpha_c"] for setting in settings(config, parts)}
+        assert powers == {0.0, 0.5, 1.0}
+        # A server follows the heads, so that no other power can be planned for.
+        served = [x for x in settings(config, parts) if x.options["sampling"]["alpha_c"] == config.sampling.alpha_c]
+        assert len(all_ways(PlanOptions(heads=(str(folder),)))[1]) == len(served) > 0
+        parts["mask"]["0.5"]["rows"][0] |= {"cycles": 1, "drafted": 2, "accepted": 2}  # as if it were far the best
+        assert recommend(config, parts)["sampling"]["alpha_c"] == 0.5
 
 
 @pytest.mark.parametrize("kind", ["cp", "dynamo"])

@@ -130,9 +130,9 @@ def test_full_recipe_moves_the_base_model_and_names_it(train: Train, tiny_model:
 
 def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Callable[..., Path]) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
-    one = train("dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=0.0, out="one", gradient_clip=1e9)
+    one = train("dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=0.0, out="one")
     two = train(
-        "dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=0.0, out="two", gradient_clip=1e9,
+        "dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=0.0, out="two",
         start="random",
     )  # fmt: skip
     three = train("dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=1e-4, out="three")

@@ -157,7 +157,7 @@ def test_less_is_read(train: Callable[..., dict[str, Any]], monkeypatch: pytest.
 
     monkeypatch.setattr(recipe, "kl_to_teacher", noted)
     train(vocabulary_sample=120, position_share=0.25, steps=3)
-    assert {rows for rows, _ in sizes} == {64}
+    assert all(0.23 * 256 < rows <= 64 for rows, _ in sizes)
     assert all(columns < 200 < tiny.VOCAB for _, columns in sizes)
 
 
@@ -170,3 +170,30 @@ def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
     assert make(**common, head="classifier").learning_rate == make(**common).learning_rate == 5e-3
     with pytest.raises(ValueError, match="whole classifiers learn all their rows"):
         make(**common, head="classifier", vocabulary_sample=64)
+
+
+def test_dynamo_learns_from_samples(train: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly as much as from all; of the frozen head 1 nothing is read in training."""
+    from vllm_ppd.heads.dynamo import recipe
+
+    sizes: list[int] = []
+    real = recipe.token_log_probs
+
+    def noted(states: torch.Tensor, tokens: Any, unembedding: torch.Tensor, bias: Any) -> Any:
+        if torch.is_grad_enabled():
+            sizes.append(len(unembedding))
+        return real(states, tokens, unembedding, bias)
+
+    monkeypatch.setattr(recipe, "token_log_probs", noted)
+    whole = train("dynamo", out="whole", mask_entries=0)
+    assert sizes == [tiny.VOCAB] * 2 * 12
+    sizes.clear()
+    facts = train("dynamo", mask_entries=0, vocabulary_sample=120, position_share=0.5)
+    assert len(sizes) == 2 * 12 and max(sizes) < 200
+    for name in ("head 2 nats", "head 3 nats"):
+        before, ours, exact = (
+            facts["held_out_before"][name],
+            facts["held_out_after"][name],
+            whole["held_out_after"][name],
+        )
+        assert before > exact and ours < before - 0.7 * (before - exact)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd bench curves`: the curves of training as the papers draw them, and how flat they are at their end."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.io import load_config, write_text
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.curve import NAME, Point, read_curve
+
+TRAINING = "training loss"
+NOT_DRAWN = {"share_of_experts", "joint_nats_a_token"}  # no losses, or another unit of one that is drawn
+LAST = 0.25  # of a run's steps: the part whose fall tells how flat the end is
+ACROSS = 2  # panels beside each other
+
+
+class CurvesOptions(BaseModel):
+    """Which runs to draw."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    heads: tuple[str, ...] = Field(min_length=1, description="heads folders of one kind, drawn together")
+    out: str = Field("curves.svg", description="the SVG to write")
+
+
+class Series(NamedTuple):
+    """One curve."""
+
+    panel: str  # what is measured
+    label: str
+    tokens: list[int]
+    values: list[float]
+
+
+def run(options: CurvesOptions) -> str:
+    """Draw the curves and tell how far they fell, in all and at their end.
+
+    Raises:
+        TrainingError: if matplotlib is missing, or a folder has no curve.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise TrainingError("ppd bench curves draws with matplotlib: pip install 'vllm-ppd[bench]'")
+    from vllm_ppd.benchmarks.results.drawing import svg
+
+    found: list[Series] = []
+    kinds = {load_config(folder).kind for folder in options.heads}
+    if len(kinds) > 1:
+        raise TrainingError(f"--heads are of kinds {', '.join(sorted(kinds))}: draw each kind by itself")
+    for folder in options.heads:
+        points = read_curve(Path(folder))
+        if not points:
+            raise TrainingError(f"heads in {folder!r} have no {NAME}: train them again, or leave them out")
+        found += series(points, Path(folder).name if len(options.heads) > 1 else "")
+    write_text(Path(options.out), svg(lambda: _figure(found)))
+    return table(["curve", "first", "last", f"fell in the last {LAST:.0%} of the tokens"], list(map(_row, found)))
+
+
+def series(points: Sequence[Point], name: str) -> Iterator[Series]:
+    """All curves of a run: the training loss, and each held-out figure."""
+    losses = [point for point in points if point.loss is not None]
+    yield Series(TRAINING, name, [p.tokens for p in losses], [p.loss for p in losses if p.loss is not None])
+    by_name: dict[tuple[str, str], Series] = {}
+    for point in points:
+        for panel, label, value in _figures(point.held_out or {}):
+            label = " ".join(filter(None, (name, label)))
+            one = by_name.setdefault((panel, label), Series(f"held out: {panel}", label, [], []))
+            one.tokens.append(point.tokens)
+            one.values.append(value)
+    yield from by_name.values()
+
+
+def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """(what is measured, of what, value) of the figures of an evaluation."""
+    for name, value in held_out.items():
+        if name in NOT_DRAWN:
+            continue
+        if isinstance(value, dict):  # early heads: by exit
+            yield from ((measure, name, float(number)) for measure, number in value.items())
+        elif isinstance(value, list):  # CP heads: by position
+            yield from ((name, f"position {i}", float(number)) for i, number in enumerate(value, start=1))
+        elif name.startswith("head "):  # DynaMo: by token head
+            yield "nats", name.removesuffix(" nats"), float(value)
+        else:
+            yield name, "", float(value)
+
+
+def _row(one: Series) -> list[str]:
+    begin = next(i for i, tokens in enumerate(one.tokens) if tokens >= (1 - LAST) * one.tokens[-1])
+    fell = one.values[begin] - one.values[-1]
+    share = f" ({fell / abs(one.values[begin]):.1%})" if one.values[begin] else ""
+    name = ", ".join(filter(None, (one.panel, one.label)))
+    return [name, f"{one.values[0]:.4f}", f"{one.values[-1]:.4f}", f"{fell:.4f}{share}"]
+
+
+def _figure(found: Sequence[Series]) -> Any:
+    import matplotlib.pyplot as plt
+
+    from vllm_ppd.benchmarks.results.drawing import WIDTH
+
+    panels = list(dict.fromkeys(one.panel for one in found))
+    down = -(-len(panels) // ACROSS)
+    figure, axes = plt.subplots(down, ACROSS, figsize=(WIDTH, 2.7 * down), squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        for one in (one for one in found if one.panel == panel):
+            marker = {} if panel == TRAINING else {"marker": "o", "markersize": 3}
+            axis.plot(one.tokens, one.values, linewidth=1.2, label=one.label or None, **marker)
+        axis.set_title(panel.replace("_", " "), fontsize=9)
+        axis.set_xlabel("tokens")
+        if any(one.label for one in found if one.panel == panel):
+            axis.legend(fontsize=7)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_axis_off()
+    return figure
