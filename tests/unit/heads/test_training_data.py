@@ -159,6 +159,11 @@ def test_document_lengths() -> None:
     assert document_lengths(positions.clone()) == [2, 3, 2, 1, 2]
 
 
+@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 128), (49_152, 128), (1024, 512)])
+def test_large_vocabularies_are_read_for_many_rows_at_once(vocabulary: int, rows: int) -> None:
+    assert unembedding_loss.rows_a_chunk(torch.empty(vocabulary, 1)) == rows
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     """The gradients that are formed in the forward pass are autograd's, for any size of chunk."""
