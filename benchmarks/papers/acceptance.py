@@ -7,6 +7,7 @@ One engine at a time. Each part of the prompts is kept as soon as it is decoded;
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,9 +23,9 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, con
 from vllm_ppd.benchmarks.harness.estimates import ratio
 from vllm_ppd.benchmarks.harness.options import Dtype
 from vllm_ppd.benchmarks.harness.process import EngineProcess
-from vllm_ppd.benchmarks.harness.results import Results, Turn, all_runs
+from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
-from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
+from vllm_ppd.benchmarks.papers.tasks import read_prompts
 from vllm_ppd.heads.calibration.tables import table as markdown
 from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.heads.planning.options import PlanOptions
@@ -42,6 +43,10 @@ LEGEND = """\
 same as vLLM: prompts whose text equals that of vLLM without speculation, token for token (greedy).
 accepted, drafted a step: drafts, of every step after the prompt's; interval at 90 %, by parts of the prompts.
 rate, length: accepted / drafted, 1 + accepted / steps with drafts."""
+
+PREDICTED = (
+    "Predictions, not measured: speed-ups by `ppd plan --hardware`, batch 1, a roofline without the host's work."
+)
 
 
 class AcceptanceOptions(DecodeOptions):
@@ -91,8 +96,16 @@ def run(options: AcceptanceOptions) -> str:
     except KeyboardInterrupt:
         raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
     for results in runs:
+        results.run["predicted"] = predictions(options.heads)
         results.finish()
-    return "\n\n".join([*(table(results, task) for results in runs), LEGEND, predictions(options.heads)])
+    return report(runs)
+
+
+def report(found: Sequence[Measured]) -> str:
+    """Markdown: a table a temperature, and what is predicted for other machines."""
+    header = ["heads", *(f"{name}, predicted" for name in MACHINES)]
+    predicted = [PREDICTED, markdown(header, rows)] if (rows := found[-1].run.get("predicted")) else []
+    return "\n\n".join([*map(table, found), LEGEND, *predicted])
 
 
 def fixed(contender: Contender, drafts: int) -> Contender:
@@ -142,17 +155,17 @@ def _measure(
             engine.close()
 
 
-def _turn(results: Results, name: str, part: int) -> Turn | None:
+def _turn(results: Measured, name: str, part: int) -> Turn | None:
     """What a contender decoded of a part, in this run or one like it."""
     turns = (turn for run in results.runs_of(name) for turn in run["turns"])
     return next((turn for turn in turns if turn["contender"] == name and turn["part"] == part), None)
 
 
-def table(results: Results, task: Task) -> str:
+def table(results: Measured) -> str:
     """Markdown: a row a contender."""
     run = results.run
     options, generator = run["options"], np.random.default_rng(0)
-    count = -(-len(task.prompts) // options["batch_sizes"][0])
+    count = -(-run["prompts"] // options["batch_sizes"][0])
     rows = []
     for name in results.contenders:
         turns = [turn for part in range(count) if (turn := _turn(results, name, part)) is not None]
@@ -171,7 +184,7 @@ def table(results: Results, task: Task) -> str:
             f"{sums['repeated_4_grams'] / max(sums['all_4_grams'], 1):.3f}",
         ])  # fmt: skip
     about = (
-        f"{options['model']}, {options['dtype']}, {task.name} ({len(task.prompts)} prompts, {task.left_out} longer "
+        f"{options['model']}, {options['dtype']}, {run['task']} ({run['prompts']} prompts, {run['left_out']} longer "
         f"ones left out), {options['new_tokens']} tokens, temperature {options['temperature']:g}, "
         f"{options['drafts']} drafts in every step; {run['machine']}"
     )
@@ -179,20 +192,15 @@ def table(results: Results, task: Task) -> str:
     return "\n".join(lines)
 
 
-def predictions(heads: tuple[str, ...]) -> str:
-    """What `ppd plan` predicts for named machines from the heads' calibrations, batch 1: no measurement."""
+def predictions(heads: tuple[str, ...]) -> list[list[str]]:
+    """What `ppd plan` predicts for MACHINES from the calibration of each heads folder: a row of cells each."""
     rows = []
     for folder in heads:
-        cells = []
+        rows.append([Path(folder).name])
         for hardware in MACHINES.values():
             try:
-                first = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).ways[0]
-                cells.append(f"{first.speedup:.2f} ({setting_of(first.way)})")
+                best = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).ways[0]
+                rows[-1].append(f"{best.speedup:.2f} ({setting_of(best.way)})")
             except HeadsError as error:
-                cells.append(str(error))
-        rows.append([Path(folder).name, *cells])
-    header = ["heads", *(f"{name}, predicted" for name in MACHINES)]
-    about = (
-        "Predictions, not measured: speed-ups by `ppd plan --hardware`, batch 1, a roofline without the host's work."
-    )
-    return f"{about}\n\n{markdown(header, rows)}"
+                rows[-1].append(str(error))
+    return rows

@@ -13,7 +13,7 @@ from vllm_ppd.benchmarks.decode import table as decode_table
 from vllm_ppd.benchmarks.harness.contenders import BASE
 from vllm_ppd.benchmarks.harness.estimates import ALL
 from vllm_ppd.benchmarks.harness.results import Measured, Row, stored
-from vllm_ppd.benchmarks.papers import PaperTable
+from vllm_ppd.benchmarks.papers import PaperTable, acceptance
 from vllm_ppd.benchmarks.papers.render import render
 from vllm_ppd.benchmarks.results.again import AGAIN
 from vllm_ppd.benchmarks.results.drawing import ALONE, OURS, THEIRS, Bar, Bars, Line, Plot, bars, lines, stacks
@@ -222,6 +222,12 @@ def paper_tables(path: Path) -> Parts:
     return shown, shown, drawn
 
 
+def acceptances(path: Path) -> Parts:
+    found = stored(path)
+    shown = acceptance.report(found)
+    return f"{_source({'model': found[-1].run['options']['model'], **found[-1].run})}\n\n{shown}", shown, []
+
+
 def _curves(table: PaperTable) -> Iterable[Line]:
     for curve in table.curves:
         for points, published in ((curve.ours, False), (curve.theirs, True)):
@@ -254,7 +260,9 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "plan_check": ("What steps with drafts cost, and what `ppd plan` predicts", any_rows),
     "group": ("The worker group", group_runs),
     "group_cut_off": ("The worker group above its cut-off", decode),
+    "acceptance": ("Spec-Bench: equal output, and accepted drafts", acceptances),
     "tables": ("The papers' tables", paper_tables),
+    "tables_smollm": ("The papers' tables on SmolLM2-135M-Instruct", paper_tables),
     "step_breakdown_early": ("What a step of early drafting costs", breakdown),
     "step_breakdown_heads": ("What drafting with CP and DynaMo heads costs", breakdown),
 }

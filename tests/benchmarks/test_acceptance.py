@@ -13,9 +13,10 @@ from conftest import cells_of
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
+from vllm_ppd.benchmarks.harness.results import stored
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers import acceptance
-from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, fixed, run
+from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, fixed, report, run
 
 TOKENS = 9
 
@@ -67,7 +68,8 @@ def test_table(options: Callable[..., AcceptanceOptions]) -> None:
     # Eight tokens after the first one, four of them drafts: four steps, in each of which one of two was accepted.
     assert greedy[2][:7] == ["ngram", "5", "4 of 5", "1.000 (1.000-1.000)", "2.000", "0.500", "2.000"]
     assert [row[2] for row in sampled[1:3]] == ["-", "-"]
-    assert "broken: does not start" in text and "Predictions, not measured" in text
+    assert "broken: does not start" in text and "Predictions" not in text  # without heads there are none
+    assert report(stored(Path(options().out))) == text
 
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
