@@ -14,9 +14,9 @@ from vllm_ppd.benchmarks.papers.likelihood import SameQuality, mean_log_prob, sa
 from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
 from vllm_ppd.heads.dynamo import calibration as dynamo_calibration
-from vllm_ppd.heads.dynamo.calibration import DynaMoMeasures
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 PAPER = "DynaMo"
 TEMPERATURE, PENALTY = 0.7, 1.1  # appendix A.1

@@ -16,9 +16,9 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.heads.dynamo.calibration import DynaMoMeasures
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, select
+from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.recipe import new_layers
 from vllm_ppd.heads.io import load_tensors
