@@ -56,12 +56,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     facts = peek_facts(folder)
     if facts is None:
         return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from None
+    metadata, tensors = _read(path)
     if metadata.get("checksum") not in (None, _checksum(tensors, metadata["facts"])):
         raise _damaged(path, "its checksum differs")
     parameters = dict(module.named_parameters())
@@ -99,20 +94,28 @@ def load_weights(path: Path, module: nn.Module, step: int) -> None:
     Raises:
         TrainingError: if the file is missing, damaged, or of another step or module.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise _damaged(path, str(error)) from None
+    metadata, tensors = _read(path)
     parameters = dict(module.named_parameters())
     shapes = {name: p.shape for name, p in parameters.items()}
-    found = (metadata or {}).get("step"), (metadata or {}).get("checksum")
+    found = metadata.get("step"), metadata.get("checksum")
     if found != (str(step), _checksum(tensors, str(step))) or {n: t.shape for n, t in tensors.items()} != shapes:
         raise _damaged(path, "its checksum differs")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Metadata and tensors of a file.
+
+    Raises:
+        TrainingError: if it is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from None
 
 
 def peek_facts(folder: Path) -> RunFacts | None:
