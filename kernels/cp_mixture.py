@@ -113,6 +113,9 @@ def draft_chain(
     The first token, which another than the mixture chose, moves the weights in log space. From there on probabilities
     do: an expert that gives a token less than float32 can hold adds nothing to a sum that another one leads.
 
+    Greedy rows take the best token position by position. The joint's best chain, by a beam of 2 to 4 tokens a position,
+    is accepted less often (0.306 to 0.316 drafts a step in place of 0.320, demo model), as its first draft is.
+
     Args:
         log_weights: the experts' weights given the context alone, or the first token too where that is None.
         logits: before eq. 6's softmax, in any floating-point type.

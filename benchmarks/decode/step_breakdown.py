@@ -30,6 +30,7 @@ from vllm_ppd.benchmarks.harness.machine import restart_for_engines
 from vllm_ppd.benchmarks.harness.options import kv_cache
 from vllm_ppd.benchmarks.harness.results import Row, write_rows
 from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.cp.module import Condition
 
 PROMPT_TOKENS = 64
 DRAFTING = "drafting"
@@ -53,8 +54,8 @@ def model_of(args: argparse.Namespace) -> Any:
         return LlamaForCausalLM(config)
 
 
-def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace) -> str:
-    """A heads folder of random weights."""
+def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace, condition: Condition = "none") -> str:
+    """A heads folder of random weights; CP heads of a condition."""
     from vllm_ppd.heads.base import TargetLayers
     from vllm_ppd.heads.cp.config import CPConfig
     from vllm_ppd.heads.dynamo.config import DynaMoConfig
@@ -69,7 +70,12 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace) -
     config: CPConfig | DynaMoConfig
     if kind == "cp":
         config = CPConfig(
-            **shared, rank=args.rank, positions=args.drafts + 1, num_speculative_tokens=args.drafts, token_counts=True
+            **shared,
+            rank=args.rank,
+            positions=args.drafts + 1,
+            num_speculative_tokens=args.drafts,
+            token_counts=True,
+            condition=condition,
         )
     else:
         layer = {name: list(tensor.shape) for name, tensor in model.model.layers[-1].state_dict().items()}
@@ -82,8 +88,9 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace) -
         tensors[name] = torch.arange(1, 1 + tensors[name].numel())  # a table that few candidates are in
     if kind == "dynamo":
         tensors["cooccurrence.totals"].fill_(int(tensors["cooccurrence.unigram"].sum()))
-    save_heads(folder / kind, config, tensors)
-    return str(folder / kind)
+    out = folder / f"{kind}-{condition}"
+    save_heads(out, config, tensors)
+    return str(out)
 
 
 def contenders(folder: Path, model: Any, args: argparse.Namespace) -> list[Contender]:
@@ -94,9 +101,11 @@ def contenders(folder: Path, model: Any, args: argparse.Namespace) -> list[Conte
             early = {"method": "ppd", "exit_layer": args.exit_layer, "num_speculative_tokens": args.drafts}
             found.append(Contender(method, early | {"adaptive": False}))
             continue
-        config = {"model": write_heads(folder, method, model, args), "adaptive": False}
-        found.append(Contender(f"{method}, {args.draft_vocab} tokens", config))
-        found.append(Contender(f"{method}, whole vocabulary", config | {"draft_vocab_size": args.vocab}))
+        for condition in args.conditions if method == "cp" else ("none",):
+            config = {"model": write_heads(folder, method, model, args, condition), "adaptive": False}
+            name = method if condition == "none" else f"{method} {condition}"
+            found.append(Contender(f"{name}, {args.draft_vocab} tokens", config))
+            found.append(Contender(f"{name}, whole vocabulary", config | {"draft_vocab_size": args.vocab}))
     return found
 
 
@@ -125,6 +134,8 @@ def instrument(name: str, proposer: Any, timers: Timers) -> None:
     if name.startswith("cp"):
         timers.wrap(drafter, "weights", "transforms of the experts")
         timers.wrap(drafter, "chain", "softmax, mixtures, arg-max")
+        if drafter.lead:
+            timers.wrap(drafter, "token", "what reads the newest token")
     else:
         timers.wrap(drafter, "choose", "joint, thresholds, back-off")
         target.cut.branches = TimedStack(target.cut.branches, timers, LAYERS)
@@ -241,6 +252,13 @@ def main() -> None:
     parser.add_argument("--exit-layer", type=int, default=3, help="of early drafting")
     parser.add_argument("--drafts", type=int, default=3, help="of early drafting and CP")
     parser.add_argument("--rank", type=int, default=3, help="of the CP head")
+    parser.add_argument(
+        "--conditions",
+        nargs="+",
+        default=["none"],
+        choices=["none", "token", "chain"],
+        help="of the CP heads, in turns",
+    )
     parser.add_argument("--tokens", type=int, default=3, help="n of DynaMo-Tn")
     parser.add_argument("--draft-vocab", type=int, default=8192, help="draft vocabulary that the heads recommend")
     parser.add_argument("--out", type=Path, help="write the result as JSON")

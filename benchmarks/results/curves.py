@@ -16,7 +16,8 @@ from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.curve import NAME, Point, read_curve
 
 TRAINING = "training loss"
-NOT_DRAWN = {"share_of_experts", "joint_nats_a_token"}  # no losses, or another unit of one that is drawn
+# No losses, or another unit of one that is drawn.
+NOT_DRAWN = {"share_of_experts", "joint_nats_a_token", "first_position", "tokens_in_vocabulary"}
 LAST = 0.25  # of a run's steps: the part whose fall tells how flat the end is
 ACROSS = 2  # panels beside each other
 
@@ -84,7 +85,8 @@ def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
         if isinstance(value, dict):  # early heads: by exit
             yield from ((measure, name, float(number)) for measure, number in value.items())
         elif isinstance(value, list):  # CP heads: by position
-            yield from ((name, f"position {i}", float(number)) for i, number in enumerate(value, start=1))
+            first = int(held_out.get("first_position", 1))  # 2 where the head has a condition
+            yield from ((name, f"position {i}", float(number)) for i, number in enumerate(value, start=first))
         elif name.startswith("head "):  # DynaMo: by token head
             yield "nats", name.removesuffix(" nats"), float(value)
         else:

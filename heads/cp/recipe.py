@@ -185,7 +185,6 @@ class CPRecipe(Recipe):
             "joint_nats": round(counts["joint"] / rows, 4),
             "joint_nats_a_token": round(counts["joint"] / rows / self.head.factors, 4),
             "first_position": first,
-            "first_nats": round(counts[f"position.{first}"] / rows, 4),
             "conditional_nats_by_position": [round(counts[f"position.{s}"] / rows, 4) for s in range(first, n + 1)],
             "share_of_experts": [round(value, 3) for value in share],
         }

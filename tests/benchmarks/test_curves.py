@@ -81,13 +81,15 @@ def test_what_is_drawn_of_each_kind() -> None:
     """As the papers' figures: CP joint and first token, early heads by exit, DynaMo by token head."""
     held_out = {
         "cp": {"joint_nats": 5.0, "joint_nats_a_token": 1.2, "conditional_nats_by_position": [2.0, 3.0],
-               "share_of_experts": [0.5, 0.5]},
+               "share_of_experts": [0.5, 0.5], "first_position": 1},
+        "cp, condition": {"joint_nats": 3.0, "conditional_nats_by_position": [3.0], "first_position": 2},
         "early": {"exit 3": {"kl_nats": 1.0, "match": 0.3}},
         "dynamo": {"head 1 nats": 2.0, "head 2 nats": 3.0},
     }  # fmt: skip
     expected = {
         "cp": {("joint_nats", ""), ("conditional_nats_by_position", "position 1"),
                ("conditional_nats_by_position", "position 2")},
+        "cp, condition": {("joint_nats", ""), ("conditional_nats_by_position", "position 2")},
         "early": {("kl_nats", "exit 3"), ("match", "exit 3")},
         "dynamo": {("nats", "head 1"), ("nats", "head 2")},
     }  # fmt: skip

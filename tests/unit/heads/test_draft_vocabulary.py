@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from heads_folders import blank_tensors
 
 from vllm_ppd.heads.base import TargetLayers
+from vllm_ppd.heads.calibration.parts import vocabularies
 from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.draft_vocabulary import candidate_sizes, columns, covered, first_guess, most_frequent
@@ -86,3 +88,12 @@ def test_recommendation_reaches_the_config(tmp_path: Path) -> None:
     for size in (32, None):
         _write_config(str(tmp_path), config, tensors, {"draft_vocab_size": size, "predicted_speedup": 2.0})
         assert load_config(tmp_path).draft_vocab_size == size
+
+
+def test_calibration_tries_the_vocabulary_that_heads_were_trained_over() -> None:
+    counts = zipf(32_768, 1.15)
+    for own, expected in ((5000, [16_384, 8192, 5000, 4096, 2048]), (None, [16_384, 8192, 4096, 2048])):
+        config = SimpleNamespace(counts_tensor="token_counts", draft_vocab_size=own)
+        target = SimpleNamespace(device=torch.device("cpu"))
+        calibration: Any = SimpleNamespace(config=config, tensors={"token_counts": counts}, target=target)
+        assert [len(ids) for ids, _ in vocabularies(calibration)] == expected
