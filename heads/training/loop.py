@@ -164,7 +164,7 @@ class _Run:
         try:
             with stop_signals() as stop:
                 while self.step < self.steps and not self._is_flat():
-                    loss = self._loss_and_gradient(module, progress)
+                    loss = self._loss_and_gradient(module, progress, stop)
                     self._watch(loss)
                     # Saved before the update, with a loss that says that these weights are good.
                     if stop or (self.step % options.save_every == 0 and self.step > self.saved):
@@ -192,20 +192,26 @@ class _Run:
             "held_out_after_step": after.step,
         }
 
-    def _loss_and_gradient(self, module: Any, progress: Any) -> float:
-        """The gradient of the step's windows; returns the loss, the mean over all processes."""
+    def _loss_and_gradient(self, module: Any, progress: Any, stop: list[int]) -> float:
+        """The gradient of the step's windows; returns the loss, the mean over all processes.
+
+        Alone it ends after the current part where it is to stop, with the loss so far: the step is done again later.
+        """
         options, processes = self.options, self.processes
         module.train()
         # What a recipe draws is a function of the step, so that a run that continues draws the same.
         torch.manual_seed((self.options.seed * 1_000_003 + self.step) * processes.world + processes.rank)
         total = torch.zeros((), device=processes.device)
         parts = options.accumulation * processes.world
-        for batch in self.order.batches(self.step, parts, processes.rank, processes.world):
+        batches = self.order.batches(self.step, parts, processes.rank, processes.world)
+        for done, batch in enumerate(batches, start=1):
             with self._autocast():
                 loss, _ = module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
             total += loss.detach() / options.accumulation
             progress.update(batch.num_tokens * processes.world)
+            if stop and processes.world == 1:
+                return float(total) * options.accumulation / done
         return float(processes.sum(total)) / processes.world
 
     def _update(self, optimizer: Any, loss: float) -> None:

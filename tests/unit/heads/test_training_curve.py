@@ -17,6 +17,7 @@ import torch
 from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
+from vllm_ppd.heads.early.recipe import EarlyRecipe
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.curve import NAME, Point, read_curve
@@ -81,6 +82,26 @@ def test_curve_of_a_stopped_run_continues(train: Train, monkeypatch: pytest.Monk
         file.write(json.dumps({"step": 7, "tokens": 1, "loss": 9.0}) + '\n{"step": 8, "to')
     parts = train("parts", evaluate_every=2, save_every=3)
     assert read_curve(parts) == read_curve(whole)
+
+
+def test_a_stop_does_not_wait_for_the_step(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train("whole", accumulation=4)
+    compute, calls = EarlyRecipe.loss, 0
+
+    def counted(self: Any, batch: Any) -> Any:
+        nonlocal calls
+        calls += self.training
+        if calls == 10:  # the second part of the third step
+            os.kill(os.getpid(), signal.SIGINT)
+        return compute(self, batch)
+
+    monkeypatch.setattr(EarlyRecipe, "loss", counted)
+    with pytest.raises(loop.Stopped, match="stopped at step 2 of 12"):
+        train("parts", accumulation=4)
+    assert calls == 10
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (train("parts", accumulation=4), whole))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": -1, "tokens": 0}', '{"step": 1, "tokens": 2, "loss": NaN}', "3"])
