@@ -66,8 +66,8 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            state.setdefault(int(index), {})[key] = tensor
+            _, number, key = name.split(".", 2)
+            state.setdefault(int(number), {})[key] = tensor
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for index, moments in state.items():  # a parameter without gradients has none
         known = index < len(trained) and set(moments) == MOMENTS
