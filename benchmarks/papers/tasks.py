@@ -165,7 +165,7 @@ def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> T
     name, path = named(text)
     found: dict[str, list[list[int]]] = defaultdict(list)
     left_out = 0
-    for where, record in _records(path):
+    for where, record in records(path):
         if not isinstance(record, dict) or not (any(column in record for column in CHATS) or IDS in record):
             return None
         ids = _prompt(record, where, tokenizer)
@@ -181,7 +181,8 @@ def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> T
     return Task(name, path, [ids for _, ids in taken], {k: v for k, v in categories.items() if v}, left_out=left_out)
 
 
-def _records(path: str) -> Iterator[tuple[str, Any]]:
+def records(path: str) -> Iterator[tuple[str, Any]]:
+    """(file and line, record) of a file or folder; the record of plain text is None."""
     for file in expand([path]):
         if file.suffix in LINES_SUFFIXES:
             for number, line in lines(file):
@@ -196,10 +197,18 @@ def _records(path: str) -> Iterator[tuple[str, Any]]:
 def _prompt(record: dict[str, Any], where: str, tokenizer: Any) -> list[int]:
     if IDS in record:
         return list(record[IDS])
+    return list(tokenizer(rendered(record, where, tokenizer), add_special_tokens=False)["input_ids"])
+
+
+def rendered(record: dict[str, Any], where: str, tokenizer: Any) -> str:
+    """A chat through the model's template, up to the user's last turn.
+
+    Raises:
+        BenchError: if it is no chat for the template.
+    """
     messages = next(record[column] for column in CHATS if column in record)
     try:
         last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        rendered = tokenizer.apply_chat_template(messages[: last + 1], add_generation_prompt=True, tokenize=False)
+        return str(tokenizer.apply_chat_template(messages[: last + 1], add_generation_prompt=True, tokenize=False))
     except (KeyError, TypeError, ValueError) as error:
         raise BenchError(f"{where}: no chat for this model's template ({type(error).__name__}: {error})") from None
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -42,6 +42,10 @@ class ServeOptions(BenchOptions):
         (1, 4, 16), description="requests at once, a load each: the next is sent when one ends; 'none' leaves them out"
     )
     requests: int = Field(32, ge=2, description="requests of a turn")
+    chats: bool = Field(
+        False, description="prompts are the data's own chats (messages), through the model's chat template up to the "
+        "user's last turn, rather than pieces of its text"
+    )  # fmt: skip
     prompt_tokens: int = Field(96, ge=SHORTEST, description="median of a prompt's tokens, whose lengths are log-normal")
     prompt_spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a prompt's tokens")
     new_tokens: int = Field(

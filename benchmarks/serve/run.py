@@ -11,6 +11,7 @@ from vllm_ppd.benchmarks.harness.contenders import Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Row, Turn, paired
 from vllm_ppd.benchmarks.harness.session import OneByOne
+from vllm_ppd.benchmarks.serve.chats import Chats
 from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES, send
 from vllm_ppd.benchmarks.serve.options import Load, ServeOptions
 from vllm_ppd.benchmarks.serve.server import Server
@@ -34,7 +35,7 @@ def serve(options: ServeOptions) -> Results:
         Stopped: on Ctrl-C.
     """
     everyone = contenders(options)
-    texts = Texts(options)
+    texts = Chats(options) if options.chats else Texts(options)
     results = Results(options, everyone)
     _Serving(options, results, texts).measure(everyone)
     return results
