@@ -44,6 +44,6 @@ def test_same_tokens(engine: Callable[..., Any], tiny_model: Callable[..., Any],
         assert type(llm.llm_engine.engine_core.engine_core.model_executor).__name__ == "RayExecutorV2"
         assert {case: CASES[case](llm) for case in expected} == expected
         assert llm.counts["accepted"] > 0
-        assert our_counter("group_hits") > before  # the workers are on this machine, and so are their counters
+        assert our_counter("group_hits") > before  # they come with the output, from wherever the worker is
     finally:
         end_workers(llm)

@@ -21,7 +21,6 @@ from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, flag_fields, flag_name
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.integration import metrics
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 pytestmark = pytest.mark.usefixtures("bounded")
@@ -92,9 +91,8 @@ def target(tiny_model: Callable[..., Path]) -> Any:
 
 
 @pytest.fixture
-def activated(target: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], DraftingConfig | None]:
+def activated(target: Any) -> Callable[[Any], DraftingConfig | None]:
     """What EngineArgs.create_speculative_config does with its arguments before vLLM reads them."""
-    monkeypatch.setattr(metrics, "publish", lambda parallel_config: None)  # shared memory for every configuration
 
     def activate(engine_args: Any) -> DraftingConfig | None:
         target.parallel_config.worker_cls = "auto"

@@ -31,6 +31,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheTensor
+from vllm.v1.metrics.loggers import StatLoggerManager
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -109,6 +112,19 @@ def test_patch_names_of_heads_offline() -> None:
     assert "self.model = get_model_path(self.model, self.revision)" in inspect.getsource(EngineArgs.__post_init__)
     with pytest.raises(LocalEntryNotFoundError):
         arg_utils.get_model_path("acme/model", None)
+
+
+def test_patch_statistics() -> None:
+    """The way of our counters: ModelRunnerOutput -> Scheduler -> SchedulerStats -> StatLoggerManager."""
+    assert parameters(original(Scheduler, "update_from_output"))[:3] == [
+        "self", "scheduler_output", "model_runner_output",
+    ]  # fmt: skip
+    assert "self.make_stats(" in inspect.getsource(original(Scheduler, "update_from_output"))
+    assert SchedulerStats.__annotations__["kv_connector_stats"] == dict[str, Any] | None, "no longer an open dictionary"
+    assert parameters(original(StatLoggerManager, "__init__"))[:2] == ["self", "vllm_config"]
+    assert parameters(original(StatLoggerManager, "record"))[:2] == ["self", "scheduler_stats"]
+    assert "engine_indexes" in inspect.getsource(original(StatLoggerManager, "__init__"))
+    assert not hasattr(ModelRunnerOutput, "__slots__"), "no attribute of ours would go with it"
 
 
 def test_patch_lookahead() -> None:

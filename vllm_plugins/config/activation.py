@@ -123,9 +123,6 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
         logger.warning(
             "vllm-ppd: schedule parallel runs without compilation and CUDA graphs; schedule deferred is faster on a GPU"
         )
-    from vllm_ppd.vllm_plugins.integration.metrics import publish
-
-    publish(parallel_config)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         CONFIG_KEY: config.model_dump(mode="json"),

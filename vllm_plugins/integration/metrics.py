@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own counters at /metrics, under `ppd:`, beside vLLM's `vllm:spec_decode_...`.
+"""Our own counters at /metrics, under `ppd:`, on the way of vLLM's `vllm:spec_decode_...`.
 
-The counting happens in the worker, the scraping in the front end, and vLLM's statistics carry no field of a plugin
-between them. A page of shared memory does: one row of float64 an engine (data-parallel rank), one column a counter. It
-is anonymous and belongs to the front end, so that nothing is left behind however the processes end.
+    worker       Counters: counts; what is new is an attribute of the step's ModelRunnerOutput
+    scheduler    adds it to the SchedulerStats of the step, in the open dictionary of KV connectors' statistics
+    front end    takes it out again, and counts it in Prometheus counters
+
+So they are where vLLM's are: with workers on other machines, and with several API servers, each of which is told of
+some steps. Only the wrapped calls of stats_path.py know of vLLM.
 """
 
 from __future__ import annotations
 
-import logging
-import mmap
-import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-
-logger = logging.getLogger("vllm.vllm_ppd")
 
 COUNTERS = {
     "deferred_steps": "Engine steps that ran the deep pass alone, or nothing, from saved states.",
@@ -45,96 +43,81 @@ COUNTERS = {
     "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
-PATH_VARIABLE = "PPD_COUNTERS_FILE"  # PATH#ROW:ROWS, the rows of the engine in the file
-_ROWS = 4096  # of a table, whose unused rows take no memory
-_published: list[np.ndarray] = []
+GROUP = "group_"  # what the counters of a worker group begin with
+ATTRIBUTE = "vllm_ppd_counts"  # of a ModelRunnerOutput
 
-
-def publish(parallel_config: Any) -> None:
-    """Create the counters of the engine about to start and register them with this process's Prometheus registry.
-
-    Where they are travels to the workers in the environment: vLLM's configuration is hashed for its compilation cache,
-    which must not miss because of it.
-    """
-    os.environ.pop(PATH_VARIABLE, None)
-    if not hasattr(os, "memfd_create"):
-        logger.info("vllm-ppd: no shared memory of the needed kind on this system, ppd: counters are off")
-        return
-    engines = max(1, parallel_config.data_parallel_size)
-    if not _published:
-        from prometheus_client import REGISTRY
-
-        REGISTRY.register(_Collector())
-    global _table
-    if _table is None or not _table.has_room(engines):
-        _table = _Table(max(_ROWS, engines))
-    rows, place = _table.take(engines)
-    _published.append(rows)
-    os.environ[PATH_VARIABLE] = place
-
-
-class _Table:
-    """Rows of zeros in shared memory, taken by one engine after the other."""
-
-    def __init__(self, rows: int) -> None:
-        self.pid, self.used = os.getpid(), 0
-        self.descriptor = os.memfd_create("vllm-ppd-counters")
-        os.ftruncate(self.descriptor, 8 * rows * len(COUNTERS))
-        memory = mmap.mmap(self.descriptor, 8 * rows * len(COUNTERS))
-        self.rows = np.frombuffer(memory, dtype=np.float64).reshape(rows, len(COUNTERS))
-
-    def has_room(self, engines: int) -> bool:
-        """Not in a forked process, which would take the rows that its parent takes."""
-        return self.pid == os.getpid() and self.used + engines <= len(self.rows)
-
-    def take(self, engines: int) -> tuple[np.ndarray, str]:
-        """Rows, and where other processes find them."""
-        first, self.used = self.used, self.used + engines
-        return self.rows[first : self.used], f"/proc/{self.pid}/fd/{self.descriptor}#{first}:{engines}"
-
-
-_table: _Table | None = None
+Counts = dict[str, float]  # counter -> amount
 
 
 class Counters:
-    """The worker's side; only the first rank of an engine (of a pipeline stage, in a worker group) writes."""
+    """The worker's side; what other ranks than the first of a pipeline stage count is never told."""
 
-    def __init__(self, parallel_config: Any) -> None:
+    def __init__(self) -> None:
         self.values = np.zeros(len(COUNTERS))
-        place = os.environ.get(PATH_VARIABLE)
-        # Ranks of a stage come one after the other.
-        ranks_of_a_stage = parallel_config.world_size // parallel_config.pipeline_parallel_size
-        if place is None or parallel_config.rank % ranks_of_a_stage != 0:
-            return
-        try:
-            path, _, rows_of_engine = place.partition("#")
-            first, count = map(int, rows_of_engine.split(":"))
-            rows = np.memmap(path, dtype=np.float64, mode="r+").reshape(-1, len(COUNTERS))[first : first + count]
-            # As an array: an entry of a memmap takes twice as long.
-            self.values = np.asarray(rows[parallel_config.data_parallel_index])
-        except (OSError, ValueError, IndexError) as error:
-            # A worker on another machine: drafting works, its counters are not seen.
-            logger.warning("vllm-ppd: counters are not published (%s)", error)
+        self._told = np.zeros(len(COUNTERS))
 
     def add(self, name: str, amount: float = 1) -> None:
         if amount:
             self.values[_COLUMN[name]] += amount
 
+    def take(self) -> np.ndarray:
+        """What was counted since the last call: [counters]."""
+        new = self.values - self._told
+        self._told[:] = self.values
+        return new
+
+    def take_in(self, amounts: np.ndarray) -> None:
+        """Count what another stage took: [counters]."""
+        self.values += amounts
+
+    def attach(self, output: Any) -> None:
+        """Send what is new along with a step's output, an object of its own."""
+        new = self.take()
+        counted = (
+            {name: float(amount) for name, amount in zip(COUNTERS, new, strict=True) if amount} if new.any() else {}
+        )
+        if counted:
+            setattr(output, ATTRIBUTE, counted)
+
+
+_totals = dict.fromkeys(COUNTERS, 0.0)
+
+
+def count_in_process(counts: Counts) -> None:
+    """What the schedulers of this process were told, for totals()."""
+    for name, amount in counts.items():
+        _totals[name] += amount
+
 
 def totals() -> dict[str, float]:
-    """Each counter, over all engines of this process."""
-    return {name: sum(float(table[:, column].sum()) for table in _published) for name, column in _COLUMN.items()}
+    """Each counter, over all engines whose scheduler is in this process; statistics on or off."""
+    return dict(_totals)
 
 
-class _Collector:
-    """Reads the counters when Prometheus scrapes; engines of one process are added up by rank."""
+class Published:
+    """The front end's side: Prometheus counters, labelled as vLLM's.
 
-    def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily
+    Args:
+        model_name: as vLLM's label has it.
+        engines: their numbers.
+        group: whether there is a worker group, whose counters are absent otherwise.
+    """
 
+    _counters: dict[str, Any] = {}  # noqa: RUF012 (of the process, whose registry takes a name once)
+
+    def __init__(self, model_name: str, engines: Iterable[int], group: bool) -> None:
+        from prometheus_client import Counter
+
+        self.model_name = model_name
         for name, text in COUNTERS.items():
-            family = CounterMetricFamily(f"ppd:{name}", text, labels=["engine"])
-            for engine in range(max(map(len, _published), default=0)):
-                total = sum(float(table[engine, _COLUMN[name]]) for table in _published if engine < len(table))
-                family.add_metric([str(engine)], total)
-            yield family
+            if name.startswith(GROUP) and not group:
+                continue
+            if name not in self._counters:
+                self._counters[name] = Counter(f"ppd:{name}", text, labelnames=["model_name", "engine"])
+            for engine in engines:
+                self._counters[name].labels(model_name, str(engine))  # there from the start, at 0
+
+    def observe(self, counts: Counts, engine: int) -> None:
+        for name, amount in counts.items():
+            if name in self._counters and amount > 0:
+                self._counters[name].labels(self.model_name, str(engine)).inc(amount)

@@ -12,6 +12,8 @@
     Scheduler.__init__                     no placeholder drafts beside a prompt's last token (runner V1)
     AsyncLLM.generate                      the same before a streamed response begins, while its status can be 400
     OpenAIServingResponses._generate_with_builtin_tools   the same of /v1/responses, which asks the engine later
+    Scheduler.update_from_output, make_stats   counters on the way of vLLM's statistics, see stats_path.py
+    StatLoggerManager.__init__, record     the same, in the front end
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     maybe_override_with_speculators        `vllm serve HEADS` finds the target by itself
     get_model_path                         `vllm serve ORGANISATION/HEADS@REVISION` offline
@@ -33,7 +35,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_ppd.vllm_plugins.integration import runner_choice
+from vllm_ppd.vllm_plugins.integration import heads_by_name, runner_choice, stats_path
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -113,39 +115,6 @@ def _from_cli_args(original: classmethod) -> classmethod:
         return engine_args
 
     return classmethod(from_cli_args)
-
-
-def _maybe_override_with_speculators(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def maybe_override_with_speculators(
-        model: Any, tokenizer: Any, *args: Any, vllm_speculative_config: Any = None, **kwargs: Any
-    ) -> Any:
-        from vllm_ppd.heads.hub import token
-        from vllm_ppd.vllm_plugins.config.activation import refusals_in_one_line
-        from vllm_ppd.vllm_plugins.config.naming import served_heads
-
-        with refusals_in_one_line(), token(kwargs.get("hf_token")):
-            served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
-        if served is None:
-            return original(model, tokenizer, *args, vllm_speculative_config=vllm_speculative_config, **kwargs)
-        target, speculative_config = served
-        return target, tokenizer or target, speculative_config
-
-    return maybe_override_with_speculators
-
-
-def _get_model_path(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_model_path(model: Any, *args: Any, **kwargs: Any) -> Any:
-        # ORGANISATION/NAME@REVISION names heads, which are found later; vLLM would refuse it here, offline.
-        if "@" in str(model):
-            from vllm_ppd.heads.hub import hub_name
-
-            if hub_name(str(model)) is not None:
-                return model
-        return original(model, *args, **kwargs)
-
-    return get_model_path
 
 
 def _create_speculative_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,8 +249,8 @@ def _refuse_methods(original: Callable[..., Any]) -> Callable[..., Any]:
 PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.engine.arg_utils:EngineArgs", "add_cli_args", _add_cli_args),
     ("vllm.engine.arg_utils:EngineArgs", "from_cli_args", _from_cli_args),
-    ("vllm.engine.arg_utils", "maybe_override_with_speculators", _maybe_override_with_speculators),
-    ("vllm.engine.arg_utils", "get_model_path", _get_model_path),
+    ("vllm.engine.arg_utils", "maybe_override_with_speculators", heads_by_name.maybe_override_with_speculators),
+    ("vllm.engine.arg_utils", "get_model_path", heads_by_name.get_model_path),
     ("vllm.engine.arg_utils:EngineArgs", "create_speculative_config", _create_speculative_config),
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.config:VllmConfig", "use_v2_model_runner", runner_choice.use_v2_model_runner),
@@ -295,4 +264,5 @@ PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
         _checked_before_streaming,
     ),
     ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
+    *stats_path.PATCHES,
 ]

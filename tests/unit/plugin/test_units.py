@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +15,7 @@ from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, che
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges
-from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS, Counters, _Collector, publish
 from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
-
-ONE_ENGINE = SimpleNamespace(
-    data_parallel_size=1, data_parallel_index=0, rank=0, world_size=1, pipeline_parallel_size=1
-)
 
 
 def test_flat_ranges() -> None:
@@ -216,47 +209,3 @@ def test_misspelt_request_options() -> None:
         with pytest.raises(ValueError, match=f"vllm_xargs has no key .*; did you mean '{near}") as caught:
             check_names({key: False})
         assert len(str(caught.value)) < 200
-
-
-# ---- counters
-
-
-def test_counters_reach_the_front_end() -> None:
-    publish(ONE_ENGINE)
-    before = {family.name: sum(s.value for s in family.samples) for family in _Collector().collect()}
-    worker = Counters(ONE_ENGINE)
-    worker.add("deferred_steps")
-    worker.add("drafting_seconds", 0.25)
-    after = {family.name: sum(s.value for s in family.samples) for family in _Collector().collect()}
-    assert set(after) == {f"ppd:{name}" for name in COUNTERS}
-    assert after["ppd:deferred_steps"] - before["ppd:deferred_steps"] == 1
-    assert after["ppd:drafting_seconds"] - before["ppd:drafting_seconds"] == 0.25
-
-
-def test_counters_of_many_engines_share_their_descriptors() -> None:
-    """And each engine, and each rank of it, has rows of its own."""
-    publish(ONE_ENGINE)
-    before = len(os.listdir("/proc/self/fd"))
-    workers = []
-    for _ in range(20):
-        publish(ONE_ENGINE)
-        workers.append(Counters(ONE_ENGINE))
-        workers[-1].add("deferred_steps")
-    assert [worker.values.sum() for worker in workers] == [1] * 20
-    del workers
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-    two = SimpleNamespace(data_parallel_size=2, world_size=1, pipeline_parallel_size=1, rank=0, data_parallel_index=1)
-    publish(two)
-    second = Counters(two)
-    publish(ONE_ENGINE)
-    third = Counters(ONE_ENGINE)
-    second.add("deferred_steps", 2)
-    assert (second.values.sum(), third.values.sum()) == (2, 0)
-
-
-def test_counters_without_a_file_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PPD_COUNTERS_FILE", "/nowhere/at.all")
-    worker = Counters(ONE_ENGINE)
-    worker.add("fallback_steps")
-    assert worker.values.sum() == 1

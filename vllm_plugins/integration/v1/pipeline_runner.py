@@ -21,6 +21,7 @@ from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
+from vllm_ppd.vllm_plugins.integration.v1.step import with_counts
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.pipeline.last_stage import LastStage
@@ -80,7 +81,9 @@ class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
             count = self.input_batch.num_reqs
             states, self._first_states = self._first_states, None
             self.drafter.run_micro_steps((states["hidden_states"][:count], states["residual"][:count]))
-        return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        # The first stage's are among the last one's, whose output alone goes to the scheduler.
+        return with_counts(output, self.drafter.counters) if isinstance(self.drafter, LastStage) else output
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         output = super()._sample(logits, spec_decode_metadata)

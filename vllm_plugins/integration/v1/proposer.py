@@ -46,7 +46,7 @@ class Proposer:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.config = own_config(vllm_config, self)
-        self.counters = Counters(vllm_config.parallel_config)
+        self.counters = Counters()
         self.bypass = Bypass()
         self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now

@@ -5,6 +5,7 @@ Overrides, each of which calls vLLM's unless we draft:
 
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
+    sample_tokens              our counters go with the step's output
     _sample                    tokens that a method adds to the sampled ones; see also token_logprobs.py
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
@@ -21,7 +22,7 @@ import torch
 
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
-from vllm_ppd.vllm_plugins.integration.v1.step import Step
+from vllm_ppd.vllm_plugins.integration.v1.step import Step, with_counts
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 
 
@@ -74,6 +75,9 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return with_counts(super().sample_tokens(*args, **kwargs), self.drafter.counters)  # type: ignore[misc]
 
     def propose_draft_token_ids(
         self,

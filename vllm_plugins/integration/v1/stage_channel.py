@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the two stages tell each other within an engine step, over vLLM's own pipeline group.
 
-    first -> last   a frame: which requests go on, and their states behind d_bar
+    first -> last   a frame: what the first stage has counted, which requests go on, and their states behind d_bar
     last -> first   the target's tokens
 
 Receives are posted before the work that the answer is computed in, so that a message finds its buffer waiting; sends
@@ -23,8 +23,10 @@ from vllm.distributed import get_pp_group, get_tp_group
 
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.integration.cpu.workarounds import unlink_shared_memory
+from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
 
 _NUMBER = 8  # bytes
+_COUNTED = len(COUNTERS) * _NUMBER
 
 
 class StageChannel:
@@ -58,16 +60,18 @@ class StageChannel:
         """The tokens that were expected: [count] int64."""
         return self._wait_for_expected().view(torch.int64).numpy()
 
-    def send_frame(self, rows: np.ndarray, state: CutState | None, count: int) -> None:
+    def send_frame(self, rows: np.ndarray, state: CutState | None, count: int, counted: np.ndarray) -> None:
         """Send states of some rows of a batch.
 
         Args:
             rows: [rows] which; none ends the step.
             state: (hidden, residual) [rows, hidden] each.
             count: requests of the batch.
+            counted: [counters] float64 of our counters, which the last stage tells vLLM.
         """
         frame = torch.zeros(self._frame_bytes(count), dtype=torch.uint8)
-        frame[: count * _NUMBER].view(torch.int64)[torch.from_numpy(rows)] = 1
+        frame[:_COUNTED].view(torch.float64)[:] = torch.from_numpy(counted)
+        frame[_COUNTED : self._head(count)].view(torch.int64)[torch.from_numpy(rows)] = 1
         if state is not None and self.inline:
             for part, place in zip(state, self._states_in(frame, count), strict=True):
                 assert part is not None
@@ -82,17 +86,18 @@ class StageChannel:
         """Be ready for a frame of a batch."""
         self._expect(self._frame_bytes(count))
 
-    def frame(self, count: int) -> tuple[np.ndarray, CutState]:
-        """The frame that was expected: (rows, their states)."""
+    def frame(self, count: int) -> tuple[np.ndarray, CutState, np.ndarray]:
+        """The frame that was expected: (rows, their states, what the first stage counted)."""
         frame = self._wait_for_expected()
-        rows = np.flatnonzero(frame[: count * _NUMBER].view(torch.int64).numpy())
+        counted = frame[:_COUNTED].view(torch.float64).numpy()
+        rows = np.flatnonzero(frame[_COUNTED : self._head(count)].view(torch.int64).numpy())
         if self.inline:
             hidden, residual = self._states_in(frame, count)
-            return rows, (hidden[: len(rows)], residual[: len(rows)])
+            return rows, (hidden[: len(rows)], residual[: len(rows)]), counted
         parts = [torch.empty(len(rows), self.hidden_size, dtype=self.dtype, device=self.device) for _ in range(2)]
         for part in parts if len(rows) else ():
             self._wait(distributed.irecv(part, self.peer, group=self.group.device_group), self.group.device_group)
-        return rows, (parts[0], parts[1])
+        return rows, (parts[0], parts[1]), counted
 
     def send_weights(self, tensors: list[torch.Tensor]) -> None:
         """Send tensors of any shape and type; the group's device channel takes none that lies on the host."""
@@ -110,13 +115,17 @@ class StageChannel:
             self._wait(distributed.irecv(tensor, self.peer, group=self.group.device_group), self.group.device_group)
         return tensors
 
+    def _head(self, count: int) -> int:
+        """Bytes of a frame before the states."""
+        return _COUNTED + count * _NUMBER
+
     def _frame_bytes(self, count: int) -> int:
         states = 2 * count * self.hidden_size * self.dtype.itemsize if self.inline else 0
-        return count * _NUMBER + states
+        return self._head(count) + states
 
     def _states_in(self, frame: torch.Tensor, count: int) -> torch.Tensor:
         """[2, count, hidden] in a frame."""
-        return frame[count * _NUMBER :].view(self.dtype).view(2, count, self.hidden_size)
+        return frame[self._head(count) :].view(self.dtype).view(2, count, self.hidden_size)
 
     def _send(self, tensor: torch.Tensor, group: Any) -> None:
         while len(self._sent) > 2:  # a frame and its states

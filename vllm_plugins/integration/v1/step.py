@@ -7,6 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+from vllm_ppd.vllm_plugins.integration.metrics import Counters
+
+
+def with_counts(output: Any, counters: Counters) -> Any:
+    """A step's output, with what was counted since the one before; what is no output of its own is left alone."""
+    if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
+        counters.attach(output)
+    return output
 
 
 class Step(NamedTuple):

@@ -133,7 +133,7 @@ class FirstStage(Stage):
         return sent
 
     def _send(self, rows: np.ndarray, count: int) -> None:
-        self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count)
+        self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count, self.counters.take())
 
     def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
         """While the last stage ends the tokens that were sent: candidates for the next ones, and what missed before."""

@@ -59,7 +59,8 @@ class LastStage(Stage):
         self._expect_frame(1, count)
         self.channel.send_tokens(sampled)
         for micro_step in range(1, self.micro_steps):
-            rows, state = self.channel.frame(count)
+            rows, state, counted = self.channel.frame(count)
+            self.counters.take_in(counted)
             if not len(rows):
                 break
             self._expect_frame(micro_step + 1, count)

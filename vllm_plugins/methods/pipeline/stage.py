@@ -42,7 +42,7 @@ class Stage(ABC):
         """Take the model runner that will drive this stage."""
         self.runner = runner
         self.batch = Batch(runner)
-        self.counters = Counters(self.vllm_config.parallel_config)
+        self.counters = Counters()
 
     def connect(self) -> None:
         """Open the line to the other stage; the process groups must exist."""
