@@ -48,9 +48,10 @@ def cell(state: str, reference: str) -> str:
             raise KeyError(reference)
         return f"`{reference}`"
     if state == "implemented":
-        module, _, name = reference.partition(":")
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        if name not in {node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")}:
+        folder, _, name = reference.partition(":")
+        files = sorted((ROOT / folder.replace(".", "/")).glob("*.py"))
+        path = next((file for file in files if name in _defined(file)), None)
+        if path is None:
             raise KeyError(reference)
         return f"`{path.relative_to(ROOT)}`, `{name}`"
     if state == "setting":
@@ -59,6 +60,11 @@ def cell(state: str, reference: str) -> str:
         shown = default if isinstance(default, str) else json.dumps(default)
         return f"`{field}`, default {shown}"
     return reference
+
+
+def _defined(path: Path) -> set[str]:
+    """Classes and functions of a file."""
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
 
 
 def claims() -> Iterator[tuple[str, str, list[str]]]:
