@@ -128,7 +128,9 @@ def _measure(
     with TemporaryDirectory(prefix="ppd-bench-") as folder:
         progress.set_postfix_str(f"starting {contender.name}")
         try:
-            engine = EngineProcess(contender, options.engine_arguments, Path(folder) / "log")
+            longest = max(len(ids) for part in parts for ids in part) + options.new_tokens
+            arguments = {**options.engine_arguments, "max_model_len": longest + 32}
+            engine = EngineProcess(contender, arguments, Path(folder) / "log")
         except BenchError as error:
             if contender.name == BASE:
                 raise
