@@ -13,7 +13,7 @@ from conftest import runner_of
 from small import demo_heads
 
 pytestmark = pytest.mark.engine
-EARLY = {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6}
+EARLY = {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3}
 
 
 @pytest.fixture
@@ -75,3 +75,13 @@ def test_drafts_below_gamma_are_never_accepted(v2_engine: Callable[..., Any]) ->
         generate(llm, prompts(2, 40), greedy(16))
         accepted[gamma] = (llm.counts - before)["accepted"]
     assert accepted[0.0] > accepted[0.999]
+
+
+@pytest.mark.full
+def test_compiled(v2_engine: Callable[..., Any]) -> None:
+    """Each stack is compiled by itself, before the first request; mixed steps run them, too."""
+    requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
+    expected = generate(v2_engine(), requests, params)
+    llm = v2_engine(EARLY, enforce_eager=False)
+    assert all(stack.compiled for stack in runner_of(llm).speculator.cut.stacks)
+    assert generate(llm, requests, params) == expected

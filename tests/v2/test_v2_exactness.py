@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "cp": {"method": "cp", "model": demo_heads("cp")},
-    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6},
+    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3},
     "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
 }
 LONG = ("arrivals_and_aborts", "more_than_fit", "token_limits")  # drive the engine themselves, or many times

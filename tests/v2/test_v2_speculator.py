@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 METHODS = {
     "cp": {"method": "cp", "model": demo_heads("cp")},
-    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6},
+    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3},
     "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
 }
 # What makes the host wait for the device: values read as Python numbers, and results whose shape depends on values.
@@ -104,3 +104,17 @@ def test_seeded_requests_repeat(v2_engine: Callable[..., Any]) -> None:
     first = generate(llm, prompts(1), seeded)
     generate(llm, prompts(2), free)
     assert generate(llm, prompts(1) + prompts(2), [seeded, free, free])[0] == first[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", METHODS)
+def test_hard_cut_off(v2_engine: Callable[..., Any], name: str) -> None:
+    """In a batch of more requests nobody drafts; vLLM's scheduler keeps to it."""
+    llm = v2_engine({**METHODS[name], "disable_by_batch_size": 2})
+    before = llm.counts.copy()
+    crowd = prompts(3, 20)
+    assert generate(llm, crowd, greedy(8)) == generate(v2_engine(), crowd, greedy(8))
+    assert (llm.counts - before)["drafted"] == 0
+    params = [greedy(4), greedy(4), greedy(24)]
+    assert generate(llm, crowd, params) == generate(v2_engine(), crowd, params)
+    assert (llm.counts - before)["drafted"] > 0  # once one is left
