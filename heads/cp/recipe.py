@@ -123,9 +123,11 @@ class CPRecipe(Recipe):
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         options, head, target = self.options, self.head, self.target
+        tokens, valid = batch.ahead(options.positions)
+        if not valid.any():
+            return self.nothing(), {}
         with torch.no_grad():
             states = self.states(batch)
-            tokens, valid = batch.ahead(options.positions)
             rows = self._sampled(valid, batch)
             hidden, tokens = states.final[rows], tokens[rows]
             context = target.embed(tokens[:, :-1]) if head.lead else None

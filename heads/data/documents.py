@@ -16,6 +16,7 @@ from tqdm import tqdm
 from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, pieces, values
 from vllm_ppd.heads.data.records import Document, Skipped, read_record
 from vllm_ppd.heads.data.special_tokens import NONE, SpecialTokens
+from vllm_ppd.heads.data.token_documents import TokenDocument, given, mask_of
 from vllm_ppd.heads.quote import place, shortened
 
 BATCH = 64  # documents tokenised at once
@@ -31,13 +32,16 @@ class Documents:
         data: files, and folders of them.
         tokenizer: gives the target's tokenizer; called when a text or a chat needs it.
         report: say on stderr what is skipped: each reason once, and the numbers at the end.
+        system: system prompt of chats that have none.
 
     Raises:
         TrainingError: if a path holds no text files.
     """
 
-    def __init__(self, data: Sequence[str | Path], tokenizer: Callable[[], Any], report: bool = True) -> None:
-        self.files, self._load, self._report = expand(data), tokenizer, report
+    def __init__(
+        self, data: Sequence[str | Path], tokenizer: Callable[[], Any], report: bool = True, system: str | None = None
+    ) -> None:
+        self.files, self._load, self._report, self._system = expand(data), tokenizer, report, system
         self.count = 0
         self.skipped: Counter[str] = Counter()  # records by reason
         self._tokenizer: Any = None
@@ -65,17 +69,32 @@ class Documents:
     def token_ids(self) -> Iterator[list[int]]:
         """The token ids of each document: of text as vLLM's server reads prompts, special tokens included; of chats as
         their template has them."""
+        return (document.ids for document in self.tokens())
+
+    def tokens(self, prompts: bool = False) -> Iterator[TokenDocument]:
+        """The same, with which of the tokens are the model's to write, and with the prompts if they are asked for."""
         stream = iter(self)
         while batch := list(itertools.islice(stream, BATCH)):
-            found: list[list[int] | None] = [document.ids for document in batch]
+            found = [given(document) for document in batch]
             for is_chat in (False, True):
                 chosen = [i for i, d in enumerate(batch) if d.ids is None and d.is_chat == is_chat]
                 if chosen:
-                    texts = [batch[i].text for i in chosen]
-                    encoded = self.tokenizer()(texts, add_special_tokens=not is_chat, verbose=False)["input_ids"]
-                    for i, ids in zip(chosen, encoded, strict=True):
-                        found[i] = list(ids)
-            yield from (ids for ids in found if ids is not None)
+                    encoded = self._encoded([batch[i] for i in chosen], is_chat, prompts)
+                    for i, document in zip(chosen, encoded, strict=True):
+                        found[i] = document
+            yield from (document for document in found if document is not None)
+
+    def _encoded(self, documents: list[Document], are_chats: bool, prompts: bool) -> Iterator[TokenDocument]:
+        """Texts, or chats."""
+        tokenizer = self.tokenizer()
+        how = {"add_special_tokens": not are_chats, "verbose": False}
+        offsets = bool(getattr(tokenizer, "is_fast", False)) and any(d.responses for d in documents)
+        found = tokenizer([d.text for d in documents], **how, return_offsets_mapping=offsets)
+        places = found["offset_mapping"] if offsets else itertools.repeat(None, len(documents))
+        asked = {i: d.prompt for i, d in enumerate(documents) if prompts and d.prompt}
+        answered = dict(zip(asked, tokenizer(list(asked.values()), **how)["input_ids"] if asked else (), strict=True))
+        for i, (document, ids, where) in enumerate(zip(documents, found["input_ids"], places, strict=True)):
+            yield TokenDocument(list(ids), mask_of(document.responses, where), prompt=answered.get(i))
 
     def tokenizer(self) -> Any:
         """The tokenizer, loaded once."""
@@ -115,7 +134,7 @@ class Documents:
 
     def _record(self, record: Any, where: str) -> Iterator[Document]:
         try:
-            yield read_record(record, where, self.tokenizer)
+            yield read_record(record, where, self.tokenizer, self._system)
         except Skipped as skipped:
             self._skip(str(skipped), where)
 

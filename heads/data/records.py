@@ -33,15 +33,20 @@ class Document:
     text: str = ""
     is_chat: bool = False  # rendered by the chat template, which writes the special tokens itself
     ids: list[int] | None = None
+    prompt: str | None = None  # what the model is to continue: a chat up to its last user turn, or a given prompt
+    responses: tuple[tuple[int, int], ...] | None = None  # where the text is the model's to write; None: unknown
+    prompt_tokens: int | None = None  # of `ids`, where the record says what follows its prompt
+    cut_off: bool = False  # the response goes on where the document ends
 
 
-def read_record(record: Any, where: str, tokenizer: Callable[[], Any]) -> Document:
+def read_record(record: Any, where: str, tokenizer: Callable[[], Any], system: str | None = None) -> Document:
     """The document of a record; of several columns, the first of `prompt_token_ids`, `text` and the chats that is set.
 
     Args:
         record: a JSON value.
         where: file and line, for errors.
         tokenizer: called for its chat template, if the record is a chat.
+        system: system prompt of chats that have none.
 
     Raises:
         Skipped: if the record is well formed and has nothing to read, or the chat template refuses it.
@@ -49,16 +54,16 @@ def read_record(record: Any, where: str, tokenizer: Callable[[], Any]) -> Docume
     """
     columns = {name: value for name, value in record.items() if not _missing(value)} if isinstance(record, dict) else {}
     if "prompt_token_ids" in columns:
-        return Document(ids=_token_ids(columns["prompt_token_ids"], where))
+        return _tokens(columns, where)
     if "text" in columns:
         if not isinstance(columns["text"], str):
             raise TrainingError(f"{where}: 'text' is of type {type(columns['text']).__name__}; it must be a string")
         return Document(_readable(columns["text"]))
     for column in CHAT_COLUMNS:
         if column in columns:
-            return _chat(_turns(columns[column], column, where), columns, where, tokenizer)
+            return _chat(_turns(columns[column], column, where), {"system": system} | columns, where, tokenizer)
     if "prompt" in columns and "completion" in columns:
-        return _completion(columns, where, tokenizer)
+        return _completion({"system": system} | columns, where, tokenizer)
     names = set(record) if isinstance(record, dict) else set()
     if names & {"prompt_token_ids", "text", *CHAT_COLUMNS} or names >= {"prompt", "completion"}:
         raise Skipped("the text is null")
@@ -80,11 +85,22 @@ def _readable(text: str) -> str:
     return text
 
 
-def _token_ids(ids: Any, where: str) -> list[int]:
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
-        raise TrainingError(f"{where}: no list of token ids under 'prompt_token_ids'")
-    if not ids:
+def _tokens(columns: dict[str, Any], where: str) -> Document:
+    """A prompt as token ids, and the response to it as `ppd data` writes it, or vLLM's completions return it."""
+    prompt = _token_ids(columns, "prompt_token_ids", where)
+    if not prompt:
         raise Skipped("the text is empty")
+    if "token_ids" not in columns:
+        return Document(ids=prompt)
+    response = _token_ids(columns, "token_ids", where)
+    cut_off = columns.get("finish_reason") == "length"
+    return Document(ids=prompt + response, prompt_tokens=len(prompt), cut_off=cut_off)
+
+
+def _token_ids(columns: dict[str, Any], name: str, where: str) -> list[int]:
+    ids = columns[name]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
+        raise TrainingError(f"{where}: no list of token ids under '{name}'")
     return ids
 
 
@@ -92,7 +108,8 @@ def _completion(columns: dict[str, Any], where: str, tokenizer: Callable[[], Any
     """A prompt and its completion: two strings, two lists of messages, or one of each."""
     prompt, completion = columns["prompt"], columns["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Document(_readable(prompt + completion))
+        text = _readable(prompt + completion)
+        return Document(text, prompt=prompt, responses=((len(prompt), len(text)),))
     messages = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         value = columns[name]
@@ -113,12 +130,40 @@ def _chat(
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     more = {"tools": tools} if isinstance(tools, list) and tools else {}
+
+    def rendered(count: int, asked: bool = False) -> str:
+        how = {"add_generation_prompt": True} if asked else {}
+        return str(template.apply_chat_template(messages[:count], tokenize=False, **how, **more))
+
     try:
-        text = template.apply_chat_template(messages, tokenize=False, **more)
+        text = rendered(len(messages))
     except Exception as error:  # a template is a program, and may raise anything
         reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
         raise Skipped(f"the chat template refuses it ({reason})") from None
-    return Document(_readable(text), is_chat=True)
+    last = max((i + 1 for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    try:
+        prompt = rendered(last, asked=True) if last else None
+        turns = [(rendered(i, asked=True), rendered(i + 1)) for i in _answers(messages)]
+    except Exception:  # it may refuse a chat that goes on
+        prompt, turns = None, []
+    return Document(_readable(text), is_chat=True, prompt=prompt, responses=_responses(text, turns))
+
+
+def _answers(messages: list[dict[str, Any]]) -> list[int]:
+    """The assistant's messages that follow another's."""
+    roles = [message["role"] for message in messages]
+    return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
+
+
+def _responses(text: str, turns: list[tuple[str, str]]) -> tuple[tuple[int, int], ...] | None:
+    """Where the responses of a rendered chat are: from what the server would read before each to the end of its turn.
+
+    None if there is none, or if the template changes a turn once the chat goes on (it may drop its reasoning).
+    """
+    ends = [(before, after.rstrip()) for before, after in turns]
+    if not all(after.startswith(before) and text.startswith(after) for before, after in ends):
+        return None
+    return tuple((len(before), len(after)) for before, after in ends) or None
 
 
 def _turns(messages: Any, column: str, where: str) -> list[dict[str, Any]]:

@@ -92,6 +92,9 @@ class DynaMoRecipe(Recipe):
         # Of a frozen target head 1 is the same before and after: training does not read it.
         for token in range(1 if self.full or not self.training else 2, options.tokens + 1):
             following, valid = batch.ahead(token)
+            if not valid.any():
+                total = total + self.nothing()
+                continue
             rows = self.share_of(valid, options.position_share if token > 1 else 1.0)
             following = following[rows, -1]
             if token == 1:

@@ -52,6 +52,8 @@ class EarlyRecipe(Recipe):
         with torch.no_grad():
             states = self.states(batch)
         following, valid = batch.ahead(1)
+        if not valid.any():
+            return self.nothing(), {}
         rows = self.share_of(valid, self.options.position_share)
         final, hidden = states.final[rows], {layer: states.exits[layer][rows] for layer in exits}
         if self.heads.form == "classifier":

@@ -94,8 +94,9 @@ def train(options: TrainingOptions) -> dict[str, Any]:
 
 def _store(options: TrainingOptions, target: Target, work: Path) -> TokenStore:
     return TokenStore(
-        work, options.data, target.tokenizer, target.vocab_size, options.held_out, options.sequence_length
-    )
+        work, options.data, target.tokenizer, target.vocab_size, options.held_out, options.sequence_length,
+        options.train_on_prompts,
+    )  # fmt: skip
 
 
 def _check_folder(options: TrainingOptions, out: Path, work: Path) -> None:

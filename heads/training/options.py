@@ -24,9 +24,13 @@ class TrainingOptions(BaseModel):
 
     model: str = Field(description="target: a causal LM folder or hub name that transformers can load")
     data: tuple[str, ...] = Field(
-        min_length=1, description=".jsonl or .json files (text, chats, prompt and completion), plain text, or folders"
+        min_length=1,
+        description=".jsonl or .json files (of ppd data, text, chats, prompt and completion), plain text, or folders",
     )
     out: str = Field(description="heads folder to write; a stopped run continues from what it left there")
+    train_on_prompts: bool = Field(
+        False, description="count prompts in the loss, too, where the data says what is prompt and what is response"
+    )
     epochs: float = Field(1.0, gt=0, description="passes over the data")
     steps: int | None = Field(None, ge=1, description="optimiser steps, instead of epochs")
     sequence_length: int = Field(1024, ge=8, description="tokens a packed window")

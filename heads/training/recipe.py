@@ -72,10 +72,15 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        """The loss to minimise (a mean over tokens), and counts of what was seen."""
+        """The loss to minimise (a mean over the tokens that count), and counts of what was seen."""
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         return self.loss(batch)
+
+    def nothing(self) -> torch.Tensor:
+        """The loss of a batch in which no token counts: 0, with zero gradients for the parameters."""
+        zero = torch.zeros((), device=self.target.device)
+        return sum(((p * 0.0).sum() for p in self.parameters() if p.requires_grad), zero)
 
     @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.token_files import NAME, Manifest, intact_manifest, write_manifest
 
 SPLITS = ("train", "held_out")
-FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("ids", "starts"))
-FORMAT = 2  # of the tokens: raised when the same data would be tokenised otherwise
+FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("ids", "starts", "counted"))
+FORMAT = 3  # of the tokens: raised when the same data would be tokenised otherwise
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Batch:
     position_ids: torch.Tensor  # [windows, length] int64
     split: str = ""  # of the store that they are from
     windows: tuple[int, ...] = ()  # their numbers in it; empty for windows that are not on its grid
+    counted: torch.Tensor | None = None  # [windows, length] bool: tokens whose prediction is in the loss; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -42,7 +43,8 @@ class Batch:
         """The n tokens that follow each token.
 
         Returns:
-            (tokens [windows * length, n]; whether all n are in the token's document and window [windows * length]).
+            (tokens [windows * length, n]; whether all n are in the token's document and window and count in the loss
+            [windows * length]).
         """
         windows, length = self.input_ids.shape
         offsets = torch.arange(length, device=self.input_ids.device)[:, None] + torch.arange(1, n + 1).to(
@@ -52,16 +54,25 @@ class Batch:
         tokens = self.input_ids[:, offsets.clamp(max=length - 1)]
         last = self.position_ids[:, offsets[:, -1].clamp(max=length - 1)]
         same = inside & (last == self.position_ids + n)
+        if self.counted is not None:
+            same &= self.counted[:, offsets.clamp(max=length - 1)].all(dim=-1)
         return tokens.reshape(windows * length, n), same.reshape(-1)
 
     def to(self, device: torch.device) -> Batch:
-        return replace(self, input_ids=self.input_ids.to(device), position_ids=self.position_ids.to(device))
+        counted = None if self.counted is None else self.counted.to(device)
+        return replace(
+            self, input_ids=self.input_ids.to(device), position_ids=self.position_ids.to(device), counted=counted
+        )
 
     def part(self, chosen: Sequence[int]) -> Batch:
         """Some of its windows, by place."""
         index = torch.as_tensor(chosen, device=self.input_ids.device)
         windows = tuple(self.windows[i] for i in chosen) if self.windows else ()
-        return replace(self, input_ids=self.input_ids[index], position_ids=self.position_ids[index], windows=windows)
+        counted = None if self.counted is None else self.counted[index]
+        return replace(
+            self, input_ids=self.input_ids[index], position_ids=self.position_ids[index], windows=windows,
+            counted=counted,
+        )  # fmt: skip
 
     @staticmethod
     def concatenated(parts: Sequence[Batch]) -> Batch:
@@ -72,7 +83,18 @@ class Batch:
             torch.cat([part.position_ids for part in parts]),
             parts[0].split,
             tuple(number for part in parts for number in part.windows) if on_grid else (),
+            _concatenated_masks(parts),
         )
+
+
+def _concatenated_masks(parts: Sequence[Batch]) -> torch.Tensor | None:
+    masks = [part.counted for part in parts]
+    if all(mask is None for mask in masks):
+        return None
+    return torch.cat([
+        torch.ones_like(part.input_ids, dtype=torch.bool) if mask is None else mask
+        for part, mask in zip(parts, masks, strict=True)
+    ])  # fmt: skip
 
 
 class TokenStore:
@@ -85,32 +107,40 @@ class TokenStore:
         vocab_size: ids must be below it.
         held_out: share of the documents that is never trained on, chosen by a hash of their number.
         length: tokens a window.
+        train_on_prompts: count the tokens of prompts in the loss, too.
 
     Raises:
         TrainingError: if the data cannot be read, is empty or too short, or the tokenizer does not fit the model.
     """
 
     def __init__(
-        self, folder: Path, data: Sequence[str | Path], tokenizer: Any, vocab_size: int, held_out: float, length: int
-    ) -> None:
+        self, folder: Path, data: Sequence[str | Path], tokenizer: Any, vocab_size: int, held_out: float, length: int,
+        train_on_prompts: bool = False,
+    ) -> None:  # fmt: skip
         self.folder, self.length = folder, length
         documents = Documents(data, lambda: tokenizer)
-        key = _key(documents, tokenizer, vocab_size, held_out)
+        key = _key(documents, tokenizer, vocab_size, held_out, train_on_prompts)
         manifest = intact_manifest(folder, key, FILES)
         if manifest is None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / NAME).unlink(missing_ok=True)
-            self._write(documents, tokenizer, vocab_size, held_out)
+            self._write(documents, tokenizer, vocab_size, held_out, train_on_prompts)
             manifest = write_manifest(folder, key, FILES, documents.count, dict(documents.skipped))
         self.manifest: Manifest = manifest
         self.tokens = {split: np.memmap(folder / f"{split}.ids", np.uint32, "r") for split in self._present()}
         self.starts = {split: np.memmap(folder / f"{split}.starts", np.int64, "r") for split in self._present()}
+        self.counted = {split: np.memmap(folder / f"{split}.counted", np.bool_, "r") for split in self._present()}
         for split in SPLITS:
             count = len(self.tokens.get(split, ()))
             if count < length + 1:
                 raise TrainingError(
                     f"the data holds {count} {split.replace('_', '-')} tokens, and a window takes {length}: "
                     "give more data, or a smaller --sequence-length"
+                )
+            if not self.counted[split][:].any():
+                raise TrainingError(
+                    f"no {split.replace('_', '-')} token is of a response; give data with responses, or "
+                    "--train-on-prompts"
                 )
 
     def num_windows(self, split: str = "train") -> int:
@@ -119,7 +149,7 @@ class TokenStore:
     def batch(self, split: str, windows: Sequence[int], shift: int = 0) -> Batch:
         """Windows of a split by number; shift moves all of them by so many tokens (around the end)."""
         tokens, starts = self.tokens[split], self.starts[split]
-        ids, positions = [], []
+        ids, positions, counted = [], [], []
         last = len(tokens) - self.length
         for window in windows:
             begin = (window * self.length + shift) % (last + 1)
@@ -127,8 +157,13 @@ class TokenStore:
             owner = starts[np.searchsorted(starts, where, side="right") - 1]
             ids.append(tokens[begin : begin + self.length].astype(np.int64))
             positions.append(where - np.maximum(owner, begin))
+            counted.append(self.counted[split][begin : begin + self.length])
         on_grid = () if shift else tuple(windows)
-        return Batch(torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)), split, on_grid)
+        mask = np.stack(counted)
+        return Batch(
+            torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)), split, on_grid,
+            None if mask.all() else torch.from_numpy(mask),
+        )  # fmt: skip
 
     def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
         """How often each token occurs: [vocabulary] int32."""
@@ -147,15 +182,25 @@ class TokenStore:
     def _present(self) -> list[str]:
         return [split for split in SPLITS if (self.folder / f"{split}.ids").stat().st_size]
 
-    def _write(self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float) -> None:
+    def _write(
+        self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool
+    ) -> None:
         end = tokenizer.eos_token_id
         written = dict.fromkeys(SPLITS, 0)
         with ExitStack() as stack:
             ids_of = {split: stack.enter_context((self.folder / f"{split}.ids").open("wb")) for split in SPLITS}
             starts_of = {split: stack.enter_context((self.folder / f"{split}.starts").open("wb")) for split in SPLITS}
-            progress = tqdm(documents.token_ids(), desc="tokenising", unit=" documents", mininterval=1)
-            for number, ids in enumerate(progress):
-                row = np.array(ids if end is None or ids[-1:] == [end] else [*ids, end], dtype=np.int64)
+            masks_of = {split: stack.enter_context((self.folder / f"{split}.counted").open("wb")) for split in SPLITS}
+            progress = tqdm(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
+            for number, document in enumerate(progress):
+                ids = document.ids
+                # What was cut off goes on; many chat templates write a line break after the end of a turn.
+                ended = end is None or document.cut_off or end in ids[-2:]
+                add = [] if ended else [end]
+                row = np.array([*ids, *add], dtype=np.int64)
+                counted = np.ones(len(row), dtype=np.bool_)
+                if not train_on_prompts:
+                    counted[: len(ids)] = document.counted()
                 if len(row) and int(row.max()) >= vocab_size:
                     raise TrainingError(
                         f"the tokenizer makes token id {int(row.max())}, and the model knows {vocab_size} tokens: "
@@ -164,6 +209,7 @@ class TokenStore:
                 split = "held_out" if _is_held_out(number, held_out) else "train"
                 starts_of[split].write(np.int64(written[split]).tobytes())
                 ids_of[split].write(row.astype(np.uint32).tobytes())
+                masks_of[split].write(counted.tobytes())
                 written[split] += len(row)
         if not sum(written.values()):
             skips = f"; {documents.skips()}" if documents.skipped else ""
@@ -175,14 +221,17 @@ class TokenStore:
 
     def _hold_out_tail(self, written: dict[str, int]) -> None:
         """Too little was held out whole: take the training tokens' tail as well."""
-        ids, starts = self.folder / "train.ids", self.folder / "train.starts"
+        ids, starts, counted = (self.folder / f"train.{kind}" for kind in ("ids", "starts", "counted"))
         cut = written["train"] - min(written["train"] // 2, self.length + 1)
         tail = np.fromfile(ids, np.uint32, offset=4 * cut)
         with (self.folder / "held_out.ids").open("ab") as held, (self.folder / "held_out.starts").open("ab") as begins:
             begins.write(np.int64(written["held_out"]).tobytes())
             held.write(tail.tobytes())
+        with (self.folder / "held_out.counted").open("ab") as held:
+            held.write(np.fromfile(counted, np.bool_, offset=cut).tobytes())
         kept = int(np.searchsorted(np.fromfile(starts, np.int64), cut))
         os.truncate(ids, 4 * cut)
+        os.truncate(counted, cut)
         os.truncate(starts, 8 * kept)
 
 
@@ -192,10 +241,11 @@ def _is_held_out(number: int, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 
-def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float) -> str:
+def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool) -> str:
     """A hash of what the tokens are made of: the files as they are named, their sizes and times, and the tokenizer."""
     stamp = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in documents.files]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else len(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(json.dumps([FORMAT, stamp, held_out, vocab_size, words, template]).encode()).hexdigest()
+    parts = [FORMAT, stamp, held_out, vocab_size, words, template, train_on_prompts]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

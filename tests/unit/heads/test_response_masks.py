@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts are left out of the loss: what of a record is a response, and what each kind of heads makes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.recipe import make_recipe
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
+
+# As most are: a token ends each turn, and a line break follows it.
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Leaves the reasoning out of all turns but the last.
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}so: {% endif %}{{ m.content }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho ho"}
+OTHER, LAST = {"role": "user", "content": "more?"}, {"role": "assistant", "content": "no"}
+
+
+def tokenizer(template: str = TEMPLATE) -> Any:
+    made = tiny.make_tokenizer()
+    made.chat_template = template
+    return made
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def responses(path: Path, words: Any) -> list[str | None]:
+    """The text of the tokens that each document says are responses."""
+    found = []
+    for document in Documents([path], lambda: words).tokens():
+        mask = document.responses
+        ids = [token for token, is_one in zip(document.ids, [] if mask is None else mask, strict=False) if is_one]
+        found.append(None if mask is None else words.decode(ids))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": [USER, ANSWER]}, "ho ho<|end|>"),
+        ({"messages": [USER, ANSWER, OTHER, LAST]}, "ho ho<|end|>no<|end|>"),
+        ({"messages": [USER, ANSWER, OTHER]}, "ho ho<|end|>"),
+        ({"messages": [USER]}, None),
+        ({"prompt": "2 + 2 =", "completion": " 4"}, " 4"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "ho ho<|end|>"),
+        ({"text": "2 + 2 = 4"}, None),
+        ({"prompt_token_ids": [40, 41], "token_ids": [66, 67, 0], "finish_reason": "stop", "index": 3}, "ab<|end|>"),
+        ({"prompt_token_ids": [40, 41]}, None),
+    ],
+)
+def test_what_a_record_says_is_a_response(tmp_path: Path, record: Any, expected: str | None) -> None:
+    words = tokenizer()
+    if expected is not None and "prompt_token_ids" in record:
+        expected = words.decode(record["token_ids"])
+    assert responses(write(tmp_path / "a.jsonl", record), words) == [expected]
+
+
+def test_a_template_that_rewrites_turns_gives_no_mask(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, OTHER, LAST]})
+    assert responses(path, tokenizer(FORGETFUL)) == ["so: ho ho", None]
+
+
+def store(folder: Path, *records: Any, **changes: Any) -> TokenStore:
+    data = write(folder / "data.jsonl", *records * 40)
+    return TokenStore(folder / "work", [data], tokenizer(), tiny.VOCAB, 0.3, 16, **changes)
+
+
+def test_a_response_that_was_cut_off_gets_no_end(tmp_path: Path) -> None:
+    record = {"prompt_token_ids": [40, 41], "token_ids": [66, 67]}
+    for reason, ids in (("stop", [40, 41, 66, 67, 0]), ("length", [40, 41, 66, 67])):
+        (tmp_path / reason).mkdir()
+        made = store(tmp_path / reason, record | {"finish_reason": reason})
+        assert next(made.documents()).tolist() == ids
+        assert made.counted["train"][: len(ids)].tolist() == [False, False, *[True] * (len(ids) - 2)]
+
+
+def test_a_chat_ends_once(tmp_path: Path) -> None:
+    made = store(tmp_path, {"messages": [USER, ANSWER]})
+    text = tokenizer().apply_chat_template([USER, ANSWER], tokenize=False)
+    assert next(made.documents()).tolist() == tokenizer()(text)["input_ids"]
+
+
+def test_windows_have_the_mask_and_may_train_on_prompts(tmp_path: Path) -> None:
+    record = {"prompt_token_ids": [40, 41, 42], "token_ids": [66, 67, 68, 0], "finish_reason": "stop"}
+    made = store(tmp_path, record)
+    batch = made.batch("train", [1, 0])
+    assert batch.counted is not None
+    assert torch.equal(batch.counted, torch.isin(batch.input_ids, torch.tensor([66, 67, 68, 0])))
+    both = Batch.concatenated([batch, replace(batch, counted=None)])
+    assert both.counted is not None
+    assert torch.equal(both.part([1, 2]).counted, torch.stack([batch.counted[1], torch.ones(16, dtype=torch.bool)]))
+    assert store(tmp_path, record, train_on_prompts=True).batch("train", [1, 0]).counted is None
+    with pytest.raises(TrainingError, match="no train token is of a response"):
+        store(tmp_path, record | {"token_ids": [], "finish_reason": "length"})
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "early": {"exit_layers": (2, 4)},
+    "early ce": {"exit_layers": (2, 4), "loss": "ce"},
+    "early classifier": {"exit_layers": (2, 4), "head": "classifier"},
+    "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
+    "dynamo": {"tokens": 3},
+}
+
+
+@pytest.fixture
+def recipe(tiny_model: Callable[..., Path]) -> Callable[[str], Any]:
+    def make(name: str) -> Any:
+        torch.manual_seed(0)
+        target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
+        options = HEADS[name.split()[0]].options(model="-", data=("-",), out="-", **OPTIONS[name])
+        return make_recipe(options, target).eval()
+
+    return make
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_losses_are_of_the_counted_tokens(recipe: Callable[[str], Any], name: str) -> None:
+    """Sums over the rows of a document are those of its rows one by one: a mask picks rows and changes nothing else."""
+    made = recipe(name)
+    length = 12
+    batch = Batch(torch.randint(1, 200, (1, length)), torch.arange(length)[None])
+    _, whole = made.loss(batch)
+    reach = {"cp": 3, "dynamo": 3}.get(name, 1)
+    sums: dict[str, torch.Tensor] = {}
+    for start in range(1, length):
+        for end in range(start + 1, min(start + reach, length) + 1):
+            counted = torch.zeros(1, length, dtype=torch.bool)
+            counted[0, start:end] = True
+            _, counts = made.loss(replace(batch, counted=counted))
+            # A run of n tokens: for kinds whose heads look n ahead, the one row before it.
+            wanted = {key for key in counts if name != "dynamo" or key.endswith(f".{end - start}")}
+            wanted = wanted if name != "cp" or end - start == reach else set()
+            for key in wanted:
+                sums[key] = sums.get(key, torch.zeros(())) + counts[key]
+    assert sums.keys() == whole.keys()
+    for key, value in whole.items():
+        torch.testing.assert_close(sums[key].to(value.dtype), value, msg=key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_batch_of_prompts_alone_trains_nothing(recipe: Callable[[str], Any], name: str) -> None:
+    made = recipe(name).train()
+    batch = Batch(torch.randint(1, 200, (1, 12)), torch.arange(12)[None])
+    loss, _ = made.loss(replace(batch, counted=torch.zeros(1, 12, dtype=torch.bool)))
+    loss.backward()
+    assert float(loss.detach()) == 0
+    gradients = [p.grad for p in made.parameters() if p.requires_grad]
+    assert gradients
+    assert all(g is not None and not g.any() for g in gradients)
