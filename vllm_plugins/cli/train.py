@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
@@ -23,15 +22,6 @@ def add(subparsers: Any) -> None:
         sub = kinds.add_parser(kind, help=description.split(": ", 1)[-1], description=description)
         add_fields(sub, options)
         sub.add_argument(
-            "--on-policy", action="store_true",
-            help="train on what the model itself writes (greedy, through vLLM) where the data's documents begin "
-            "(ParaDecode, appendix C)",
-        )  # fmt: skip
-        sub.add_argument(
-            "--on-policy-tokens", type=int, nargs=2, default=(64, 192), metavar=("PROMPT", "RESPONSE"),
-            help="tokens of a document taken as prompt, and tokens generated after it (default 64 192)",
-        )  # fmt: skip
-        sub.add_argument(
             "--ray-workers", type=int, default=0, metavar="N", help="train in N processes of a Ray cluster (Ray Train)"
         )
         sub.set_defaults(run=run)
@@ -42,12 +32,6 @@ def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.training.loop import train
 
     options = options_from(HEADS[args.kind].options, args)
-    if args.on_policy:
-        from vllm_ppd.vllm_plugins.cli.on_policy import write_responses
-
-        prompt, response = args.on_policy_tokens
-        path = write_responses(options, Path(options.out) / ".on-policy", prompt, response)
-        options = options.model_copy(update={"data": (str(path),)})
     if args.ray_workers:
         from vllm_ppd.heads.training.parallel import over_ray
 

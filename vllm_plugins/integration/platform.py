@@ -111,6 +111,13 @@ def sampling_params(**settings: Any) -> Any:
     return SamplingParams(**settings)
 
 
+def final_output_only() -> Any:
+    """The output kind of a request whose tokens are wanted once it has ended."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY
+
+
 def invalid_request(message: str, parameter: str) -> Exception:
     """An error that vLLM's front end answers with HTTP 400."""
     from vllm.exceptions import VLLMValidationError

@@ -21,10 +21,10 @@ from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.special_tokens import SpecialTokens
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.heads.generation.prompts import read_prompts as data_prompts
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.tokens import TokenStore
-from vllm_ppd.vllm_plugins.cli import on_policy
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SYSTEM = {"role": "system", "content": "be"}
@@ -304,19 +304,12 @@ def test_documents_and_prompts_begin_as_served_ones(tmp_path: Path, monkeypatch:
     assert served[:5] in prompts
     assert all(ids[0] == BOS and BOS not in ids[1:] for ids in prompts)
 
-    asked: list[list[int]] = []
-
-    def answer(_: None, prompts: list[list[int]], tokens: int) -> list[str]:
-        asked.extend(prompts)
-        return ["!"] * len(prompts)
-
-    monkeypatch.setattr(on_policy, "_engine", lambda *_: None)
-    monkeypatch.setattr(on_policy, "_generate", answer)
-    options = HEADS["early"].options(model="any", data=(str(data),), out=str(tmp_path), steps=1)
-    responses = on_policy.write_responses(options, tmp_path / "responses", 5, 8)
+    options = DataOptions(model="any", out="-", prompts=(str(data),), prompt_tokens=5)
+    asked = list(data_prompts(options, tokenizer))
     assert served[:5] in asked
-    again = list(Documents([responses], lambda: tokenizer).token_ids())
-    assert [[*ids, *tokenizer("!", add_special_tokens=False)["input_ids"]] for ids in asked] == again
+    user = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer(user, add_special_tokens=False)["input_ids"] in asked
+    assert all(ids[0] == BOS and BOS not in ids[1:] for ids in asked)
 
 
 def test_requests_leave_special_tokens_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.evaluation import Evaluation
-from vllm_ppd.vllm_plugins.cli import on_policy
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Train = Callable[..., Path]
@@ -335,57 +334,3 @@ def test_two_processes_train_what_one_does(tiny_model: Callable[..., Path], data
     expected = load_file(alone / "model.safetensors")
     for name, tensor in load_file(several / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
-
-
-def test_on_policy_responses_are_written_by_one_process(
-    tiny_model: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop alone, without an engine; of torchrun's processes none writes, and all read what is finished."""
-    options = HEADS["early"].options(model=str(tiny_model()), data=(str(data),), out=str(tmp_path), steps=1)
-    asked: list[int] = []
-
-    def answer(_: None, prompts: list[list[int]], tokens: int) -> list[str]:
-        asked.extend(map(len, prompts))
-        return ["!"] * len(prompts)
-
-    monkeypatch.setattr(on_policy, "_engine", lambda *_: None)
-    monkeypatch.setattr(on_policy, "_generate", answer)
-
-    def write() -> Path:
-        return on_policy.write_responses(options, tmp_path / "responses", 16, 24)
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(TrainingError, match="are written by one process: run this command without torchrun first"):
-        write()
-    assert not list((tmp_path / "responses").iterdir())
-    monkeypatch.delenv("WORLD_SIZE")
-    written = write()
-    count = len(asked)
-    assert written.read_text().count("!") == count > 0
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert write() == written
-    assert len(asked) == count
-    assert sorted(path.name for path in written.parent.iterdir()) == ["done.json", "responses.jsonl"]
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_on_policy_trains_on_what_the_model_says(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    """The model answers through vLLM, greedily, and the heads are trained on prompts with their answers."""
-    out = tmp_path / "heads"
-    command = [
-        "train", "early", "--on-policy", "--on-policy-tokens", "16", "24", "--model", str(tiny_model()), "--data",
-        str(data), "--steps", "3", "--batch-size", "2", "--sequence-length", "32", "--precision", "float32",
-        "--device", "cpu", "--held-out", "0.1", "--out", str(out),
-    ]  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *command], capture_output=True, text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}, cwd=tmp_path,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert kind_of(out) == "early"
-    written = [json.loads(line)["text"] for line in (out / ".on-policy" / "responses.jsonl").read_text().splitlines()]
-    given = [json.loads(line)["text"] for line in data.read_text().splitlines()]
-    assert len(written) >= len(given)
-    assert all(any(text[:16] in document for document in given) for text in written)  # a token of it is a byte
-    assert any(text[:40] not in "".join(given) for text in written)  # a random model does not say what the data says

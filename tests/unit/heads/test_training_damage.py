@@ -24,7 +24,6 @@ from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
 from vllm_ppd.heads.training.tokens import FILES, TokenStore
-from vllm_ppd.vllm_plugins.cli import on_policy
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Damage = Callable[[bytes], bytes]
@@ -193,41 +192,3 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     facts = json.loads((out / "provenance.json").read_text())
     assert facts["documents_in_data"] == 60
     assert facts["skipped_records"] == {}
-
-
-def test_damaged_responses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that is stopped between two rounds, and of a finished one."""
-    data, folder = write_texts(tmp_path / "data.jsonl", patterned_texts(20, 6)), tmp_path / ".on-policy"
-    options = HEADS["early"].options(model="any", data=(str(data),), out=str(tmp_path), steps=1)
-    rounds: list[int] = []
-
-    def answer(_: None, prompts: list[list[int]], tokens: int) -> list[str]:
-        rounds.append(len(prompts))
-        if len(rounds) == 3:
-            raise KeyboardInterrupt
-        return ["!"] * len(prompts)
-
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tiny.make_tokenizer())
-    monkeypatch.setattr(on_policy, "_engine", lambda *_: None)
-    monkeypatch.setattr(on_policy, "_generate", answer)
-    monkeypatch.setattr(on_policy, "ROUND", 8)
-    with pytest.raises(KeyboardInterrupt):
-        on_policy.write_responses(options, folder, 16, 24)
-
-    def refused(path: Path, damages: list[bytes]) -> None:
-        good = path.read_bytes()
-        for damaged in damages:
-            path.write_bytes(damaged)
-            with pytest.raises(TrainingError, match=r"is damaged; delete the folder \.on-policy there to write"):
-                on_policy.write_responses(options, folder, 16, 24)
-        path.write_bytes(good)
-
-    for _ in range(2):
-        for path, odd in ((folder / "responses.jsonl", []), (folder / "done.json", ODD_JSON)):
-            good = path.read_bytes()
-            cut = [how(good) for name, how in DAMAGE.items() if name != "longer" and path.suffix == ".jsonl"]
-            refused(path, [*cut, *(text.encode() for text in odd)])
-        written = on_policy.write_responses(options, folder, 16, 24)
-    count = written.read_text().count("!")
-    assert count == sum(rounds) - 8, "the round that was stopped is done again, no other one"
-    refused(written, [written.read_bytes() + b"\0"])

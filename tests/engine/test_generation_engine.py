@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd data` through vLLM: what the engine writes is the model's own, seeded, ended and cut as asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from vllm_ppd.heads.generation.engine import Continuation, Request
+from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.vllm_plugins.cli.main import main
+from vllm_ppd.vllm_plugins.integration import generation, platform
+
+pytestmark = pytest.mark.engine
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("chatty") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[generation.OfflineEngine]:
+    """One for all tests, which `ppd data` is given as well."""
+    options = DataOptions(model=str(model), out="-", batch=4, max_length=128, precision="float32")
+    yield generation.OfflineEngine(options)
+
+
+def run(engine: generation.OfflineEngine, *requests: Request) -> dict[str, Continuation]:
+    for request in requests:
+        engine.submit(request)
+    found: dict[str, Continuation] = {}
+    while len(found) < len(requests):
+        found |= {ended.key: ended for ended in engine.step()}
+    return found
+
+
+def test_requests_are_sampled_as_they_ask(engine: generation.OfflineEngine, model: Path) -> None:
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    greedy = target.generate(ids, max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
+    found = run(
+        engine,
+        Request("greedy", PROMPT, 0.0, 1.0, 12, 1),
+        Request("narrow", PROMPT, 1.0, 1e-6, 12, 2),  # the likeliest token alone is within top-p
+        Request("a", PROMPT, 1.0, 0.95, 12, 3),
+        Request("again", PROMPT, 1.0, 0.95, 12, 3),
+        Request("b", PROMPT, 1.0, 0.95, 12, 4),
+        Request("whole", PROMPT, 1.0, 1.0, 12, 5),
+    )
+    assert found["greedy"].ids == found["narrow"].ids == greedy
+    assert found["a"].ids == found["again"].ids != found["b"].ids
+    assert found["a"].ids != greedy
+    assert {len(ended.ids) for ended in found.values() if ended.finish_reason == "length"} == {12}
+
+
+def test_requests_end_as_they_ask(engine: generation.OfflineEngine) -> None:
+    words = run(engine, Request("text", PROMPT, 0.0, 1.0, 12, 1, wants_text=True))["text"]
+    stop = words.ids[4]
+    at = words.ids.index(stop) + 1
+    found = run(
+        engine,
+        Request("id", PROMPT, 0.0, 1.0, 12, 1, stop_ids=(stop,), wants_text=True),
+        Request("word", PROMPT, 0.0, 1.0, 12, 1, stop_text=words.text[4:6], wants_text=True),
+    )
+    assert (found["id"].ids, found["id"].finish_reason) == (words.ids[:at], "stop")
+    assert found["word"].finish_reason == "stop"
+    assert found["word"].text == words.text.partition(words.text[4:6])[0]
+
+
+def test_chats_are_written_and_trained_on(
+    engine: generation.OfflineEngine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """User turns of the model's own and its answers; stopped runs write the same; a response is all that is learnt."""
+    monkeypatch.setattr(generation, "OfflineEngine", lambda _: engine)
+    words = AutoTokenizer.from_pretrained(model)
+
+    def written(name: str, *more: str) -> list[dict[str, Any]]:
+        out = tmp_path / name
+        argv = ["data", "--model", str(model), "--out", str(out), "--batch", "4", "--max-length", "128"]
+        assert main([*argv, "--user-max-tokens", "60", "--max-tokens", "24", "--temperature", "1", *more]) == 0
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    chats = written("whole.jsonl", "--number", "6")
+    assert "6 chats, " in capsys.readouterr().out
+    for chat in chats:
+        text = words.decode(chat["prompt_token_ids"])
+        assert text.startswith("<user>")
+        assert text.endswith("<|end|><assistant>")
+        assert (chat["token_ids"][-1] == words.eos_token_id) == (chat["finish_reason"] == "stop")
+    written("parts.jsonl", "--number", "2")
+    assert written("parts.jsonl", "--number", "6") == chats
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"prompt_token_ids": chat["prompt_token_ids"]}) + "\n" for chat in chats[:3]))
+    answered = written("answered.jsonl", "--prompts", str(asked), "--temperature", "0")
+    assert [chat["prompt_token_ids"] for chat in answered] == [chat["prompt_token_ids"] for chat in chats[:3]]
+    heads = tmp_path / "heads"
+    train = ["train", "early", "--model", str(model), "--data", str(tmp_path / "whole.jsonl"), "--steps", "1"]
+    assert main([*train, "--sequence-length", "64", "--batch-size", "1", "--out", str(heads), "--device", "cpu"]) == 0
+    assert json.loads((heads / "provenance.json").read_text())["documents_in_data"] == 6
+
+
+def test_cores_memory_and_precision_are_the_machines_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Engine:
+        llm_engine = None
+
+    monkeypatch.setattr(platform, "is_cpu", lambda: True)
+    monkeypatch.setattr(platform, "offline_engine", lambda **arguments: given.update(arguments) or Engine())
+    monkeypatch.setattr(generation.os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    options = DataOptions(model="any", out="-")
+    generation.OfflineEngine(options)
+    assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert given["dtype"] == "float32"
+    assert "kv_cache_memory_bytes" not in given
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    generation.OfflineEngine(options.model_copy(update={"precision": "bfloat16"}))
+    assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
+    assert given["dtype"] == "bfloat16"
+    assert 0 < given["kv_cache_memory_bytes"] <= generation.CPU_CACHE

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd data` without vLLM: prompts, user turns, order, what is left out, and runs that continue."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from vllm_ppd.heads.generation import write
+from vllm_ppd.heads.generation.engine import Continuation, Request
+from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.heads.generation.output import Chat, ChatFile
+from vllm_ppd.heads.generation.prompts import read_prompts
+from vllm_ppd.heads.generation.template import ChatTemplate
+from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter, Writer
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.kernels.sampling import Sampling, truncated
+from vllm_ppd.kernels.top_p import BEST, mask_top_p
+from vllm_ppd.vllm_plugins.cli.main import main
+
+END = 0
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<system>be<|end|>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TURNS = ["what is two?", "What is  two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "is it?"]
+
+
+def tokenizer(template: str | None = TEMPLATE) -> Any:
+    made = tiny.make_tokenizer()
+    made.chat_template = template
+    return made
+
+
+class FakeEngine:
+    """Writes what the seed says, and ends requests in another order than they came."""
+
+    def __init__(self, order: int = 0, stop_after: int | None = None) -> None:
+        self.requests: dict[str, tuple[int, Request]] = {}
+        self.order, self.stop_after, self.steps, self.most = random.Random(order), stop_after, 0, 0
+
+    def submit(self, request: Request) -> None:
+        assert request.key not in self.requests
+        self.requests[request.key] = (self.order.randint(1, 6), request)
+        self.most = max(self.most, len(self.requests))
+
+    def step(self) -> list[Continuation]:
+        self.steps += 1
+        if self.steps == self.stop_after:
+            raise KeyboardInterrupt
+        self.requests = {key: (left - 1, request) for key, (left, request) in self.requests.items()}
+        ended = [request for left, request in self.requests.values() if not left]
+        for request in ended:
+            del self.requests[request.key]
+        return [self.continuation(request) for request in ended]
+
+    def continuation(self, request: Request) -> Continuation:
+        chosen = random.Random(request.seed)
+        if request.wants_text:
+            reason = "length" if chosen.random() < 0.1 else "stop"
+            return Continuation(request.key, [END], f" {chosen.choice(TURNS)}{chosen.randint(0, 3) or ''}", reason)
+        ids = [chosen.randint(1, 200) for _ in range(chosen.randint(1, 9))]
+        cut_off = chosen.random() < 0.3
+        return Continuation(request.key, ids if cut_off else [*ids, END], "", "length" if cut_off else "stop")
+
+
+def options(**changes: Any) -> DataOptions:
+    return DataOptions(**{"model": "any", "out": "-", "batch": 7, **changes})
+
+
+def nothing(_: Writer) -> None:
+    return None
+
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+def write_prompts(path: Path, engine: FakeEngine, wanted: float = float("inf"), count: int = 40) -> list[Any]:
+    file = ChatFile(path, options().essence())
+    list(file.read())
+    with file:
+        PromptWriter(options(), engine, file, nothing).answer(iter([[i + 1, 5] for i in range(count)]), wanted)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_chats(path: Path, engine: FakeEngine, wanted: int = 12) -> list[Any]:
+    template = ChatTemplate(tokenizer(), None)
+    file = ChatFile(path, options().essence())
+    seen = {template.key(chat.prompt_token_ids) for chat in file.read()}
+    with file:
+        ChatWriter(options(), engine, file, nothing).converse(template, seen, wanted)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_prompts_are_answered_in_order(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    chats = write_prompts(tmp_path / "a.jsonl", engine)
+    assert engine.most == 7
+    assert [chat["prompt_token_ids"] for chat in chats] == [[i + 1, 5] for i in range(40)]
+    assert {chat["finish_reason"] for chat in chats} == {"stop", "length"}
+    assert all((chat["token_ids"][-1] == END) == (chat["finish_reason"] == "stop") for chat in chats)
+
+
+@pytest.mark.parametrize("run", [write_prompts, write_chats])
+def test_a_stopped_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> None:
+    """Whatever order requests end in, and however often the run is stopped, killed within a line, or extended."""
+    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 12)
+    assert len(whole) == 12
+    path = tmp_path / "stopped.jsonl"
+    for stop_after in (5, 4, 3):
+        with pytest.raises(KeyboardInterrupt):
+            run(path, FakeEngine(stop_after, stop_after), 12)
+        with path.open("ab") as file:
+            file.write(b'{"prompt_token_ids": [1')
+    run(path, FakeEngine(order=5), 10)
+    assert run(path, FakeEngine(order=3), 12) == whole
+    assert (tmp_path / "whole.jsonl").read_bytes() == path.read_bytes()
+
+
+def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
+    words = tokenizer()
+    prompts = [words.decode(chat["prompt_token_ids"]) for chat in write_chats(tmp_path / "a.jsonl", FakeEngine(), 15)]
+    assert all(text.startswith("<system>be<|end|><user>") and text.endswith("<|end|>\n<assistant>") for text in prompts)
+    turns = [text.split("<user>")[1].split("<|end|>")[0] for text in prompts]
+    assert len({" ".join(turn.casefold().split()) for turn in turns}) == 15
+    assert all(turn and turn == turn.strip() and "\ufffd" not in turn for turn in turns)
+
+
+def test_a_model_that_writes_nothing_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "MOST_REFUSED", 60)
+    with pytest.raises(TrainingError, match=r"the last 60 user turns are not usable \(\d+ were written before"):
+        write_chats(tmp_path / "a.jsonl", FakeEngine(), 500)
+
+
+def test_each_request_has_a_seed_of_its_own(tmp_path: Path) -> None:
+    asked: list[Request] = []
+
+    class Engine(FakeEngine):
+        def submit(self, request: Request) -> None:
+            asked.append(request)
+            super().submit(request)
+
+    write_chats(tmp_path / "a.jsonl", Engine())
+    assert len({request.seed for request in asked}) == len(asked)
+    turn = next(request for request in asked if request.wants_text)
+    assert (turn.temperature, turn.top_p, turn.max_tokens, turn.stop_ids) == (1.0, 0.95, 256, (END,))
+    answer = next(request for request in asked if not request.wants_text)
+    assert (answer.temperature, answer.top_p, answer.max_tokens, answer.stop_ids) == (0.8, 0.95, 512, ())
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "stop_ids", "stop_text"),
+    [
+        (TEMPLATE, "<system>be<|end|><user>", (END,), None),
+        ("{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", "[INST] ", (END,), "[/INST]"),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}a:", "user: ", (END,), "a:"),
+    ],
+)
+def test_a_user_turn_begins_and_ends_as_in_the_template(
+    template: str, prefix: str, stop_ids: tuple[int, ...], stop_text: str | None
+) -> None:
+    words = tokenizer(template)
+    turn = ChatTemplate(words, None).user_turn()
+    assert (words.decode(turn.prefix), turn.stop_ids, turn.stop_text) == (prefix, stop_ids, stop_text)
+
+
+def test_system_prompts(tmp_path: Path) -> None:
+    words = tokenizer()
+    assert words.decode(ChatTemplate(words, "do").user_turn().prefix) == "<system>do<|end|>\n<user>"
+    path = tmp_path / "a.jsonl"
+    user = {"role": "user", "content": "hi"}
+    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in ([user], [{**user, "role": "system"}, user])))
+    found = [words.decode(ids) for ids in read_prompts(options(prompts=(str(path),), system="do"), words)]
+    assert found == [f"<system>{s}<|end|>\n<user>hi<|end|>\n<assistant>" for s in ("do", "hi")]
+
+
+@pytest.mark.parametrize("template", [None, "", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"])
+def test_templates_without_user_turns(template: str | None) -> None:
+    with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
+        ChatTemplate(tokenizer(template), None).user_turn()
+
+
+def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:
+    words = tokenizer()
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    records = [
+        {"messages": [*chat, chat[1]]},
+        {"prompt": "one ", "completion": "two"},
+        {"prompt_token_ids": [7, 8], "token_ids": [9]},
+        {"prompt_token_ids": [3] * 60},
+        {"text": "abcdefghijklmnopqrstuvwxyz"},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = list(read_prompts(options(prompts=(str(path),), prompt_tokens=4, max_length=60), words))
+    asked = words.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    expected = [words(text, add_special_tokens=False)["input_ids"] for text in (asked, "one ")]
+    texts = [words(text)["input_ids"] for text in ("abcd", "qrst")]
+    assert found == [*expected, [7, 8], *texts]
+    path.write_text(json.dumps({"prompt_token_ids": [3] * 60}))
+    with pytest.raises(TrainingError, match="--prompts: no record gives a prompt of at most 59 tokens"):
+        list(read_prompts(options(prompts=(str(path),), max_length=60), words))
+
+
+def chat_file(path: Path, **changes: Any) -> Iterator[Chat]:
+    return ChatFile(path, options(**changes).essence()).read()
+
+
+def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_prompts(path, FakeEngine(), 5)
+    assert len(list(chat_file(path, number=9, batch=1, precision="float32"))) == 5
+    with pytest.raises(TrainingError, match=r"was written with temperature=0\.8, and this run has 0\.5: give the same"):
+        chat_file(path, temperature=0.5)
+    good = path.read_bytes()
+    path.write_bytes(good.replace(b'"stop"', b'"what"', 1))
+    with pytest.raises(TrainingError, match=r"a\.jsonl:\d is damaged; delete this line and those after it"):
+        list(chat_file(path))
+    path.write_bytes(good)
+    first = ChatFile(path, options().essence())
+    list(first.read())
+    with first, pytest.raises(TrainingError, match="is written by another run"), ChatFile(path, options().essence()):
+        pass
+    assert path.read_bytes() == good
+    (tmp_path / ".a.jsonl.options.json").unlink()
+    with pytest.raises(TrainingError, match="is not of this command; give another file"):
+        chat_file(path)
+
+
+@pytest.mark.parametrize("vocabulary", [40, 5 * BEST])
+def test_top_p_without_a_sort_keeps_what_a_sort_keeps(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    spread = torch.tensor([0.01, 0.3, 1.0, 3.0, 8.0, 2.0])
+    logits = torch.randn(6, vocabulary) * spread[:, None]
+    top_p = torch.tensor([0.95, 0.5, 0.9, 0.95, 1e-6, 1.0])
+    expected = truncated(logits.softmax(-1), Sampling(torch.ones(6), top_p=top_p))
+    found = mask_top_p(logits.clone(), top_p)
+    assert torch.equal(found.isfinite(), expected > 0)
+    torch.testing.assert_close(found.softmax(-1), expected)
+    assert torch.equal(found[5], logits[5])
+
+
+def test_bad_input_ends_with_one_line(tmp_path: Path, tiny_model: Callable[..., Path], capsys: Any) -> None:
+    command = ["data", "--model", str(tiny_model()), "--out", str(tmp_path / "a.jsonl")]
+    for more, message in (
+        ([], "--model: this tokenizer has no chat template"),
+        (["--prompts", str(tmp_path / "none.jsonl")], "does not exist"),
+        (["--top-p", "0"], "--top-p 0: input should be greater than 0"),
+    ):
+        assert main([*command, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
