@@ -15,6 +15,7 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, described
+from vllm_ppd.heads.planning.fleet import MOST_REPLICAS, Fleet, Load, fleet
 from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
@@ -100,6 +101,21 @@ def make_plan(options: PlanOptions) -> Plan:
     losing = (size for size in range(best.batch, options.largest + 1) if best.way.speedup(size) <= 1)
     first = next(losing, None)
     return Plan(target, predicted, None if first is None else first - 1)
+
+
+def make_fleets(options: PlanOptions) -> tuple[str, list[Fleet]]:
+    """The target, and the replicas that it takes to keep the latency target: first vLLM alone, then the best ways.
+
+    Raises:
+        HeadsError: as all_ways.
+    """
+    assert options.rate is not None and options.latency is not None
+    target, ways = all_ways(options)
+    load = Load(options.rate, options.new_tokens, options.seed)
+    best = {id(way): way for size in SHOWN for way in [max(ways, key=lambda way: way.speedup(size))]}
+    found = [fleet(way, options.largest, load, options.latency, True) for way in best.values()]
+    found.sort(key=lambda one: (one.replicas or MOST_REPLICAS + 1, one.latency))
+    return target, [fleet(ways[0], options.largest, load, options.latency, False), *found]
 
 
 def _has_transforms(config: HeadsConfig) -> bool:

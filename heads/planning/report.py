@@ -6,6 +6,7 @@ from __future__ import annotations
 import shlex
 
 from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.planning.fleet import Fleet
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import SHOWN, Plan
 from vllm_ppd.heads.planning.predict import Way
@@ -64,6 +65,29 @@ def report(plan: Plan, options: PlanOptions) -> str:
     return "\n\n".join(
         [*blocks, f"    {command(plan.target, plan.best and plan.best.way, plan.stop_at, options.stages)}"]
     )
+
+
+def fleet_report(target: str, fleets: list[Fleet], options: PlanOptions) -> str:
+    """Markdown: replicas, latency and cost of vLLM alone and of each way, what is recommended and how to serve it."""
+    gpus = options.gpus * int(options.stages)
+    alone, best = fleets[0], fleets[1]
+    rows = []
+    for one in fleets:
+        name = "vLLM alone" if one.way is None else f"{one.way.options.get('model', 'no heads')}: {setting_of(one.way)}"
+        paid = "-" if one.replicas is None else f"{one.replicas * gpus * options.gpu_hour:.2f}"
+        saved = "-" if not one.replicas or not alone.replicas else f"{100 * (1 - one.replicas / alone.replicas):.1f}%"
+        rows.append([name, one.replicas or "none is enough", f"{one.latency:.3f}", paid, saved])
+    gains = best.replicas is not None and (alone.replicas is None or best.replicas < alone.replicas)
+    way = best.way if gains else None
+    return "\n\n".join([
+        f"Fleet for {target}: {options.rate:g} requests a second of {options.new_tokens} tokens on average, 95 % of "
+        f"them within {options.latency:g} s; GPUs a replica: {gpus}, at {options.gpu_hour:g} an hour",
+        table(["decoding", "replicas", "95th percentile, s", "cost an hour", "saving"], rows),
+        "Requests of exponentially distributed lengths arrive at random and go to the replica with the fewest; drafts "
+        "are made where they gain. Prompts, KV reads and the host's work are left out.",
+        "Recommended: " + ("no drafting; it saves no replica" if way is None else setting_of(way)),
+        f"    {command(target, way, None, options.stages)}",
+    ])  # fmt: skip
 
 
 def setting_of(way: Way) -> str:

@@ -109,7 +109,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     kept = warm_up.load(path)
     assert kept is not None and kept.method.counts == [0, 1, 3] and kept.method.sizes == [1, 4, 16]
     drafter, runner = drafter_of(first), runner_of(first)
-    assert not drafter.counters.values.any() and drafter.planner.forced is None
+    assert not drafter.counters.values.any() and drafter.watch.drafts == 0 and drafter.planner.forced is None
     assert not runner.requests and runner.input_batch.num_reqs == 0
     # Both take the table of a file that stands where the first has left it.
     MeasuredCosts(method=TABLE).save(path)

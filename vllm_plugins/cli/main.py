@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
-from vllm_ppd.vllm_plugins.cli import bench, calibrate, data, inspect, plan, train
+from vllm_ppd.vllm_plugins.cli import bench, calibrate, data, env, inspect, plan, train
 
-COMMANDS = (data, train, calibrate, plan, bench, inspect)
+COMMANDS = (data, train, calibrate, plan, bench, inspect, env)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -26,10 +26,13 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.planning.options import PlanOptions
-    from vllm_ppd.heads.planning.plan import make_plan
-    from vllm_ppd.heads.planning.report import report
+    from vllm_ppd.heads.planning.plan import make_fleets, make_plan
+    from vllm_ppd.heads.planning.report import fleet_report, report
 
     args.heads = tuple(args.folders)
     options = options_from(PlanOptions, args)
-    print(report(make_plan(options), options))
+    if options.latency is None:
+        print(report(make_plan(options), options))
+    else:
+        print(fleet_report(*make_fleets(options), options))
     return 0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import DEMO
@@ -19,9 +20,10 @@ from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, save_heads
+from vllm_ppd.heads.planning.fleet import Load, latencies
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import Plan, make_plan
+from vllm_ppd.heads.planning.plan import Plan, make_fleets, make_plan
 from vllm_ppd.heads.planning.predict import Drafting, Group
 from vllm_ppd.heads.planning.report import command, report
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -302,3 +304,52 @@ def test_steps_that_a_benchmark_timed_are_shared_out(early: str, tmp_path: Path)
     assert best.machine.lm_head(8) == pytest.approx(4e-3)
     with pytest.raises(HeadsError, match="has no turns of the/target; run `ppd bench decode --model the/target`"):
         plan(early, timings=decoded(tmp_path / "other.json", "another", {1: [1e-3]}))
+
+
+# ---- the fleet
+
+
+def test_one_server_waits_as_queueing_theory_says() -> None:
+    """Batches of one: M/M/1, whose mean time in the system is 1 / (mu - lambda)."""
+    found = np.mean([latencies(np.array([100.0]), Load(0.5, 100, seed), 1).mean() for seed in range(12)])
+    assert found == pytest.approx(1 / (1 - 0.5), rel=0.08)
+
+
+def test_shared_server_is_as_fast_for_short_as_for_long_requests() -> None:
+    """Processor sharing, a batch of any size at one total speed: the same mean as M/M/1."""
+    speed = 100 / np.arange(1, 400)
+    found = np.mean([latencies(speed, Load(0.5, 100, seed), 1).mean() for seed in range(12)])
+    assert found == pytest.approx(2.0, rel=0.08)
+
+
+def test_idle_replicas_decode_alone() -> None:
+    found = latencies(np.array([10.0, 5.0]), Load(1e-4, 20), 3)
+    assert found.mean() == pytest.approx(2.0, rel=0.06)
+    np.testing.assert_array_equal(found, latencies(np.array([10.0, 5.0]), Load(1e-4, 20), 3))
+
+
+def test_drafting_saves_replicas(folder: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that cost little: a batch may be larger for the same latency."""
+    parts = early_parts(0.8)
+    parts["timing"]["seconds"] = {name: {"1": t, "101": 2 * t} for name, t in (("layer", 1e-3), ("lm_head", 2e-3))}
+    heads = folder(early_config(), parts)
+    target, (alone, best, *others) = make_fleets(PlanOptions(heads=(heads,), rate=200.0, new_tokens=100, latency=4.5))
+    assert target == "the/target"
+    assert alone.way is None and alone.replicas is not None and best.replicas is not None
+    assert best.replicas < alone.replicas
+    assert all(other.replicas is None or other.replicas >= best.replicas for other in others)
+    assert max(alone.latency, best.latency) <= 4.5
+    command_line = ["plan", heads, "--rate", "200", "--new-tokens", "100", "--latency", "4.5", "--gpu-hour", "2"]
+    assert main(command_line) == 0
+    printed = capsys.readouterr().out
+    assert f"{100 * (1 - best.replicas / alone.replicas):.1f}%" in printed
+    assert f"{2 * alone.replicas:.2f}" in printed
+    assert "vllm serve the/target --speculative-model" in printed
+
+
+def test_target_that_no_fleet_keeps(early: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", early, "--rate", "1", "--new-tokens", "100", "--latency", "0.01"]) == 0
+    printed = capsys.readouterr().out
+    assert "none is enough" in printed and "no drafting; it saves no replica" in printed
+    assert main(["plan", early, "--latency", "1"]) == 2
+    assert "--latency 1: a fleet is planned for a request rate; give --rate, too" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -313,6 +314,14 @@ def test_inspect_says_whether_it_loads(train: Train, tiny_model: Callable[..., P
     assert main(["inspect", str(folder), "--model", str(tiny_model("qwen2"))]) == 2
     assert "hidden_size is 64 there and 128 in this model" in capsys.readouterr().err
     assert main(["inspect", "/nowhere"]) == 2
+
+
+def test_env_tells_versions(capsys: Any) -> None:
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text
+    assert re.search(r"vLLM supported +yes", text)
+    assert re.search(r"plugin +(registered|switched off)", text)
 
 
 def test_two_processes_train_what_one_does(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, check_names, drafting_allowed
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges
 from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
@@ -209,3 +211,30 @@ def test_misspelt_request_options() -> None:
         with pytest.raises(ValueError, match=f"vllm_xargs has no key .*; did you mean '{near}") as caught:
             check_names({key: False})
         assert len(str(caught.value)) < 200
+
+
+# ---- acceptance
+
+
+def test_watch_warns_once_and_again_after_recovery(caplog: pytest.LogCaptureFixture) -> None:
+    watch = AcceptanceWatch()
+    with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
+        for _ in range(999):
+            watch.observe([[1], []], [3, 3])
+        assert not caplog.messages
+        for _ in range(2001):
+            watch.observe([[1]], [3])
+        assert len(caplog.messages) == 1
+        assert "0 of 3000 drafted tokens were accepted over the last 1000 drafts" in caplog.messages[0]
+        for _ in range(1000):
+            watch.observe([[1, 2, 3]], [3])
+        for _ in range(1000):
+            watch.observe([[1]], [3])
+        assert len(caplog.messages) == 2
+
+
+def test_watch_ignores_steps_without_drafts() -> None:
+    watch = AcceptanceWatch()
+    watch.observe([[1], [2]], None)
+    watch.observe([[1], [2]], [0, 0])
+    assert watch.drafts == 0

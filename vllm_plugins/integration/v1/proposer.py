@@ -20,6 +20,7 @@ from vllm.distributed import get_tp_group
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
@@ -47,6 +48,7 @@ class Proposer:
         self.vllm_config = vllm_config
         self.config = own_config(vllm_config, self)
         self.counters = Counters()
+        self.watch = AcceptanceWatch()
         self.bypass = Bypass()
         self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
@@ -128,6 +130,7 @@ class Proposer:
         if controller is not None and bypassed:
             controller.skip(bypassed)
             self.counters.add("suppressed_drafts", controller.suppressed * bypassed)
+        self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         plan = planner.plan(step.sampled_token_ids, self.drafting_rows())
         self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd env`: what a bug report needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from typing import Any
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("env", help="print versions and machine for a bug report")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from vllm_ppd.heads.training.provenance import machine, versions
+    from vllm_ppd.vllm_plugins.integration.patches import SUPPORTED_VLLM, is_supported, vllm_version
+
+    found = vllm_version()
+    lines = {
+        "platform": platform.platform(),
+        "machine": machine(),
+        **versions(),
+        "vLLM supported": f"{'yes' if is_supported(found) else 'no'} (supported: {SUPPORTED_VLLM}; found {found})",
+        "plugin": _plugin(),
+    }
+    for name in sorted(os.environ):
+        if name.startswith(("VLLM_", "PPD_", "CUDA_VISIBLE", "OMP_")) and "KEY" not in name and "TOKEN" not in name:
+            lines[name] = os.environ[name]
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _plugin() -> str:
+    from importlib.metadata import entry_points
+
+    names = [point.name for point in entry_points(group="vllm.general_plugins")]
+    if "vllm_ppd" not in names:
+        return "not registered: install vllm-ppd into the environment that runs vLLM"
+    chosen = os.environ.get("VLLM_PLUGINS")
+    off = chosen is not None and "vllm_ppd" not in chosen.split(",")
+    return "switched off by VLLM_PLUGINS" if off else "registered"

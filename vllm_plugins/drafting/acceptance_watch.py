@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watching acceptance: say so when drafts are made and hardly any is accepted."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+WINDOW = 1000  # drafts, vLLM's meaning: one a request and step
+NEAR_ZERO = 0.01  # accepted / drafted tokens
+
+
+class AcceptanceWatch:
+    """Counts in windows of a thousand drafts; warns on the first window near zero, and again after a recovery."""
+
+    def __init__(self) -> None:
+        self.drafts = self.drafted = self.accepted = 0
+        self.warned = False
+
+    def observe(self, sampled_token_ids: list[list[int]], num_draft_tokens: list[int] | None) -> None:
+        """Count a step: what each request emitted, and how many drafts of it were verified."""
+        for emitted, drafted in zip(sampled_token_ids, num_draft_tokens or (), strict=False):
+            if drafted and emitted:
+                self.drafts += 1
+                self.drafted += drafted
+                self.accepted += len(emitted) - 1
+        if self.drafts < WINDOW:
+            return
+        rate = self.accepted / self.drafted
+        if rate >= NEAR_ZERO:
+            self.warned = False
+        elif not self.warned:
+            self.warned = True
+            logger.warning(
+                "vllm-ppd: %d of %d drafted tokens were accepted over the last %d drafts (%.2f %%): drafting costs "
+                "time here and gains none; use heads trained for this model, a deeper exit_layer, or no drafting",
+                self.accepted,
+                self.drafted,
+                self.drafts,
+                100 * rate,
+            )
+        self.drafts = self.drafted = self.accepted = 0
