@@ -168,7 +168,10 @@ def continued(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
             raise
         print(error)
         return fresh
-    if found.get("finished") or any(found.get(name) != fresh[name] for name in ("options", "heads_stamp")):
+    options = found.get("options")
+    # An option that the file lacks has been added since, and so has the part that it is of.
+    alike = isinstance(options, dict) and fresh["options"] | options == fresh["options"]
+    if found.get("finished") or not alike or found.get("heads_stamp") != fresh["heads_stamp"]:
         return fresh
     parts, digests = found.get("parts"), found.get("digests")
     if isinstance(parts, dict) and isinstance(digests, dict):
