@@ -23,7 +23,7 @@ def read_prompts(
     Args:
         data: .jsonl or .json files of prompt_token_ids, text or chats, plain text, or folders of them.
         model: whose tokenizer reads text.
-        longest: tokens of a prompt at most; longer documents are cut.
+        longest: tokens of a prompt at most; longer documents are cut, and prompts that have a response left out.
         count: prompts wanted.
         trust_remote_code: run a tokenizer's own code.
 
@@ -32,14 +32,20 @@ def read_prompts(
     """
     pieces = []
     documents = read_documents(data, model, trust_remote_code)
-    for ids in itertools.islice(documents.token_ids(), count):
-        prompts = documents.special.pieces(ids, longest, STRIDE, shorter=True)
+    for document in itertools.islice(documents.tokens(), count):
+        if document.prompt is not None and document.responses is not None:  # of `ppd data`
+            prompts = [document.prompt] if len(document.prompt) <= longest else []
+        else:
+            prompts = documents.special.pieces(document.ids, longest, STRIDE, shorter=True)
         middle = len(prompts) // 2  # the beginnings of documents resemble each other
         pieces.append(prompts[middle:] + prompts[:middle])
     rows = itertools.zip_longest(*pieces)
     found = [ids for row in rows for ids in row if ids is not None and len(ids) >= min(SHORTEST, longest)][:count]
     if not found:
-        raise BenchError(f"{', '.join(data)}: no document has {min(SHORTEST, longest)} tokens; give longer prompts")
+        raise BenchError(
+            f"{', '.join(data)}: no document has {min(SHORTEST, longest)} tokens, or a prompt of up to {longest}; give "
+            "longer documents, or more --prompt-tokens"
+        )
     return found
 
 

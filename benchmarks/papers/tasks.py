@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.calibration.text import Texts, take_prompts
+from vllm_ppd.heads.calibration.text import Texts, padded, take_prompts
 from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, values
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training.target import Target
@@ -50,12 +50,9 @@ class Task:
 
     def padded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Prompts at the right of [prompts, longest], and where each begins."""
-        width = max(map(len, self.prompts))
-        ids = torch.zeros(len(self.prompts), width, dtype=torch.int64)
-        for row, prompt in enumerate(self.prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        starts = torch.tensor([width - len(prompt) for prompt in self.prompts])
-        return ids.to(device), starts.to(device)
+        ids, starts = padded(self.prompts, device)
+        assert starts is not None
+        return ids, starts
 
 
 class Group(NamedTuple):

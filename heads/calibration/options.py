@@ -24,8 +24,8 @@ class CalibrationOptions(BaseModel):
         min_length=1, description="text that the heads were not trained on: .jsonl, .json, plain text, or folders"
     )
     model: str | None = Field(None, description="target (none: the one that the heads name)")
-    prompts: int = Field(64, ge=1, description="prompts taken from the middle of documents")
-    prompt_tokens: int = Field(64, ge=1, description="tokens a prompt")
+    prompts: int = Field(64, ge=1, description="prompts: the records' own, or from the middle of texts")
+    prompt_tokens: int = Field(64, ge=1, description="tokens of a prompt from a text")
     new_tokens: int = Field(128, ge=2, description="tokens the target writes after each prompt")
     temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts, beside the greedy ones")
     drafts: int = Field(5, ge=1, le=16, description="most drafts a step to consider")

@@ -17,7 +17,7 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.own_folder import own_folder
 from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.calibration.stored import NAME, continued, digest
-from vllm_ppd.heads.calibration.text import Texts, generate, take_prompts
+from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.documents import Documents
@@ -63,11 +63,14 @@ class Calibration:
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
 
     @cached_property
-    def prompts(self) -> torch.Tensor:
+    def prompts(self) -> Padded:
+        """The records' own, or stretches of their texts."""
         if self._shared is not None:
             return self._shared.prompts
-        options = self.options
-        return take_prompts(options.data, self.target, options.prompts, options.prompt_tokens)
+        options, target = self.options, self.target
+        longest = (target.max_length or 1 << 30) - options.new_tokens
+        found = record_prompts(options.data, target, options.prompts, longest)
+        return found or Padded(take_prompts(options.data, target, options.prompts, options.prompt_tokens), None)
 
     @cached_property
     def greedy(self) -> Texts:
@@ -82,8 +85,9 @@ class Calibration:
         way = (temperature, *sorted(sampling.items()))
         if way not in self._written:
             torch.manual_seed(self.options.seed)
+            size, (ids, starts) = max(32, self.options.batch), self.prompts
             self._written[way] = generate(
-                self.target, self.prompts, self.options.new_tokens, temperature, max(32, self.options.batch), **sampling
+                self.target, ids, self.options.new_tokens, temperature, size, starts, **sampling
             )
         return self._written[way]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,6 +18,13 @@ from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
+
+
+class Padded(NamedTuple):
+    """Prompts at the right of their rows."""
+
+    ids: torch.Tensor  # [prompts, longest] int64
+    starts: torch.Tensor | None  # [prompts] where each begins (None: all at 0)
 
 
 @dataclass
@@ -124,6 +131,40 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, r
             "smaller --prompts or --prompt-tokens"
         )
     return torch.tensor(found, device=target.device)
+
+
+def record_prompts(data: Sequence[str], target: Target, count: int, longest: int) -> Padded | None:
+    """The prompts of records that say what is to be answered: chats, prompts, token ids. None if one is a text.
+
+    Raises:
+        TrainingError: if the data holds too few of at most `longest` tokens.
+    """
+    found: list[list[int]] = []
+    for document in Documents(data, lambda: target.tokenizer, report=False).tokens(prompts=True):
+        if document.prompt is None:
+            return None
+        if document.prompt and max(document.prompt) >= target.vocab_size:
+            raise TrainingError(
+                f"the data has token id {max(document.prompt)}, and the model knows {target.vocab_size}"
+            )
+        if 0 < len(document.prompt) <= longest:
+            found.append(document.prompt)
+        if len(found) == count:
+            return padded(found, target.device)
+    raise TrainingError(
+        f"the data holds {len(found)} prompts of up to {longest} tokens, and {count} are needed: give more data, or "
+        "smaller --prompts"
+    )
+
+
+def padded(prompts: Sequence[list[int]], device: torch.device) -> Padded:
+    """Prompts of any lengths at the right of one tensor."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+    starts = torch.tensor([width - len(prompt) for prompt in prompts])
+    return Padded(ids.to(device), starts.to(device))
 
 
 @torch.no_grad()

@@ -23,8 +23,10 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
     number = 0
     for document in documents.tokens(prompts=True):
-        cut = document.prompt is None
-        found = documents.special.pieces(document.ids, options.prompt_tokens, STRIDE) if cut else [document.prompt]
+        if document.prompt is not None:
+            found = [document.prompt]
+        else:
+            found = documents.special.pieces(document.ids, options.prompt_tokens, STRIDE)
         for ids in found:
             if ids and len(ids) < options.max_length:
                 number += 1

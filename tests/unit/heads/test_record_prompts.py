@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of `ppd data` as prompts: calibration and benchmarks answer what the records ask, whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.prompts import read_prompts
+from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.text import generate, record_prompts
+from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.target import Target
+
+PROMPTS = [[40 + i] * 3 + list(range(60, 60 + i)) for i in (4, 9, 1, 30, 6)]
+
+
+def write(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def chats(path: Path) -> str:
+    response = {"token_ids": list(range(100, 190)), "finish_reason": "length"}
+    return write(path, *({"prompt_token_ids": ids, **response, "index": i} for i, ids in enumerate(PROMPTS)))
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Path]) -> Target:
+    return Target(str(tiny_model()), torch.device("cpu"), torch.float32)
+
+
+def test_calibration_answers_the_records_prompts(tmp_path: Path, target: Target) -> None:
+    """Beside longer ones, each is answered as it is alone."""
+    found = record_prompts([chats(tmp_path / "a.jsonl")], target, 4, longest=20)
+    assert found is not None
+    assert found.starts is not None
+    short = [ids for ids in PROMPTS if len(ids) <= 20]
+    assert [row[start:].tolist() for row, start in zip(*found, strict=True)] == short
+    together = generate(target, found.ids, 12, starts=found.starts)
+    for row, ids in enumerate(short):
+        alone = generate(target, torch.tensor([ids]), 12)
+        assert torch.equal(together.generated[row, : together.lengths[row]], alone.generated[0, : alone.lengths[0]])
+
+
+def test_prompts_that_are_too_few_or_not_the_models(tmp_path: Path, target: Target) -> None:
+    path = chats(tmp_path / "a.jsonl")
+    with pytest.raises(TrainingError, match="holds 4 prompts of up to 20 tokens, and 5 are needed"):
+        record_prompts([path], target, 5, longest=20)
+    assert record_prompts([path, write(tmp_path / "b.jsonl", {"text": "some text"})], target, 6, longest=99) is None
+    with pytest.raises(TrainingError, match="the data has token id 9999, and the model knows 320"):
+        record_prompts([write(tmp_path / "c.jsonl", {"prompt_token_ids": [9999]})], target, 1, longest=99)
+
+
+def test_calibration_asks_for_them_first(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        data: tuple[str, ...] = (chats(tmp_path / "a.jsonl"),)
+        prompts, prompt_tokens, new_tokens = 5, 8, 12
+
+    made = Calibration.__new__(Calibration)
+    made._shared, made.options, made.target = None, Options(), target  # type: ignore[assignment]
+    assert made.prompts.ids.shape == (5, 33)
+    del made.prompts
+    Options.data = (write(tmp_path / "b.jsonl", *[{"text": "abcdefghijklmnop"}] * 9),)
+    assert made.prompts.ids.shape == (5, 8)
+    assert made.prompts.starts is None
+
+
+def test_benchmarks_take_prompts_whole(tmp_path: Path) -> None:
+    data = (chats(tmp_path / "a.jsonl"),)
+    assert read_prompts(data, "-", 20, 9, False) == [ids for ids in PROMPTS if len(ids) <= 20]
+    with pytest.raises(BenchError, match="or a prompt of up to 3; give longer documents, or more --prompt-tokens"):
+        read_prompts(data, "-", 3, 9, False)
