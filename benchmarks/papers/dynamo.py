@@ -25,7 +25,7 @@ from vllm_ppd.benchmarks.papers.dynamo_quality import (
     text_settings,
 )
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
-from vllm_ppd.benchmarks.papers.tasks import Task, first_windows
+from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.options import DynaMoOptions
 from vllm_ppd.heads.errors import HeadsError
@@ -144,7 +144,8 @@ def dynamic(context: Context) -> PaperTable:
     for folder in context.heads(KIND):
         config, windows = context.calibration(folder).config, context.windows(task)[0]
         assert isinstance(config, DynaMoConfig)
-        batch = first_windows(windows, max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1]))
+        few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
+        batch = windows.part(range(min(few, len(windows.input_ids))))
         found = measures_of(context, folder).dynamic_perplexity([batch], config.sampling, EPS_B)
         label = name(context, folder)
         rows += [Row(f"{label}, eps_b = {p['eps_b']:g}", [p["ppl_d"], p["tokens_a_pass"]]) for p in found]

@@ -67,40 +67,15 @@ class Group(NamedTuple):
         return len(self.rows) == len(self.task.prompts)
 
 
-@dataclass
-class Answers(Batch):
-    """Texts after their prompts: what is told of is the answers."""
-
-    first: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [windows, 1] place of an answer's first token
-    last: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [windows, 1] of its last one
-
-    def ahead(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, valid = super().ahead(n)
-        place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        return tokens, valid & ((place >= self.first - 1) & (place + n <= self.last)).reshape(-1)
-
-    def few(self, count: int) -> Answers:
-        """The first windows."""
-        parts = (self.input_ids, self.position_ids, self.first, self.last)
-        ids, positions, first, last = (part[:count] for part in parts)
-        return Answers(ids, positions, first=first, last=last)
-
-
-def first_windows(batch: Batch, count: int) -> Batch:
-    """The first windows of a batch."""
-    if isinstance(batch, Answers):
-        return batch.few(count)
-    return Batch(batch.input_ids[:count], batch.position_ids[:count])
-
-
 def answers(texts: Texts, size: int) -> list[Batch]:
     """The generated part of texts, for likelihoods."""
-    found: list[Batch] = []
+    found = []
     for part, windows in texts.batches(size):
         ids = torch.cat([windows.input_ids, texts.ids[part, -1:]], dim=1)
         positions = torch.cat([windows.position_ids, windows.position_ids[:, -1:] + 1], dim=1)
-        first = torch.full((len(ids), 1), ids.shape[1] - texts.generated.shape[1], device=ids.device)
-        found.append(Answers(ids, positions, first=first, last=first + texts.lengths[part, None] - 1))
+        place = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - texts.generated.shape[1])
+        counted = (place >= 0) & (place < texts.lengths[part, None])
+        found.append(Batch(ids, positions, counted=counted))
     return found
 
 
