@@ -191,7 +191,8 @@ def test_training_over_a_cache(
     monkeypatch.setattr(order, "SHIFT", 0)  # the same windows in the second epoch
     plain = train("plain")
     for name, tensor in plain.items():
-        torch.testing.assert_close(first[name].float(), tensor.float(), rtol=0.05, atol=0.02)  # rounded states
+        moved = (first[name].float() - tensor.float()).norm()
+        assert moved <= 0.03 * tensor.float().norm(), name  # rounded states
 
 
 def test_the_full_recipe_has_no_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
