@@ -39,7 +39,7 @@ class DeferredKVSpeculator(Speculator):
         self.drafted = np.zeros(self.max_num_reqs, dtype=bool)  # request rows whose states the next step may take
         self.state_rows = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self.fresh = np.zeros(0, dtype=np.int64)  # requests of the batch without states, in a mixed step
-        self.counters = Counters(vllm_config.parallel_config)
+        self.counters = Counters()
         self.deep_graphs: ModelCudaGraphManager | None = None
 
     # The target ------------------------------------------------------------------------------------------------------
