@@ -99,7 +99,8 @@ def convert(gguf: Path, folder: Path) -> None:
         if name not in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version", "dtype")
     }
     # A model that was read from a GGUF does not save itself.
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**kept, dtype=torch.bfloat16)).to(torch.bfloat16)
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**kept, dtype=torch.bfloat16))
+    model.to(torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     ends = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = tf.GenerationConfig(**ends)
