@@ -101,7 +101,8 @@ def contenders(folder: Path, model: Any, args: argparse.Namespace) -> list[Conte
             early = {"method": "ppd", "exit_layer": args.exit_layer, "num_speculative_tokens": args.drafts}
             found.append(Contender(method, early | {"adaptive": False}))
             continue
-        for condition in args.conditions if method == "cp" else ("none",):
+        conditions: Sequence[Condition] = args.conditions if method == "cp" else ["none"]
+        for condition in conditions:
             config = {"model": write_heads(folder, method, model, args, condition), "adaptive": False}
             name = method if condition == "none" else f"{method} {condition}"
             found.append(Contender(f"{name}, {args.draft_vocab} tokens", config))
