@@ -21,7 +21,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.v2.first_stack import FirstStackPasses
 from vllm_ppd.vllm_plugins.integration.v2.speculator import Speculator
 from vllm_ppd.vllm_plugins.integration.v2.staging import Kind
@@ -39,7 +38,6 @@ class DeferredKVSpeculator(Speculator):
         self.drafted = np.zeros(self.max_num_reqs, dtype=bool)  # request rows whose states the next step may take
         self.state_rows = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self.fresh = np.zeros(0, dtype=np.int64)  # requests of the batch without states, in a mixed step
-        self.counters = Counters()
         self.deep_graphs: ModelCudaGraphManager | None = None
 
     # The target ------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ Overrides, each of which calls vLLM's:
     load_model        verification rejects drafts that are not to be used
     initialize_kv_cache   a speculator may run graphs of its own in place of the target's
     add_requests      options of a request that drafting reads
+    sample_tokens     our counters travel with the step's output
     prepare_inputs    what the speculator decides from the schedule, before the target runs
 """
 
@@ -59,6 +60,12 @@ class DraftingRunnerMixin:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         self.speculator.begin_step(batch)
         return batch
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if output is not None:
+            self.speculator.counters.attach(output.model_runner_output)
+        return output
 
 
 class Verification:

@@ -23,6 +23,7 @@ from vllm_ppd.kernels.sampling import is_greedy
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.activation import own_config
 from vllm_ppd.vllm_plugins.drafting.drafter import DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.target import Target
 from vllm_ppd.vllm_plugins.integration.v2.requests import RequestOptions
 from vllm_ppd.vllm_plugins.integration.v2.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
@@ -53,6 +54,7 @@ class Speculator(DraftModelSpeculator):
             self.q_rows = torch.full((rows, *shape), fill, dtype=torch.float32, device=device)
             self.draft_logits = self.q_rows[:-1]
         self.requests = RequestOptions(self.max_num_reqs)
+        self.counters = Counters()
         self.staging = Staging(self)
         self.graphs: CudaGraphManager | None = None  # vLLM looks for such attributes when it measures their memory
         self.sampled_graphs: CudaGraphManager | None = None
