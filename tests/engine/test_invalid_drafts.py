@@ -44,7 +44,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
                 weight.data[1, 2] = value
         else:
             tensor = found["cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"]
-            tensor[(1, 0, 2, 3) if kind == "cp" else (3,)] = value  # of a position that is drafted
+            tensor[(config.factors - config.positions + 1, 0, 2, 3) if kind == "cp" else (3,)] = (
+                value  # the first draft's
+            )
         return config, found
 
     monkeypatch.setattr(module, name, load)
