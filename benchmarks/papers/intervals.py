@@ -23,10 +23,9 @@ class Interval(NamedTuple):
         value, low, high = map(form.format, self)
         return f"{value} ({low} to {high})"
 
-    @property
-    def above(self) -> bool | None:
-        """Whether it is above 0; None: the interval holds 0."""
-        return True if self.low > 0 else False if self.high < 0 else None
+    def above(self, bound: float = 0.0) -> bool | None:
+        """Whether it is above a bound; None: the interval holds the bound."""
+        return True if self.low > bound else False if self.high < bound else None
 
 
 def over_texts(statistic: Callable[..., Any], *counts: Any) -> Interval:
@@ -45,4 +44,4 @@ def over_texts(statistic: Callable[..., Any], *counts: Any) -> Interval:
 
 def rises(claim: str, where: str, found: Interval, form: str = "{:+.3f}") -> Verdict:
     """The verdict on a claim that a difference is above 0."""
-    return Verdict(claim, found.above, f"{where}: {found.text(form)}")
+    return Verdict(claim, found.above(), f"{where}: {found.text(form)}")

@@ -170,7 +170,7 @@ def by_decoding(context: Context) -> PaperTable:
                 _difference, *found[name].counts(1, layer, 3), *found["Greedy decoding"].counts(1, layer, 3)
             )
             claims.append(Verdict(
-                "Sampling keeps the match rate of greedy decoding, within 8 points", lost.low > -0.08,
+                "Sampling keeps the match rate of greedy decoding, within 8 points", lost.above(-0.08),
                 f"{task.name}, {name}, Y, layer {layer}: {lost.text('{:+.3f}')}",
             ))  # fmt: skip
     rows += [Row(name, None, [None, None, *values]) for name, values in theirs.SAMPLED.items()]

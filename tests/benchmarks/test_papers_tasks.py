@@ -113,8 +113,9 @@ def test_letters_of_recipes(tmp_path: Path) -> None:
 def test_intervals() -> None:
     hits, tokens = torch.tensor([9, 8, 9, 10] * 8), torch.full((32,), 10)
     found = over_texts(lambda a, n: a / n - 0.5, hits, tokens)
-    assert found.value == pytest.approx(0.4) and found.low < 0.4 < found.high and found.above is True
-    assert over_texts(lambda a, n: a / n - 0.9, hits, tokens).above is None
+    assert found.value == pytest.approx(0.4) and found.low < 0.4 < found.high and found.above() is True
+    assert over_texts(lambda a, n: a / n - 0.9, hits, tokens).above() is None
+    assert found.above(0.9) is False
     assert rises("It rises", "here", found).holds is True and rises("It rises", "here", found).evidence.startswith(
         "here: +0.400 ("
     )
