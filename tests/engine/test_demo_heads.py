@@ -34,7 +34,7 @@ def measured(kind: str) -> dict[str, Any]:
 def test_model_and_heads_fit_the_repository() -> None:
     files = [path for folder in (DEMO, HEADS) for path in folder.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 16 << 20
-    assert {path.suffix for path in files} <= {".json", ".safetensors"}
+    assert {path.suffix for path in files} <= {".json", ".md", ".safetensors"}
     for kind in ("early", "cp", "dynamo"):
         provenance = json.loads((HEADS / kind / "provenance.json").read_text())
         assert provenance["command"].startswith(f"ppd train {kind} ")
@@ -112,7 +112,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
 def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Calibration], variant: str) -> None:
     """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
     made = calibration(variant)
-    requests = [{"prompt_token_ids": ids} for ids in made.prompts.tolist()]
+    requests = [{"prompt_token_ids": ids} for ids in made.prompts.ids.tolist()]
     model: Path = DEMO
     llm = start_engine(
         model, {**OPTIONS[variant], "model": made.options.heads}, max_model_len=256, max_num_batched_tokens=512,

@@ -21,6 +21,7 @@ from hub import TOKEN, Hub, at, running_hub, use
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 from refusals import SERVE, Refused, Ways, command, tensor, with_value
+from vllm import envs
 
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.hub import folder_of, hub_name, pinned
@@ -150,7 +151,8 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Model, monkeypatch:
     assert served_heads("acme/target", None) is None
     assert len(hub.requests) == asked
     assert served_heads("acme/nobody", None) is None
-    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    # Not by the environment, which vLLM reads once where an engine ran before.
+    monkeypatch.setitem(vars(envs), "VLLM_USE_MODELSCOPE", True)
     asked = len(hub.requests)
     assert not is_ours({"model": NAME}) and served_heads(NAME, None) is None
     assert len(hub.requests) == asked
