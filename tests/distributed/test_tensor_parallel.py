@@ -27,7 +27,12 @@ if __name__ == "__main__":
     llm = conftest.start_engine({model!r}, json.loads({options!r}), tensor_parallel_size=2)
     result = {{case: cases.CASES[case](llm) for case in {cases!r}}}
     accepted = conftest.counter(llm, "vllm:spec_decode_num_accepted_tokens")
-    steps = {{name: conftest.our_counter(name) for name in ("deferred_steps", "skipped_draft_layer_steps")}}
+    from prometheus_client import REGISTRY
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+    steps = {{
+        name: sum(sample.value for sample in samples if sample.name == f"ppd:{{name}}_total")
+        for name in ("deferred_steps", "skipped_draft_layer_steps")
+    }}
     print("RESULT", json.dumps([result, accepted, steps]))
 """
 
