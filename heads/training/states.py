@@ -87,13 +87,15 @@ class StatesCache:
         if outside:
             raise TrainingError(f"--states-layers {outside[0]} is outside 1..{target.num_layers - 1}")
         self.target, self.store, self.reads = target, store, reads
-        stem = (target.num_layers - 1,) if reads.stem else ()
-        self.layers = tuple(sorted({*reads.exits, *layers, *stem}))
+        learned = {*reads.exits, *((target.num_layers - 1,) if reads.stem else ())}
+        self.layers = tuple(sorted({*learned, *layers}))
         size = target.hidden_size
         self.parts = [_Part("final", np.int16, size), *(_Part(f"layer-{n}", np.int16, size) for n in self.layers)]
         if reads.top_k:
             name = f"top-{reads.top_k}"
             self.parts += [_Part(f"{name}.ids", np.int32, reads.top_k), _Part(f"{name}.log", np.float16, reads.top_k)]
+        kept_alone = {f"layer-{n}" for n in self.layers if n not in learned}
+        self.read_parts = [part for part in self.parts if part.name not in kept_alone]
         facts = {
             "format": FORMAT, "target": target.digest(), "tokens": store.manifest.digest, "length": store.length,
         }  # fmt: skip
@@ -113,7 +115,7 @@ class StatesCache:
         missing = [i for i, number in enumerate(batch.windows) if not self._is_whole(batch.split, number)]
         if missing:
             self._compute(batch.part(missing))
-        read = {part.name: self._read(batch, part) for part in self.parts if self._is_read(part.name)}
+        read = {part.name: self._read(batch, part) for part in self.read_parts}
         target, reads = self.target, self.reads
         found = TargetStates(final=read["final"])
         with torch.no_grad():
@@ -124,10 +126,6 @@ class StatesCache:
         if reads.top_k:
             found.top_ids, found.top_log_probs = read[f"top-{reads.top_k}.ids"], read[f"top-{reads.top_k}.log"]
         return found
-
-    def _is_read(self, name: str) -> bool:
-        wanted = {*self.reads.exits, *((self.target.num_layers - 1,) if self.reads.stem else ())}
-        return not name.startswith("layer-") or int(name.removeprefix("layer-")) in wanted
 
     def _read(self, batch: Batch, part: _Part) -> torch.Tensor:
         values = torch.from_numpy(self._files[batch.split, part.name][0][list(batch.windows)]).flatten(0, 1)
