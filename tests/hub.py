@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -152,3 +153,7 @@ def use(hub: Hub, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    # vLLM keeps a client with the endpoint of its first use, and lists of files.
+    if vllm := sys.modules.get("vllm.transformers_utils.repo_utils"):
+        monkeypatch.setattr(vllm, "_hf_api", None)
+        vllm.list_repo_files.cache_clear()

@@ -104,7 +104,16 @@ def digest(symbol: str) -> str:
         found = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
+    if inspect.isfunction(found) and (source := _source_in_module(symbol)):
+        return digest_of_code(ast.Module([source], []))
     return digest_of(found)
+
+
+def _source_in_module(symbol: str) -> ast.FunctionDef | None:
+    """A module's own function of that name: vLLM's CPU worker replaces some when it is imported."""
+    module, _, name = symbol.partition(":")
+    tree = ast.parse(inspect.getsource(importlib.import_module(module)))
+    return next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
 
 
 def digest_of(found: Any) -> str:
@@ -116,14 +125,22 @@ def digest_of(found: Any) -> str:
         except (TypeError, ValueError):
             text = str(fields)
     elif inspect.isfunction(found):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(found)))
-        for node in ast.walk(tree):
-            body = getattr(node, "body", None)
-            if isinstance(body, list) and body and _is_docstring(body[0]):
-                del body[0]
-        text = ast.dump(tree)
+        return digest_of_code(ast.parse(textwrap.dedent(inspect.getsource(found))))
     else:
         text = type(found).__name__
+    return _hash(text)
+
+
+def digest_of_code(code: ast.Module) -> str:
+    """Of code without its docstrings."""
+    for node in ast.walk(code):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and _is_docstring(body[0]):
+            del body[0]
+    return _hash(ast.dump(code))
+
+
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
