@@ -22,14 +22,16 @@ from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.loop import train
 
-T3: dict[str, Any] = {"tokens": 3, "num_speculative_tokens": 2}
+# The papers' loss; our default is the target's own distribution (t3-distilled).
+T3: dict[str, Any] = {"tokens": 3, "num_speculative_tokens": 2, "distillation": 0.0}
 FULL = {**T3, "recipe": "full", "start": "random", "precision": "float32"}
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "transform-kl": ("early", {}),  # ParaDecode, section 2.1
     "classifier-ce": ("early", {"head": "classifier", "loss": "ce"}),  # PPD, Table 4: the "Y" rows
-    "t2": ("dynamo", {"tokens": 2, "num_speculative_tokens": 1}),
+    "t2": ("dynamo", {**T3, "tokens": 2, "num_speculative_tokens": 1}),
     "t3": ("dynamo", T3),  # heads alone, as DynaMo's Table 10 has "-H"
-    "t4": ("dynamo", {"tokens": 4, "num_speculative_tokens": 3}),
+    "t3-distilled": ("dynamo", {**T3, "distillation": 1.0}),
+    "t4": ("dynamo", {**T3, "tokens": 4, "num_speculative_tokens": 3}),
     "t3-random": ("dynamo", {**T3, "start": "random"}),
     "t3-full": ("dynamo", FULL),  # DynaMo, A.1: three rates
     # The base model as plain CLM training moves it, as Pythia+ of Table 10; its heads follow it.

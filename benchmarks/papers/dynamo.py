@@ -118,6 +118,8 @@ def recipe_of(folder: str) -> str:
     except HeadsError:
         return ""
     said = ["H"] if options.get("recipe") == "heads" else []
+    if options.get("distillation"):
+        said.append("distilled")
     if options.get("start") == "copy":
         low = DynaMoOptions.model_fields["base_learning_rate"].default
         rate, base = options.get("learning_rate"), options.get("base_learning_rate", low)

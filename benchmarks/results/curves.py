@@ -88,7 +88,8 @@ def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
             first = int(held_out.get("first_position", 1))  # 2 where the head has a condition
             yield from ((name, f"position {i}", float(number)) for i, number in enumerate(value, start=first))
         elif name.startswith("head "):  # DynaMo: by token head
-            yield "nats", name.removesuffix(" nats"), float(value)
+            head, measure = name.rsplit(" ", 1)
+            yield measure, head, float(value)
         else:
             yield name, "", float(value)
 

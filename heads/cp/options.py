@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.options import DistillationOptions
 
 
-class CPOptions(TrainingOptions):
+class CPOptions(DistillationOptions):
     """`ppd train cp`: a CP head of rank r, the target frozen ("head-only" in the paper)."""
 
     kind: ClassVar[str] = "cp"
@@ -28,13 +28,6 @@ class CPOptions(TrainingOptions):
     )
     factorised: bool = Field(True, description="W = E* T; otherwise whole V x E matrices, as the paper measured")
     balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
-    distillation: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="weight of the target's own next-token probabilities; the rest is the text's (eq. 9)",
-    )
-    distillation_top_k: int = Field(16, ge=1, le=256, description="of the target's likeliest tokens, at each position")
     start: Literal["ridge", "identity"] = Field(
         "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
     )

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.options import DistillationOptions
 
 
-class DynaMoOptions(TrainingOptions):
+class DynaMoOptions(DistillationOptions):
     """`ppd train dynamo`: token heads of one decoder layer each, and co-occurrence masks of the same data."""
 
     kind: ClassVar[str] = "dynamo"

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo: modified CLM (eq. 1) for the token heads; the base model frozen, or trained along as in the paper (A.1)."""
+"""DynaMo: modified CLM (eq. 1) for the token heads; the base model frozen, or trained along as in the paper (A.1).
+
+Beside the text's tokens, or in their place, each head learns the target's own distribution at the token that it drafts.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.options import DynaMoOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.states import Reads
-from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.heads.training.vocabulary_sample import Vocabulary, VocabularySample
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
@@ -63,7 +66,7 @@ class DynaMoRecipe(Recipe):
 
     @property
     def reads(self) -> Reads:
-        return Reads(stem=True)
+        return Reads(stem=True, top_k=self.options.distillation_top_k if self.options.distillation else 0)
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
         if self.options.vocabulary_sample:
@@ -99,22 +102,47 @@ class DynaMoRecipe(Recipe):
             following = following[rows, -1]
             if token == 1:
                 nll = -self._first(states.final[rows], following)
+                loss = nll
             else:
                 hidden = functional_call(target.norm, norm, (self.heads(token, args, kwargs),)).flatten(0, 1)
-                nll = -self._later(hidden[rows], following, batch)
+                # Token t + i is sampled from the state i - 1 rows on.
+                nll, distilled = self._later(hidden[rows], following, states, rows + token - 1, batch)
+                loss = nll if distilled is None else torch.lerp(nll, distilled, options.distillation)
+                if distilled is not None:
+                    counts[f"distilled.{token}"] = distilled.detach().sum()
             if token > 1 or self.full:
-                total = total + nll.mean()
+                total = total + loss.mean()
             counts[f"nll.{token}"] = nll.detach().sum()
             counts[f"rows.{token}"] = torch.tensor(len(rows), device=nll.device)
         return total, counts
 
-    def _later(self, hidden: torch.Tensor, tokens: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Log-probabilities of heads 2 to n, in training over a sample of the vocabulary if asked: [rows]."""
-        target = self.target
-        read = Vocabulary(target.unembedding.detach(), target.bias)
+    def _later(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, states: TargetStates, at: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Losses of heads 2 to n, in training over a sample of the vocabulary if asked.
+
+        Args:
+            hidden: [rows, hidden] of a head, normed.
+            tokens: [rows] the text's.
+            states: of the target.
+            at: [rows] where the target predicts these tokens.
+            batch: the windows.
+
+        Returns:
+            (-log q of the text's tokens [rows], cross-entropy to the target's likeliest tokens [rows], if distilled).
+        """
+        read = Vocabulary(self.target.unembedding.detach(), self.target.bias)
         if self.sample is not None and self.training:
             read = self.sample.draw(*read[:2], batch.input_ids)
-        return token_log_probs(hidden, read.place(tokens), read.unembedding, read.bias)
+        asked = tokens[:, None]
+        if states.top_ids is not None:
+            asked = torch.cat([asked, states.top_ids[at]], dim=1)
+        placed = read.place(asked)
+        found = token_log_probs(hidden, placed.clamp(min=0), read.unembedding, read.bias)
+        if states.top_log_probs is None:
+            return -found[:, 0], None
+        teacher = read.weighted(placed[:, 1:], states.top_log_probs[at].exp())
+        return -found[:, 0], -(teacher * found[:, 1:]).sum(1)
 
     def _first(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Head 1; in the full recipe the unembedding learns, so its logits stay in the graph."""
@@ -125,10 +153,12 @@ class DynaMoRecipe(Recipe):
         return -nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        return {
-            f"head {token} nats": round(counts[f"nll.{token}"] / counts[f"rows.{token}"], 4)
-            for token in range(1, self.options.tokens + 1)
-        }
+        def mean(name: str, token: int) -> float:
+            return round(counts[f"{name}.{token}"] / counts[f"rows.{token}"], 4)
+
+        heads = range(1, self.options.tokens + 1)
+        distilled = {f"head {i} distilled_nats": mean("distilled", i) for i in heads if f"distilled.{i}" in counts}
+        return {f"head {i} nats": mean("nll", i) for i in heads} | distilled
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options, target = self.options, self.target

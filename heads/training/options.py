@@ -90,3 +90,15 @@ class TrainingOptions(BaseModel):
         # The windows of later epochs lie elsewhere without a cache.
         cached = {"states_cache": self.states_cache is not None}
         return {"kind": self.kind} | self.model_dump(mode="json", exclude=free) | cached
+
+
+class DistillationOptions(TrainingOptions):
+    """What heads share that learn the target's own distribution, beside the text's tokens or in their place."""
+
+    distillation: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="weight of the target's own next-token probabilities in the loss; the rest is the text's",
+    )
+    distillation_top_k: int = Field(16, ge=1, le=256, description="of the target's likeliest tokens, at each position")

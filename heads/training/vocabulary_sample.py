@@ -21,10 +21,18 @@ class Vocabulary(NamedTuple):
     unembedding: torch.Tensor  # [tokens, hidden]
     bias: torch.Tensor | None  # [tokens]: the LM head's own, and the logarithm of each token's weight
     columns: torch.Tensor | None = None  # [vocabulary] int64: where a token stands, -1 outside (None: all, in order)
+    weights: torch.Tensor | None = None  # [tokens] float32: how many tokens each one stands for (None: itself)
 
     def place(self, tokens: torch.Tensor) -> torch.Tensor:
         """The columns of tokens of the batch."""
         return tokens if self.columns is None else self.columns[tokens]
+
+    def weighted(self, placed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Values of tokens at their columns `placed`, as of all that each stands for; 0 outside (-1).
+
+        A sum of them over a row's tokens is an unbiased estimate of the sum over the vocabulary.
+        """
+        return values if self.weights is None else values * self.weights[placed.clamp(min=0)] * (placed >= 0)
 
 
 class VocabularySample:
@@ -55,8 +63,9 @@ class VocabularySample:
         if drawn == len(others):
             return Vocabulary(unembedding, bias)
         chosen = others[torch.randperm(len(others), device=others.device)[:drawn]]
-        shift = torch.zeros(self.vocab_size, device=tokens.device)
-        shift[chosen] = torch.log(torch.tensor(len(others) / drawn))
+        weights = torch.ones(self.vocab_size, device=tokens.device)
+        weights[chosen] = len(others) / drawn
         ids = torch.cat([certain.nonzero().squeeze(1), chosen]).sort().values
-        shifts = shift[ids] if bias is None else shift[ids] + bias[ids].float()
-        return Vocabulary(unembedding[ids], shifts.to(unembedding.dtype), columns(ids, self.vocab_size))
+        weights = weights[ids]
+        shifts = weights.log() if bias is None else weights.log() + bias[ids].float()
+        return Vocabulary(unembedding[ids], shifts.to(unembedding.dtype), columns(ids, self.vocab_size), weights)

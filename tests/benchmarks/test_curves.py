@@ -84,14 +84,14 @@ def test_what_is_drawn_of_each_kind() -> None:
                "share_of_experts": [0.5, 0.5], "first_position": 1},
         "cp, condition": {"joint_nats": 3.0, "conditional_nats_by_position": [3.0], "first_position": 2},
         "early": {"exit 3": {"kl_nats": 1.0, "match": 0.3}},
-        "dynamo": {"head 1 nats": 2.0, "head 2 nats": 3.0},
+        "dynamo": {"head 1 nats": 2.0, "head 2 nats": 3.0, "head 2 distilled_nats": 2.5},
     }  # fmt: skip
     expected = {
         "cp": {("joint_nats", ""), ("conditional_nats_by_position", "position 1"),
                ("conditional_nats_by_position", "position 2")},
         "cp, condition": {("joint_nats", ""), ("conditional_nats_by_position", "position 2")},
         "early": {("kl_nats", "exit 3"), ("match", "exit 3")},
-        "dynamo": {("nats", "head 1"), ("nats", "head 2")},
+        "dynamo": {("nats", "head 1"), ("nats", "head 2"), ("distilled_nats", "head 2")},
     }  # fmt: skip
     for kind, figures in held_out.items():
         points = [Point(step=step, tokens=100 * step, held_out=figures) for step in (0, 1, 2)]

@@ -103,8 +103,11 @@ def test_letters_of_recipes(tmp_path: Path) -> None:
     folder = DEMO.parent / "heads" / "dynamo"
     assert recipe_of(str(folder)) == " (H, copied)"
     provenance = json.loads((folder / "provenance.json").read_text())
-    for changes, letters in (({"learning_rate": 1e-5}, " (H, C)"), ({"start": "random"}, " (H)"),
-                             ({"recipe": "full", "start": "random"}, "")):  # fmt: skip
+    for changes, letters in (
+        ({"learning_rate": 1e-5}, " (H, C)"), ({"start": "random"}, " (H)"),
+        ({"distillation": 1.0, "start": "random"}, " (H, distilled)"),
+        ({"recipe": "full", "start": "random"}, ""),
+    ):  # fmt: skip
         changed = {**provenance, "options": {**provenance["options"], **changes}}
         (tmp_path / "provenance.json").write_text(json.dumps(changed))
         assert recipe_of(str(tmp_path)) == letters
