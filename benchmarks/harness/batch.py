@@ -31,7 +31,12 @@ class Parts(Timers):
 
 
 def decode_batch(
-    engine: Engine, prompts: list[list[int]], new_tokens: int, temperature: float, parts: Parts
+    engine: Engine,
+    prompts: list[list[int]],
+    new_tokens: int,
+    temperature: float,
+    parts: Parts,
+    top_p: float = 1.0,
 ) -> dict[str, Any]:
     """Generate new_tokens after each prompt, and time the steps in which all of them decode.
 
@@ -47,7 +52,7 @@ def decode_batch(
     before, ours = engine.counts.copy(), totals()
     ids: dict[str, list[int]] = {str(index): [] for index in range(len(prompts))}
     for name, prompt in zip(ids, prompts, strict=True):
-        engine.add(name, prompt, new_tokens, temperature)
+        engine.add(name, prompt, new_tokens, temperature, top_p)
     steps: list[float] = []
     tokens = 0
     opened = closed = parts.now()

@@ -68,14 +68,14 @@ class Engine:
 
         scheduler.make_spec_decoding_stats = counted
 
-    def add(self, name: str, prompt: list[int], tokens: int, temperature: float) -> str:
+    def add(self, name: str, prompt: list[int], tokens: int, temperature: float, top_p: float = 1.0) -> str:
         """Send a request for so many tokens; returns the engine's name for it."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
+            temperature=temperature, top_p=top_p if temperature else 1.0, max_tokens=tokens, ignore_eos=True,
+            detokenize=False, output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
         found: str = self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return found

@@ -50,13 +50,13 @@ class EngineProcess:
         theirs.close()
         self.facts: dict[str, Any] = self._receive()
 
-    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float) -> dict[str, Any]:
+    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
         """Decode the prompts as one batch; as decode_batch.
 
         Raises:
             BenchError: if the engine fails.
         """
-        self.pipe.send((prompts, new_tokens, temperature))
+        self.pipe.send((prompts, new_tokens, temperature, top_p))
         return self._receive()
 
     def _receive(self) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], lo
         parts = Parts(engine.worker)
         pipe.send(engine.facts)
         while True:
-            prompts, new_tokens, temperature = pipe.recv()
-            pipe.send(decode_batch(engine, prompts, new_tokens, temperature, parts))
+            prompts, new_tokens, temperature, top_p = pipe.recv()
+            pipe.send(decode_batch(engine, prompts, new_tokens, temperature, parts, top_p))
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:

@@ -57,6 +57,7 @@ class AcceptanceOptions(DecodeOptions):
 
     drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
     temperatures: tuple[float, ...] = Field((0.0, 0.8), description="measure at each of these")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
     new_tokens: int = Field(64, ge=8, description="tokens each request generates")
     prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
     prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
@@ -67,7 +68,8 @@ class AcceptanceOptions(DecodeOptions):
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        return {**super().engine_arguments, "max_num_batched_tokens": 4096, **json.loads(self.engine)}
+        own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
+        return {**super().engine_arguments, **own, **json.loads(self.engine)}
 
 
 def run(options: AcceptanceOptions) -> str:
@@ -120,7 +122,8 @@ def _measure(
     contender: Contender, options: AcceptanceOptions, runs: list[Results], parts: list[list[list[int]]], progress: Any
 ) -> None:
     """The parts that no run has yet, of every temperature."""
-    everything = [(results, part) for results in runs for part in range(len(parts))]
+    # Every temperature of a part in a row: the second finds the prompts' KV in the prefix cache.
+    everything = [(results, part) for part in range(len(parts)) for results in runs]
     missing = [(results, part) for results, part in everything if _turn(results, contender.name, part) is None]
     progress.update(len(everything) - len(missing))
     if not missing:
@@ -142,7 +145,7 @@ def _measure(
         try:
             for results, part in missing:
                 temperature = float(results.run["options"]["temperature"])
-                turn = engine.turn(parts[part], options.new_tokens, temperature)
+                turn = engine.turn(parts[part], options.new_tokens, temperature, options.top_p)
                 ids = turn.pop("token_ids")
                 kept = {name: turn[name] for name in ("drafts", "draft_tokens", "accepted_tokens")}
                 steps = len(ids) * (options.new_tokens - 1) - turn["accepted_tokens"]
@@ -185,9 +188,10 @@ def table(results: Measured) -> str:
             f"{1 + sums['accepted_tokens'] / sums['drafts']:.3f}" if sums["drafts"] else "-",
             f"{sums['repeated_4_grams'] / max(sums['all_4_grams'], 1):.3f}",
         ])  # fmt: skip
+    top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options["top_p"] < 1 else ""
     about = (
         f"{options['model']}, {options['dtype']}, {run['task']} ({run['prompts']} prompts, {run['left_out']} longer "
-        f"ones left out), {options['new_tokens']} tokens, temperature {options['temperature']:g}, "
+        f"ones left out), {options['new_tokens']} tokens, temperature {options['temperature']:g}{top_p}, "
         f"{options['drafts']} drafts in every step; {run['machine']}"
     )
     lines = [about, "", markdown(COLUMNS, rows), *(f"left out: {reason}" for reason in run["failures"].values())]

@@ -32,7 +32,7 @@ class Engine:
         if contender.name == "broken":
             raise BenchError("broken: does not start")
 
-    def turn(self, prompts: list[list[int]], tokens: int, temperature: float) -> dict[str, Any]:
+    def turn(self, prompts: list[list[int]], tokens: int, temperature: float, top_p: float) -> dict[str, Any]:
         if Engine.turns >= Engine.stop_after:
             raise KeyboardInterrupt
         Engine.turns += 1

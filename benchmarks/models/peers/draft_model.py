@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_ppd.benchmarks.models.peers.target import Peer, Target
+from vllm_ppd.benchmarks.models.peers.target import Peer
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
 
 LAYERS, HIDDEN = 2, 128
 
@@ -36,15 +38,15 @@ class DraftModel(Peer):
     def matrices(self) -> list[nn.Parameter]:
         return [p for p in self.model.model.layers.parameters() if p.dim() == 2]
 
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+    def loss(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            wanted = self.target[0].logits(self.target[0].hidden(ids)).float().softmax(-1)
-        logits = self.model(input_ids=ids).logits.float()
-        return functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+            wanted = self.logits(hidden).float().softmax(-1)
+        predicted = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.float()
+        return functional.cross_entropy(predicted.flatten(0, 1), wanted.flatten(0, 1))
 
-    def held_out(self, ids: torch.Tensor) -> dict[str, float]:
-        said, meant = (model(input_ids=ids).logits.argmax(-1) for model in (self.model, self.target[0].model))
-        return {"the target's token": float((said == meant).float().mean())}
+    def held_out(self, batch: Batch, hidden: torch.Tensor) -> dict[str, float]:
+        said = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits.argmax(-1)
+        return {"the target's token": float((said == self.logits(hidden).argmax(-1)).float().mean())}
 
     def config(self) -> dict[str, Any]:
         return self.model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}

@@ -1,72 +1,135 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What peers are trained on: the frozen demo model, and the corpus that our heads were trained on."""
+"""What peers are trained on: a frozen target, and the demo's corpus or the data that our heads were trained on."""
 
 from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ppd.benchmarks.models.corpus import split
-from vllm_ppd.benchmarks.models.training import spaced
+from vllm_ppd.benchmarks.models.training import spaced, window
+from vllm_ppd.heads.training.order import Order
+from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch, TokenStore
 
-WINDOW = 512  # tokens
+WINDOW = 512  # tokens, of the corpus
 HELD_OUT = 32  # windows
 
 
-class Target:
-    """The frozen target, with as much of the corpus in its tokens as a training needs."""
+class Source(ABC):
+    """Windows of tokens to train on, and the target's states of them."""
 
-    def __init__(self, model: Path, training_tokens: int, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False).eval()
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        self.config = self.model.config
-        self.unembedding: torch.Tensor = self.model.get_output_embeddings().weight
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    @abstractmethod
+    def training(self, step: int) -> Batch:
+        """The windows of a step."""
+
+    @abstractmethod
+    def held_out(self) -> Batch:
+        """Evenly spaced windows that are not trained on."""
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> torch.Tensor:
+        """After the final norm, which is what vLLM hands to a drafter: [windows, length, hidden]."""
+        return read_target(self.target, batch, Reads()).final.view(*batch.input_ids.shape, -1)
+
+
+class Corpus(Source):
+    """The demo's corpus: the first documents of a shuffle that have as many tokens as a training needs."""
+
+    def __init__(self, target: Target, steps: int, count: int, seed: int) -> None:
+        super().__init__(target)
+        self.count, self.seed = count, seed
         training, validation = split()
         random.Random(seed).shuffle(training)
-        self.training = self._encode(training, training_tokens)
-        self.validation = self._encode(validation, 4 * HELD_OUT * WINDOW)
+        self._training = self._encode(training, steps * count * WINDOW)
+        self._validation = self._encode(validation, 4 * HELD_OUT * WINDOW)
+
+    def training(self, step: int) -> Batch:
+        return self._batch(window(self._training, step, self.count, WINDOW, self.seed))
+
+    def held_out(self) -> Batch:
+        return self._batch(spaced(self._validation, HELD_OUT, WINDOW))
+
+    @staticmethod
+    def _batch(ids: torch.Tensor) -> Batch:
+        return Batch(ids, torch.arange(ids.shape[1]).expand(ids.shape))
 
     def _encode(self, texts: list[str], wanted: int) -> torch.Tensor:
-        """The first documents that have so many tokens together."""
+        tokenizer = self.target.tokenizer
         ids: list[int] = []
         for text in texts:
-            ids += [*self.tokenizer(text, verbose=False)["input_ids"], self.tokenizer.eos_token_id]
+            ids += [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
             if len(ids) >= max(wanted, 2 * WINDOW):
                 break
         return torch.tensor(ids)
 
+
+class Given(Source):
+    """Files as `ppd train` reads them, in its windows and order, with its cache of states where there is one."""
+
+    def __init__(
+        self, target: Target, files: Sequence[Path], folder: Path, cache: Path | None, count: int, seed: int
+    ) -> None:
+        super().__init__(target)
+        self.store = TokenStore(folder, files, target.tokenizer, target.vocab_size, 0.02, 1024)
+        self.order = Order(self.store, seed, count, one_grid=True)
+        self.steps = self.store.num_windows() // count
+        self.cache = None if cache is None else StatesCache(cache, target, self.store, Reads(), (), 20_000_000_000)
+
+    def training(self, step: int) -> Batch:
+        return next(self.order.batches(step, 1))
+
+    def held_out(self) -> Batch:
+        windows = self.store.num_windows("held_out")
+        return self.store.batch("held_out", [i * windows // HELD_OUT for i in range(min(HELD_OUT, windows))])
+
     @torch.no_grad()
-    def hidden(self, ids: torch.Tensor) -> torch.Tensor:
-        """States after the final norm, which is what vLLM hands to a drafter: [rows, tokens, d]."""
-        states: torch.Tensor = self.model.model(input_ids=ids).last_hidden_state
-        return states
-
-    def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """[..., V] of states [..., d]."""
-        return functional.linear(states, self.unembedding)
-
-    def held_out(self) -> torch.Tensor:
-        """Evenly spaced windows of held-out tokens: [HELD_OUT, WINDOW]."""
-        return spaced(self.validation, HELD_OUT, WINDOW)
+    def states(self, batch: Batch) -> torch.Tensor:
+        if self.cache is None:
+            return super().states(batch)
+        return self.cache.states(batch).final.view(*batch.input_ids.shape, -1)
 
 
 class Peer(ABC, nn.Module):
-    """What is trained beside a target."""
+    """What is trained beside a target.
+
+    Args:
+        target: frozen.
+        share: of a window's positions, those whose loss over the vocabulary is computed.
+    """
 
     learning_rate = 1e-3
     by_muon = True  # its matrices
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, share: float = 1.0) -> None:
         super().__init__()
-        self.target = (target,)  # no module of this one
+        self.outside, self.share = (target,), share  # no module of this one
+
+    @property
+    def target(self) -> Target:
+        return self.outside[0]
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's [..., V] of states [..., hidden]."""
+        return functional.linear(states, self.target.unembedding.to(states.dtype))
+
+    def chosen(self, known: torch.Tensor) -> torch.Tensor:
+        """Of the known positions [rows, tokens] bool a share, all of them in evaluation: [chosen] of the flat ones."""
+        rows = known.flatten().nonzero().squeeze(1)
+        if self.training and self.share < 1:
+            rows = rows[torch.randperm(len(rows))[: max(1, round(self.share * len(rows)))]]
+        return rows
 
     @property
     def matrices(self) -> list[nn.Parameter]:
@@ -74,12 +137,12 @@ class Peer(ABC, nn.Module):
         return [p for p in self.parameters() if p.dim() == 2] if self.by_muon else []
 
     @abstractmethod
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of windows [rows, tokens]."""
+    def loss(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """Of windows and the target's states of them [windows, length, hidden]."""
 
     @abstractmethod
-    def held_out(self, ids: torch.Tensor) -> dict[str, float]:
-        """How often it is right on windows [rows, tokens], by what."""
+    def held_out(self, batch: Batch, hidden: torch.Tensor) -> dict[str, float]:
+        """How often it is right on windows, by what."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
