@@ -6,7 +6,7 @@ from __future__ import annotations
 _LOOP = "--model build/inflated100/model --heads build/inflated100/heads/* --data build/corpus/validation.jsonl"
 _RESULTS = "benchmarks/results"
 _COMMANDS = {
-    "closed_loop": f"ppd bench closed-loop {_LOOP} --steps 16 --rounds 6",
+    "closed_loop": f"ppd bench closed-loop {_LOOP} --plain none --steps 12 --warm-up 48 --rounds 2",
     "open_loop": f"ppd bench open-loop {_LOOP} --requests 24",
     "plan_check": f"decode.plan_check {_RESULTS}/plan_check.turns.json",
     "step_breakdown_early": "decode.step_breakdown --methods early --batch 1 8 --turns 6",

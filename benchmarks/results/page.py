@@ -39,8 +39,8 @@ NOTES = {
     "closed_loop": (
         "Where drafts do not pay, an engine with heads is slower than vLLM alone by its host's work in a step "
         "without drafts and by its exploration. Both weigh most on a small model whose heads hardly pay, as here."
-        " Four processes were measured, with commands that differ in rounds and cells; the command is that of the"
-        " present edition."
+        " Two processes were measured: temperature 1 at batches of 2 and more had other work beside it, which the"
+        " engines of vLLM alone show."
     ),
     "open_loop": (
         "At four requests a second requests begin to queue, and a small difference in computing time becomes a "
