@@ -7,7 +7,7 @@ One engine at a time. Each part of the prompts is kept as soon as it is decoded;
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +20,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.batch import repeats
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
-from vllm_ppd.benchmarks.harness.estimates import ratio
+from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio
 from vllm_ppd.benchmarks.harness.options import Dtype
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
@@ -166,21 +166,51 @@ def _turn(results: Measured, name: str, part: int) -> Turn | None:
     return next((turn for turn in turns if turn["contender"] == name and turn["part"] == part), None)
 
 
+def _turns(results: Measured) -> Iterator[tuple[str, list[Turn]]]:
+    """What each contender decoded, those left out that decoded nothing."""
+    count = -(-results.run["prompts"] // results.run["options"]["batch_sizes"][0])
+    for name in results.contenders:
+        turns = [turn for part in range(count) if (turn := _turn(results, name, part)) is not None]
+        if turns:
+            yield name, turns
+
+
+def _accepted(turns: list[Turn], generator: np.random.Generator) -> Estimate:
+    """Drafts accepted a step."""
+    above, below = (np.array([turn[key] for turn in turns]) for key in ("accepted_tokens", "steps"))
+    return ratio(above, below, generator)
+
+
+def headline(found: Sequence[Measured]) -> str:
+    """Markdown: accepted drafts a step by temperature, and predicted speed-ups, a row a contender that drafts."""
+    generator = np.random.default_rng(0)
+    predicted = {row[0]: row[1:] for row in found[-1].run.get("predicted") or ()}
+    cells: dict[str, list[str]] = {}
+    header = ["drafts from"]
+    for one in found:
+        temperature = one.run["options"]["temperature"]
+        header.append(f"accepted, T {temperature:g}" if temperature else "accepted, greedy")
+        for name, turns in _turns(one):
+            if name != BASE:
+                accepted = _accepted(turns, generator)
+                cells.setdefault(name, []).append(f"{accepted.value:.2f} ({accepted.interval})")
+    for name, row in cells.items():
+        folder = Path((found[-1].contenders[name]["speculative_config"] or {}).get("model", "")).name
+        row += predicted.get(folder, ["-"] * len(MACHINES))
+    header += [f"predicted, {name}" for name in MACHINES]
+    return markdown(header, [[name, *row] for name, row in cells.items()])
+
+
 def table(results: Measured) -> str:
     """Markdown: a row a contender."""
     run = results.run
     options, generator = run["options"], np.random.default_rng(0)
-    count = -(-run["prompts"] // options["batch_sizes"][0])
     rows = []
-    for name in results.contenders:
-        turns = [turn for part in range(count) if (turn := _turn(results, name, part)) is not None]
-        if not turns:
-            continue
+    for name, turns in _turns(results):
         sums = {key: sum(turn[key] for turn in turns) for key in turns[0] if isinstance(turns[0][key], int)}
         differ = sum(len(turn.get("differ", ())) for turn in turns)
         same = "-" if options["temperature"] else f"{sums['prompts'] - differ} of {sums['prompts']}"
-        above, below = (np.array([turn[key] for turn in turns]) for key in ("accepted_tokens", "steps"))
-        accepted = ratio(above, below, generator)
+        accepted = _accepted(turns, generator)
         rows.append([
             name, sums["prompts"], same, f"{accepted.value:.3f} ({accepted.interval})",
             f"{sums['draft_tokens'] / sums['steps']:.3f}",

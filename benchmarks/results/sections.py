@@ -52,8 +52,9 @@ def all_sections(folder: Path) -> list[Section]:
 
 def headlines(folder: Path) -> dict[str, str]:
     """Tables that are of no file as a whole, by the name that a document asks for them by."""
-    path = folder / "decode.json"
-    return {"decode_headline": decode_table.headline(stored(path))} if path.exists() else {}
+    known = {"decode": decode_table.headline, "acceptance": acceptance.headline}
+    files = {name: folder / f"{name}.json" for name in known}
+    return {f"{name}_headline": known[name](stored(path)) for name, path in files.items() if path.exists()}
 
 
 def whose(measured: Measured, name: str) -> str:

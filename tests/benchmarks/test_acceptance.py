@@ -16,7 +16,7 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import stored
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers import acceptance
-from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, fixed, report, run
+from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, fixed, headline, report, run
 
 TOKENS = 9
 
@@ -70,6 +70,13 @@ def test_table(options: Callable[..., AcceptanceOptions]) -> None:
     assert [row[2] for row in sampled[1:3]] == ["-", "-"]
     assert "broken: does not start" in text and "Predictions" not in text  # without heads there are none
     assert report(stored(Path(options().out))) == text
+    found = stored(Path(options().out))
+    found[-1].run["predicted"] = [["heads", "1.5 (n 3)", "2 (n 2)"]]
+    header, *rows = cells_of(headline(found))
+    assert header == ["drafts from", "accepted, greedy", "accepted, T 0.8", "predicted, H100", "predicted, L4"]
+    assert rows == [["ngram", "1.00 (1.000-1.000)", "1.00 (1.000-1.000)", "-", "-"]]
+    found[-1].contenders["ngram"]["speculative_config"] = {"model": "somewhere/heads"}
+    assert cells_of(headline(found))[1][-2:] == ["1.5 (n 3)", "2 (n 2)"]
 
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
