@@ -30,6 +30,7 @@ from vllm_ppd.heads.training.provenance import provenance
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 END = "<|endoftext|>"
 CONTEXT = 1024
+HEAD = 32  # size of an attention head; three share keys and values
 CHECKPOINT_EVERY = 200  # steps
 
 
@@ -48,11 +49,12 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def build_config(tokenizer: PreTrainedTokenizerFast, layers: int = 12, hidden: int = 192) -> LlamaConfig:
     """12 layers, so that exits mean something; 4.6M parameters, so that it lives in a repository."""
     return LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=192, intermediate_size=384, num_hidden_layers=12,
-        num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=CONTEXT,
+        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // HEAD, num_key_value_heads=hidden // (3 * HEAD), head_dim=HEAD,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
 
@@ -77,7 +79,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DEMO / "model")
     parser.add_argument("--vocabulary", type=int, default=4096, help="tokens of the BPE; 257 leaves bytes alone")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=192, help=f"a multiple of {3 * HEAD}")
+    parser.add_argument("--steps", type=int, default=2400, help="0 writes the model untrained")
     parser.add_argument("--batch", type=int, default=4, help="windows of 1024 tokens a step")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak rate of AdamW: embeddings and norms")
     parser.add_argument("--muon-lr", type=float, default=0.02, help="peak rate of Muon: the layers' matrices")
@@ -88,7 +92,7 @@ def main() -> None:
     train_texts, validation_texts = split()
     tokenizer = build_tokenizer(train_texts, args.vocabulary)
     train_ids, validation_ids = encode(tokenizer, train_texts), encode(tokenizer, validation_texts)
-    model: Any = LlamaForCausalLM(build_config(tokenizer))
+    model: Any = LlamaForCausalLM(build_config(tokenizer, args.layers, args.hidden))
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{len(train_ids):,} training tokens, {len(validation_ids):,} validation tokens, {parameters:,} parameters")
 

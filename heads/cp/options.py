@@ -11,7 +11,7 @@ from vllm_ppd.heads.training.options import DistillationOptions
 
 
 class CPOptions(DistillationOptions):
-    """`ppd train cp`: a CP head of rank r, the target frozen ("head-only" in the paper)."""
+    """`ppd train cp`: a CP head of rank r, the target frozen ("head-only" in the paper) or trained along."""
 
     kind: ClassVar[str] = "cp"
 
@@ -31,6 +31,13 @@ class CPOptions(DistillationOptions):
     start: Literal["ridge", "identity"] = Field(
         "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
     )
+    recipe: Literal["heads", "full"] = Field(
+        "heads", description="train the head alone, or the base model with it (section 3.1; writes OUT/base)"
+    )
+    base_learning_rate: float = Field(1e-4, ge=0, description="peak rate of the base model, full recipe")
+    base_start: Literal["trained", "random"] = Field(
+        "trained", description="weights of the base model, full recipe: as given, or random (the paper: from scratch)"
+    )
     train_vocab_size: int = Field(
         0,
         ge=0,
@@ -44,6 +51,10 @@ class CPOptions(DistillationOptions):
             raise ValueError("whole classifiers have no condition; add --condition none to --no-factorised")
         if not self.factorised and self.train_vocab_size:
             raise ValueError("whole classifiers are trained over the whole vocabulary; omit --train-vocab-size")
+        if self.recipe == "full" and self.train_vocab_size:
+            raise ValueError("the full recipe trains the whole LM head; omit --train-vocab-size")
+        if self.base_start == "random" and (self.recipe, self.start) != ("full", "identity"):
+            raise ValueError("a random base model is trained along; add --recipe full --start identity")
         if self.condition == "chain" and self.positions < 3:
             raise ValueError("condition chain reads the draft before: it needs 3 positions; use --condition token")
         return self

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP heads: joint likelihood of the next n tokens (eq. 9) and balance of the experts (eq. 10), target frozen.
+"""CP heads: joint likelihood of the next n tokens (eq. 9) and balance of the experts (eq. 10).
 
+The target is frozen, or trained along: from its weights or from scratch, beside its own next-token loss.
 Beside the text's tokens, or in their place, the mixture at each position learns the target's own distribution there.
 """
 
@@ -28,7 +29,11 @@ from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 
 class CPRecipe(Recipe):
-    """Head-only training: the served model's own LM head stays its first-token distribution."""
+    """The served model's own LM head stays the first token's distribution, also where the full recipe trains it.
+
+    As the CP loss takes LM heads for constants, the full recipe's learns from the next token alone, as the paper's
+    first head would: the others pull on the states that all share.
+    """
 
     def __init__(self, options: CPOptions, target: Target) -> None:
         super().__init__(options, target)
@@ -42,6 +47,10 @@ class CPRecipe(Recipe):
             raise TrainingError(
                 f"--train-vocab-size {options.train_vocab_size} is over the model's {target.vocab_size} tokens"
             )
+        self.full = options.recipe == "full"
+        if options.base_start == "random":
+            target.forget(options.seed)
+        self.base = target.model if self.full else None
         self.head = CPHead(
             target.hidden_size,
             options.positions,
@@ -119,6 +128,8 @@ class CPRecipe(Recipe):
         groups = [{"params": [p for p in self.head.parameters() if id(p) not in known], "peak": learning_rate}]
         if reading:
             groups.append({"params": reading, "peak": learning_rate * self.embedding_rate})
+        if self.base is not None:
+            groups.append({"params": list(self.base.parameters()), "peak": self.options.base_learning_rate})
         return groups
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -126,10 +137,11 @@ class CPRecipe(Recipe):
         tokens, valid = batch.ahead(options.positions)
         if not valid.any():
             return self.nothing(), {}
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
             states = self.states(batch)
             rows = self._sampled(valid, batch)
             hidden, tokens = states.final[rows], tokens[rows]
+        with torch.no_grad():
             context = target.embed(tokens[:, :-1]) if head.lead else None
             place, unembedding, bias = self._vocabulary or (None, target.unembedding, target.bias)
             asked, teacher = self._asked(states, rows, tokens, place)
@@ -141,6 +153,10 @@ class CPRecipe(Recipe):
         chain = found[..., 0] * known
         loss = self.options.balance * balance_loss(log_weights) - (1 - options.distillation) * chain.sum(1).mean()
         counts: Counts = {"rows": torch.tensor(len(rows), device=rows.device), "joint": -chain.detach().sum()}
+        if self.full:
+            own = -target.log_probs(hidden, tokens[:, 0])
+            loss = loss + own.mean()
+            counts["own"] = own.detach().sum()
         if teacher is not None:
             distilled = -(teacher * found[..., 1:]).sum((1, 2))
             loss = loss + options.distillation * distilled.mean()
@@ -190,6 +206,8 @@ class CPRecipe(Recipe):
             "conditional_nats_by_position": [round(counts[f"position.{s}"] / rows, 4) for s in range(first, n + 1)],
             "share_of_experts": [round(value, 3) for value in share],
         }
+        if "own" in counts:
+            found["next_token_nats"] = round(counts["own"] / rows, 4)
         if "distilled" in counts:
             found["distilled_nats"] = round(counts["distilled"] / rows, 4)
         if self._vocabulary is not None:
@@ -198,6 +216,8 @@ class CPRecipe(Recipe):
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         self.token_counts = store.token_counts(self.target.vocab_size)
+        if self.full:
+            self.target.save(folder / "base")
 
     def config(self) -> CPConfig:
         draft_vocab_size = self.options.train_vocab_size or None

@@ -101,7 +101,7 @@ class DynaMoRecipe(Recipe):
             rows = self.share_of(valid, options.position_share if token > 1 else 1.0)
             following = following[rows, -1]
             if token == 1:
-                nll = -self._first(states.final[rows], following)
+                nll = -target.log_probs(states.final[rows], following)
                 loss = nll
             else:
                 hidden = functional_call(target.norm, norm, (self.heads(token, args, kwargs),)).flatten(0, 1)
@@ -144,14 +144,6 @@ class DynaMoRecipe(Recipe):
         teacher = read.weighted(placed[:, 1:], states.top_log_probs[at].exp())
         return -found[:, 0], -(teacher * found[:, 1:]).sum(1)
 
-    def _first(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Head 1; in the full recipe the unembedding learns, so its logits stay in the graph."""
-        target = self.target
-        if not self.full:
-            return token_log_probs(hidden, tokens, target.unembedding, target.bias)
-        logits = target.model.get_output_embeddings()(hidden)
-        return -nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
-
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         def mean(name: str, token: int) -> float:
             return round(counts[f"{name}.{token}"] / counts[f"rows.{token}"], 4)
@@ -174,9 +166,7 @@ class DynaMoRecipe(Recipe):
                 documents, target.vocab_size, options.tokens, options.mask_entries
             )
         if self.base is not None:
-            target.model.save_pretrained(folder / "base")
-            target.tokenizer.save_pretrained(folder / "base")
-            target.name = str((folder / "base").resolve())
+            target.save(folder / "base")
 
     def config(self) -> DynaMoConfig:
         entries = {}

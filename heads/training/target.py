@@ -18,6 +18,7 @@ from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.packed_attention import packed_attention
 from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
 LAYER_NAMES = ("layers", "h")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
@@ -99,6 +100,26 @@ class Target:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings of tokens [...], as the model's first layer is given them: [..., hidden]."""
         return self.model.get_input_embeddings()(token_ids)
+
+    def log_probs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """log p of one token a row [rows] by the LM head, from final states [rows, hidden]; it learns if trainable."""
+        if not self.trainable:
+            return token_log_probs(hidden, tokens, self.unembedding, self.bias)
+        logits = self.model.get_output_embeddings()(hidden)
+        return -nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
+
+    def forget(self, seed: int) -> None:
+        """Replace all weights by random ones, as the model's class draws them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            fresh = type(self.model)(self.model.config)
+        self.model.load_state_dict(fresh.state_dict())
+
+    def save(self, folder: Path) -> None:
+        """Write model and tokenizer there, and be named after the folder from now on."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        self.name = str(folder.resolve())
 
     def run(self, batch: Batch, exits: Sequence[int] = (), stem: bool = False) -> TargetStates:
         """One forward pass over packed windows, hidden states flattened to rows.

@@ -31,7 +31,8 @@ def trained(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     data = write_texts(folder / "data.jsonl", patterned_texts(40, 4))
 
     def run(*names: str) -> tuple[Path, str]:
-        return folder, recipes.run(names, folder, model=str(tiny_model()), data=(str(data),), **SMALL)
+        given = {**SMALL, "model": str(tiny_model()), "data": (str(data),)}
+        return folder, recipes.run(recipes.trained(names, folder, **given))
 
     return run
 
@@ -52,6 +53,36 @@ def test_recipes(trained: Any, tiny_model: Callable[..., Path]) -> None:
     again = [line.replace(" ", "") for line in trained("t2")[1].splitlines()[2:]]
     assert again == [line.replace(" ", "") for line in text.splitlines() if line.startswith("| t2")]
     assert (folder / "t2" / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+def test_cp_heads_with_their_base(trained: Any, tiny_model: Callable[..., Path], monkeypatch: Any) -> None:
+    """From scratch and jointly, whole and factorised, by balance; drafts accepted; one row each in the file."""
+    folder, _ = trained()
+    names = ["cp-scratch-3-whole", "cp-joint-1", "cp-scratch-8-balance-1"]
+    patterns = ["cp-joint-1", "cp-scratch-3-w*", "*-balance-1"]
+    out, data = folder / "cp.json", str(folder / "data.jsonl")
+    argv = ["--model", str(tiny_model()), "--data", data, "--out", str(folder), "--steps", "3", "--batch-size", "2"]
+    argv += ["--sequence-length", "32", "--evaluation-tokens", "256", "--texts", data, "--prompts", "3", "--only"]
+    monkeypatch.setattr("sys.argv", ["recipes.py", *argv, *patterns, "--json", str(out)])
+    recipes.main()
+    facts = json.loads(out.read_text())
+    rows = {row["recipe"]: row for row in facts["rows"]}
+    assert set(rows) == set(names) and facts["machine"]
+    for name, row in rows.items():
+        options = json.loads((folder / name / "provenance.json").read_text())["options"]
+        assert options["recipe"] == "full" and options["distillation"] == 0
+        assert options["base_start"] == ("trained" if name == "cp-joint-1" else "random")
+        assert options["factorised"] == ("whole" not in name)
+        assert options["balance"] == (1 if "balance" in name else 0.1)
+        assert 0 <= row["accepted, T 1"] <= 3 and 1 / options["rank"] <= row["largest share of an expert"] <= 1
+        assert row["next_token_nats"] < 7 and row["tokens"] == 3 * 2 * 32
+    stamps = [(folder / name / "accepted.json").stat().st_mtime_ns for name in names]
+    recipes.main()
+    assert json.loads(out.read_text())["rows"] == facts["rows"]
+    assert stamps == [(folder / name / "accepted.json").stat().st_mtime_ns for name in names]
+    monkeypatch.setattr("sys.argv", ["recipes.py", *argv, "nothing"])
+    with pytest.raises(SystemExit, match="names no recipe"):
+        recipes.main()
 
 
 def test_curves(trained: Any, tmp_path: Path, capsys: Any) -> None:
