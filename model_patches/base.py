@@ -3,6 +3,8 @@
 
     token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last stack: layers ..L, norm] -> hidden
 
+A multimodal model's forward is given embeddings, so there the first stack starts from these.
+
 The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
 draft, and the deep pass that completes deferred KV. Without CUDA graphs the full forward is one more compiled piece.
 
@@ -27,7 +29,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_ppd.model_patches.families import adapter_path
+from vllm_ppd.model_patches.families import MULTIMODAL, adapter_path
 
 # (hidden, residual) at a cut, both [tokens, hidden size]; families without a residual stream have None.
 CutState = tuple[torch.Tensor, torch.Tensor | None]
@@ -77,10 +79,16 @@ class Adapter(ABC):
 def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
     """The adapter of a loaded model's family.
 
+    Args:
+        model: the causal LM; within a multimodal model, of a class of its own.
+
     Raises:
         ValueError: if the family cannot be cut.
     """
-    adapter: Adapter = resolve_name(adapter_path(vllm_config.model_config.architectures))(model)
+    names = vllm_config.model_config.architectures
+    if names[0] in MULTIMODAL:
+        names = [type(model).__name__]
+    adapter: Adapter = resolve_name(adapter_path(names))(model)
     return adapter
 
 
@@ -161,12 +169,14 @@ class ModelCut:
         layers: (first, behind the last) of this pipeline stage; None: all.
         whole: whether a forward of all of it runs as one piece, for a compilation more: each piece takes the host time
             to start, which CUDA graphs hide.
+        embedded: whether forwards are given embeddings in place of token IDs.
 
     Raises:
         ValueError: if the family cannot be cut or an exit layer is out of range.
     """
 
-    first_stack: type[FirstStack] = FirstStack
+    first_stack: type[Stack] = FirstStack
+    first_stack_embedded: type[Stack] = Stack
 
     def __init__(
         self,
@@ -175,22 +185,24 @@ class ModelCut:
         exit_layers: Sequence[int],
         layers: tuple[int, int] | None = None,
         whole: bool = False,
+        embedded: bool = False,
     ) -> None:
         self.adapter = adapter_of(model, vllm_config)
+        self.embedded = embedded
         first, last = layers or (0, len(self.adapter.layers))
         if list(exit_layers) != sorted(set(exit_layers)) or not all(first < e < last for e in exit_layers):
             raise ValueError(f"exit layers {list(exit_layers)} are not ascending within {first + 1}..{last - 1}")
         self.exit_layers = tuple(exit_layers)
         bounds = [first, *exit_layers, last]
+        starts = self.first_stack_embedded if embedded else self.first_stack
         self.stacks: list[Stack] = [
-            compiled_stack(
-                self.first_stack if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop
-            )
+            compiled_stack(starts if start == 0 else Stack, vllm_config, adapter=self.adapter, start=start, stop=stop)
             for start, stop in itertools.pairwise(bounds)
         ]
         self.whole: Stack | None = None
         if whole:
-            self.whole = compiled_stack(FirstStack, vllm_config, adapter=self.adapter, start=first, stop=last)
+            kind = Stack if embedded else FirstStack
+            self.whole = compiled_stack(kind, vllm_config, adapter=self.adapter, start=first, stop=last)
         # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
         self.graph_buffers: CutState | None = None
         self.adapter.replace_forward(self)
@@ -212,8 +224,36 @@ class ModelCut:
         )
         return views[0], views[1]  # type: ignore[return-value]
 
+    def embeddings(self, input_ids: torch.Tensor | None, given: torch.Tensor | None = None) -> torch.Tensor | None:
+        """What the first stack starts from in place of token IDs: [tokens, hidden]; None where it embeds them itself.
+
+        Args:
+            input_ids: [tokens]; may be None where embeddings are given.
+            given: [tokens, hidden] of the model's own, images included.
+        """
+        if not self.embedded:
+            return None
+        if given is not None:
+            return given
+        assert input_ids is not None
+        return self.adapter.embed(input_ids)
+
+    def start(
+        self,
+        stack: Stack,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        embeddings: torch.Tensor | None,
+    ) -> Any:
+        """Run a stack that begins at the model's input."""
+        return stack(input_ids, positions) if embeddings is None else stack(positions, embeddings, None)
+
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | CutState:
         """All of the model.
 
@@ -221,23 +261,30 @@ class ModelCut:
             input_ids: [tokens].
             positions: [tokens].
             state: what the pipeline stage before gave; None on the first.
+            inputs_embeds: [tokens, hidden] in place of input_ids, of a multimodal model.
 
         Returns:
             Normed hidden states [tokens, hidden]; the state where the target's last layer is in a later stage.
         """
+        embeddings = self.embeddings(input_ids, inputs_embeds) if state is None else None
         if self.whole is not None:
             if get_forward_context().attn_metadata is None:  # vLLM's trial run, in which the stacks are compiled, too
-                self._in_a_row(input_ids, positions, state)
-            output: torch.Tensor = self.whole(input_ids, positions)
+                self._in_a_row(input_ids, positions, state, embeddings)
+            output: torch.Tensor = self.start(self.whole, input_ids, positions, embeddings)
             return output
-        return self._in_a_row(input_ids, positions, state)
+        return self._in_a_row(input_ids, positions, state, embeddings)
 
     def _in_a_row(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None,
+        embeddings: torch.Tensor | None,
     ) -> torch.Tensor | CutState:
         stacks = self.stacks
         if state is None:
-            state, stacks = stacks[0](input_ids, positions), stacks[1:]
+            state, stacks = self.start(stacks[0], input_ids, positions, embeddings), stacks[1:]
+            assert state is not None
         if not stacks:
             return state
         for stack in stacks[:-1]:

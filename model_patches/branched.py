@@ -19,19 +19,28 @@ from vllm.config import VllmConfig
 from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, compiled_stack, summed
 
 
+def tapped(
+    stack: Stack, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(Normed hidden states, pre-final state: the sum that the last layer reads), [tokens, hidden] each."""
+    state = stack.adapter.run(stack.layers[:-1], positions, hidden, residual)
+    before = summed(state)  # vLLM's norms overwrite what they are given
+    hidden = stack.adapter.norm(*stack.adapter.run(stack.layers[-1:], positions, *state))
+    return hidden, before
+
+
 class TappedStack(FirstStack):
     """All of the target, which also gives the state before its last layer."""
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.before, self.last = self.layers[:-1], self.layers[-1:]
-
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
-        """(Normed hidden states, pre-final state: the sum that the last layer reads), [tokens, hidden] each."""
-        state = self.adapter.run(self.before, positions, self.adapter.embed(input_ids), None)
-        before = summed(state)  # vLLM's norms overwrite what they are given
-        hidden = self.adapter.norm(*self.adapter.run(self.last, positions, *state))
-        return hidden, before
+        return tapped(self, positions, self.adapter.embed(input_ids), None)
+
+
+class TappedEmbeddedStack(Stack):
+    """The same from embeddings."""
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        return tapped(self, positions, hidden, residual)
 
 
 class Branches(Stack):
@@ -52,12 +61,14 @@ class BranchedModel(ModelCut):
     Args:
         model: the causal LM as vLLM loaded it.
         vllm_config: vLLM's configuration; its compilation mode is the branches' too.
+        embedded: whether forwards are given embeddings in place of token IDs.
     """
 
     first_stack = TappedStack
+    first_stack_embedded = TappedEmbeddedStack
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
-        super().__init__(model, vllm_config, ())
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, embedded: bool = False) -> None:
+        super().__init__(model, vllm_config, (), embedded=embedded)
         self.branches: Stack | None = None
         self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
         self.skip_branches = False  # whether forwards leave them out
@@ -81,9 +92,16 @@ class BranchedModel(ModelCut):
     ) -> None:
         self.graph_buffers = (torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device), None)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
-        output, before = self.stacks[0](input_ids, positions)
+        embeddings = self.embeddings(input_ids, inputs_embeds)
+        output, before = self.start(self.stacks[0], input_ids, positions, embeddings)
         if self.branches is not None and self.branch_hidden is not None and not self.skip_branches:
             if self.graph_buffers is not None:
                 output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one

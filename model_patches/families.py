@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
-NEOX = "vllm_ppd.model_patches.neox.NeoXAdapter"
+TRANSFORMERS = "vllm_ppd.model_patches.transformers_backend.TransformersAdapter"
 
 # Architecture name (as in the model's config.json) -> adapter.
 FAMILIES: dict[str, str] = {
@@ -15,15 +15,24 @@ FAMILIES: dict[str, str] = {
     "Qwen3MoeForCausalLM": LLAMA_LIKE,
     "Gemma3ForCausalLM": LLAMA_LIKE,
     "Phi3ForCausalLM": LLAMA_LIKE,
-    "GPTNeoXForCausalLM": NEOX,
+    "GPTNeoXForCausalLM": TRANSFORMERS,
 }
+
+# Multimodal models whose language model is one of these families.
+MULTIMODAL = (
+    "Gemma3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2AudioForConditionalGeneration",
+)
 
 # Families whose layers are of Llama's build throughout, so that layers at different depths can run as one.
 STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def adapter_path(architectures: list[str] | None) -> str:
-    """The dotted path of the adapter for a model.
+    """The dotted path of the adapter for a model; of a multimodal one, of the family that its wrapper is known to have.
 
     Raises:
         ValueError: if the family cannot be cut; the message names it and lists those that can.
@@ -31,5 +40,8 @@ def adapter_path(architectures: list[str] | None) -> str:
     for name in architectures or []:
         if name in FAMILIES:
             return FAMILIES[name]
+        if name in MULTIMODAL:
+            return LLAMA_LIKE
     unknown = ", ".join(architectures or ["(no architecture)"])
-    raise ValueError(f"model family {unknown} cannot be cut at a layer; supported families: {', '.join(FAMILIES)}")
+    known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
+    raise ValueError(f"model family {unknown} cannot be cut at a layer; supported families: {known}; or use CP heads")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LlamaLikeAdapter(Adapter):
-    """Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3 (text), Phi-3."""
+    """Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi-3."""
 
     has_residual = True
 
@@ -37,16 +37,16 @@ class LlamaLikeAdapter(Adapter):
 
     def replace_forward(self, cut: ModelCut) -> None:
         def forward(
-            input_ids: torch.Tensor,
+            input_ids: torch.Tensor | None,
             positions: torch.Tensor,
             intermediate_tensors: IntermediateTensors | None = None,
-            *_: Any,
-            **__: Any,
+            inputs_embeds: torch.Tensor | None = None,
+            **_: Any,
         ) -> torch.Tensor | IntermediateTensors:
             state = None
             if intermediate_tensors is not None:
                 state = intermediate_tensors["hidden_states"], intermediate_tensors["residual"]
-            output = cut.forward(input_ids, positions, state)
+            output = cut.forward(input_ids, positions, state, inputs_embeds)
             if isinstance(output, torch.Tensor):
                 return output
             return IntermediateTensors({"hidden_states": output[0], "residual": output[1]})

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.io import kind_of, load_tensors, save_heads
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training.recipe import make_recipe
 from vllm_ppd.heads.training.target import Target
@@ -25,6 +26,13 @@ def windows(sequences: list[list[int]]) -> Batch:
         ids[row, : len(tokens)] = torch.tensor(tokens)
         places[row, : len(tokens)] = torch.arange(len(tokens))
     return Batch(ids, places)
+
+
+def moved(folder: str, target: Path, out: Path) -> Path:
+    """Write heads anew for a target that says about what theirs says; returns their folder."""
+    config, tensors = load_tensors(folder, str(kind_of(folder)))
+    save_heads(out, config.model_copy(update={"verifier": str(target), "fingerprint": fingerprint(target)}), tensors)
+    return out
 
 
 def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: int = 120, **options: Any) -> Path:

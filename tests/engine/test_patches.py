@@ -139,6 +139,21 @@ def test_patch_post_step() -> None:
     assert "take_draft_token_ids" in source and "is not None" in source, "None no longer says that nobody drafts"
 
 
+def test_patch_sleep() -> None:
+    assert parameters(original(EngineCore, "sleep")) == ["self", "level", "mode"]
+    source = inspect.getsource(original(EngineCore, "sleep"))
+    assert source.index("self.pause_scheduler(") < source.index("model_executor.sleep(level)")
+
+
+def test_patch_kv_connector() -> None:
+    """What unseen_by_connectors hides, and what says that a connector works by layers."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    assert "return _KV_CONNECTOR_AGENT is not None" in inspect.getsource(kv_transfer_state.has_kv_transfer_group)
+    assert parameters(KVConnectorBase_V1.requires_piecewise_for_cudagraph) == ["extra_config"]
+
+
 def test_patch_placeholder_drafts() -> None:
     assert parameters(original(Scheduler, "__init__"))[:2] == ["self", "vllm_config"]
     source = inspect.getsource(Scheduler)

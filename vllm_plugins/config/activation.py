@@ -16,7 +16,7 @@ from typing import Any
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
-from vllm_ppd.vllm_plugins.config import checks
+from vllm_ppd.vllm_plugins.config import checks, features
 from vllm_ppd.vllm_plugins.config.flags import check_mapping
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, flag_fields, flag_name
@@ -106,8 +106,8 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
         if ours:
             raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")
         return None
-    checks.check_engine_args(engine_args)
     config = checks.resolve_options(asked, model_config, parallel_config)
+    features.check_engine_args(engine_args, config)
     checks.check_scheduling(engine_args, config)
     engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = {
@@ -145,7 +145,7 @@ def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
         )
     if engine_args.max_num_seqs is not None:
         checks.check_candidates(config, engine_args.max_num_seqs)
-    engine_args.scheduler_cls = checks.GROUP_SCHEDULER
+    engine_args.scheduler_cls = features.GROUP_SCHEDULER
 
 
 def _asked(engine_args: Any) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.heads.hub import pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, check_target, kind_of, load_config
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_check import check_layers
-from vllm_ppd.model_patches.families import NEOX, STACKABLE, adapter_path
+from vllm_ppd.model_patches.families import STACKABLE, TRANSFORMERS, adapter_path
+from vllm_ppd.vllm_plugins.config.features import WORKER, WORKER_V2, check_supported, refuse
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -23,10 +24,7 @@ from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, MethodSpec
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig
 
-WORKER = "vllm_ppd.vllm_plugins.integration.v1.worker.DraftingWorker"
-WORKER_V2 = "vllm_ppd.vllm_plugins.integration.v2.worker.DraftingWorker"
 PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
-GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler.GroupScheduler"
 
 # What changes a layer of Llama's build where a model's configuration has it.
 _NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
@@ -76,7 +74,8 @@ def resolve_options(
     if stages > 1:
         check_group(options, method, model_config, parallel_config)
     heads = None if options.model is None else _check_heads(options, method, model_config)
-    runners = Runners(platform.asked_runner(), platform.default_runner(), platform.has_triton())
+    needs_v1 = "a multimodal target" if model_config.is_multimodal_model else None
+    runners = Runners(platform.asked_runner(), platform.default_runner(), platform.has_triton(), needs_v1)
     return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages, runners)
 
 
@@ -89,7 +88,7 @@ def check_stacking(model_config: ModelConfig, parallel_config: ParallelConfig) -
     name, config = model_config.architectures[0], model_config.hf_text_config
     odd = [key for key in _NOT_STACKABLE if getattr(config, key, None)]
     instead = "with schedule 'parallel'; use 'deferred'"
-    _refuse({
+    refuse({
         f"{name} is not supported {instead}; it runs {', '.join(STACKABLE)}": name not in STACKABLE,
         f"quantised weights ({model_config.quantization}) are not supported {instead}": bool(model_config.quantization),
         f"tensor parallelism is not supported {instead}": parallel_config.tensor_parallel_size > 1,
@@ -105,7 +104,7 @@ def check_group(
     Raises:
         OptionError: naming the setting and what to do instead.
     """
-    _refuse({
+    refuse({
         f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
         "--tensor-parallel-size": method.pipeline is None,
         f"a worker group has 2 pipeline stages, not {parallel_config.pipeline_parallel_size}; use "
@@ -116,7 +115,9 @@ def check_group(
             options.max_drafting_requests is not None
         ),
         f"{model_config.architectures[0]} is served by vLLM's Transformers backend, whose first pipeline stage cannot "
-        "hold an LM head; use --tensor-parallel-size": adapter_path(model_config.architectures) == NEOX,
+        "hold an LM head; use --tensor-parallel-size": adapter_path(model_config.architectures) == TRANSFORMERS,
+        "multimodal models are not supported with a worker group, whose stages exchange token IDs alone; use "
+        "--tensor-parallel-size": model_config.is_multimodal_model,
         "data parallelism is not supported with a worker group": parallel_config.data_parallel_size > 1,
         "the external_launcher executor is not supported with a worker group; use mp or ray": (
             parallel_config.distributed_executor_backend == "external_launcher"
@@ -136,7 +137,7 @@ def check_candidates(config: DraftingConfig, max_num_seqs: int) -> None:
     """
     requests = min(config.disable_by_batch_size or 1, max_num_seqs)
     needed = config.candidates * requests
-    _refuse({
+    refuse({
         f"candidates={config.candidates} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; "
         "raise it, or lower candidates or disable_by_batch_size": needed > max_num_seqs and not platform.is_cpu(),
     })  # fmt: skip
@@ -163,77 +164,6 @@ def _check_heads(options: DraftingOptions, method: MethodSpec, model_config: Mod
     return heads
 
 
-def check_supported(method: MethodSpec, model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
-    """Refuse what a method would get wrong.
-
-    Raises:
-        OptionError: naming the setting and what to do instead.
-    """
-    if method.cuts:
-        _check_family(method, model_config)
-    worker = quoted(parallel_config.worker_cls)
-    refusals = {
-        f"platform {platform.device_name()!r} is not supported with {method.title}; use CUDA, ROCm or CPU": (
-            not platform.is_supported()
-        ),
-        f"data parallelism of mixture-of-experts models is not supported with {method.title}": (
-            parallel_config.data_parallel_size > 1 and model_config.is_moe
-        ),
-        f"decode context parallelism is not supported with {method.title}": (
-            getattr(parallel_config, "decode_context_parallel_size", 1) > 1
-        ),
-        f"micro-batching (--enable-dbo) is not supported with {method.title}": parallel_config.use_ubatching,
-        f"prompt embeddings (--enable-prompt-embeds) are not supported with {method.title}": (
-            model_config.enable_prompt_embeds
-        ),
-        f"multimodal models are not supported with {method.title}": model_config.is_multimodal_model,
-        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.title}": (
-            model_config.has_inner_state
-        ),
-        "custom logits processors are not supported while drafting: vLLM applies none to drafted positions": (
-            bool(model_config.logits_processors)
-        ),
-        "pooling models do not decode; start without a speculative model": model_config.runner_type != "generate",
-        f"worker class {worker} cannot be combined with {method.title}, which brings its own": (
-            parallel_config.worker_cls not in ("auto", WORKER, WORKER_V2)
-        ),
-    }
-    _refuse(refusals)
-
-
-def _check_family(method: MethodSpec, model_config: ModelConfig) -> None:
-    try:
-        adapter = adapter_path(model_config.architectures)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
-    _refuse({
-        "this family is not supported with vLLM's Transformers backend; leave out --model-impl": (
-            model_config.using_transformers_backend() != (adapter == NEOX)
-        ),
-        f"{model_config.architectures[0]} is served by vLLM's Transformers backend, in which {method.title} cannot add "
-        "layers; use early or CP heads": adapter == NEOX and method.heads == "dynamo",
-    })  # fmt: skip
-
-
-def check_engine_args(engine_args: Any) -> None:
-    """Refuse engine arguments that have no place in the model's or the parallel configuration.
-
-    Raises:
-        OptionError: naming the argument.
-    """
-    scheduler = shortened(str(engine_args.scheduler_cls), LONGEST_VALUE)
-    refusals = {
-        "LoRA (--enable-lora) is not supported with vllm-ppd; merge the adapter first": engine_args.enable_lora,
-        "KV connectors (--kv-transfer-config) are not supported with vllm-ppd": engine_args.kv_transfer_config,
-        "KV offloading (--kv-offloading-size) is not supported with vllm-ppd": engine_args.kv_offloading_size,
-        "sleep mode (--enable-sleep-mode) is not supported with vllm-ppd": engine_args.enable_sleep_mode,
-        f"--scheduler-cls {scheduler} cannot be combined with a worker group, which brings its own": (
-            engine_args.pipeline_parallel_size > 1 and engine_args.scheduler_cls not in (None, GROUP_SCHEDULER)
-        ),
-    }
-    _refuse(refusals)
-
-
 def check_scheduling(engine_args: Any, config: DraftingConfig) -> None:
     """Refuse what the model runner that was chosen cannot do.
 
@@ -243,7 +173,7 @@ def check_scheduling(engine_args: Any, config: DraftingConfig) -> None:
     because = f" ({config.v1_because})" if config.v1_because else ""
     asked, on_v2 = bool(engine_args.async_scheduling), config.runner == "v2"
     breakable = platform.breakable_graphs()
-    _refuse({
+    refuse({
         f"--async-scheduling is not supported with runner V1{because}; leave it out": asked and not on_v2,
         "--async-scheduling needs vLLM 0.33 with vllm-ppd: 0.32 has a closed list of methods; leave it out": (
             asked and on_v2 and not platform.schedules_ahead()
@@ -253,13 +183,6 @@ def check_scheduling(engine_args: Any, config: DraftingConfig) -> None:
         ),
         "watermarking (--watermark-config) is not supported with vllm-ppd": engine_args.watermark_config,
     })  # fmt: skip
-
-
-def _refuse(refusals: dict[str, Any]) -> None:
-    """Raise the first message whose condition holds."""
-    for message, refused in refusals.items():
-        if refused:
-            raise OptionError(message)
 
 
 def _target_fingerprint(model_config: ModelConfig) -> TargetFingerprint:

@@ -17,6 +17,7 @@ class Runners(NamedTuple):
     asked: str | None  # by VLLM_USE_V2_MODEL_RUNNER
     default: str  # of a method that runs on both
     has_triton: bool  # V2 is made of Triton kernels
+    target_needs_v1: str | None = None  # what of the target keeps methods that cut it on V1
 
 
 V1_ALONE = Runners(None, "v1", False)
@@ -30,7 +31,7 @@ def choose_runner(
     Raises:
         OptionError: if V2 is asked for and cannot run them.
     """
-    reason = needs_v1(options, stages, exit_layers)
+    reason = needs_v1(options, stages, exit_layers, runners.target_needs_v1)
     asked = runners.asked if options.runner == "auto" else options.runner
     if asked == "v2":
         said = "runner=v2" if options.runner == "v2" else "VLLM_USE_V2_MODEL_RUNNER=1"
@@ -44,9 +45,12 @@ def choose_runner(
     return ("v2", None) if reason is None else ("v1", reason)
 
 
-def needs_v1(options: DraftingOptions, stages: int, exit_layers: tuple[int, ...]) -> str | None:
-    """What of the options runs on V1 alone, or None."""
+def needs_v1(
+    options: DraftingOptions, stages: int, exit_layers: tuple[int, ...], target: str | None = None
+) -> str | None:
+    """What of the options, or of the target where a method cuts it, runs on V1 alone; or None."""
     reasons = {
+        str(target): target is not None and METHODS[options.method].cuts,
         "pipeline parallelism": stages > 1,
         "schedule: parallel": options.schedule == "parallel",
         "verify: false": not options.verify,

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 from vllm import envs
 from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -57,12 +58,17 @@ class LMHead(ABC):
         return logits[..., : self.vocab_size]
 
 
+def without_adapters(layer: Any) -> Any:
+    """The layer that vLLM wrapped for LoRA, or the layer itself."""
+    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
+
+
 class TargetLMHead(LMHead):
-    """Logits as vLLM's own step computes them."""
+    """Logits as vLLM's own step computes them, without LoRA adapters: vLLM sets those for the rows of its own step."""
 
     def __init__(self, model: Any) -> None:
-        self.lm_head: Any = model.lm_head
-        self.logits_processor: Any = model.logits_processor
+        self.lm_head: Any = without_adapters(model.lm_head)
+        self.logits_processor: Any = without_adapters(model.logits_processor)
         shard = self.lm_head.shard_indices
         self.tp_size = int(self.lm_head.tp_size)
         self.vocab_size = int(self.logits_processor.org_vocab_size)

@@ -15,6 +15,7 @@
     Scheduler.update_from_output, make_stats   counters on the way of vLLM's statistics, see stats_path.py
     StatLoggerManager.__init__, record     the same, in the front end
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
+    EngineCore.sleep                       no level that discards the heads, see sleep.py
     maybe_override_with_speculators        `vllm serve HEADS` finds the target by itself
     get_model_path                         `vllm serve ORGANISATION/HEADS@REVISION` offline
 
@@ -35,7 +36,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vllm_ppd.vllm_plugins.integration import heads_by_name, runner_choice, stats_path
+from vllm_ppd.vllm_plugins.integration import heads_by_name, runner_choice, sleep, stats_path
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -264,5 +265,6 @@ PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
         _checked_before_streaming,
     ),
     ("vllm.v1.engine.core:EngineCore", "post_step", _post_step),
+    ("vllm.v1.engine.core:EngineCore", "sleep", sleep.level_one),
     *stats_path.PATCHES,
 ]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from vllm.config import CompilationMode
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.model_patches.branched import BranchedModel
@@ -16,11 +18,16 @@ from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.integration.packed_linear import PackedLinear
 
 
+def language_model(model: Any) -> Any:
+    """The causal LM within a model as vLLM loaded it."""
+    return model.get_language_model() if isinstance(model, SupportsMultiModal) else model
+
+
 class Target:
     """One engine's target.
 
     Args:
-        model: the causal LM as vLLM loaded it.
+        model: as vLLM loaded it; of a multimodal one, drafts are of its language model.
         vllm_config: vLLM's configuration.
         device: where it is.
     """
@@ -28,12 +35,14 @@ class Target:
     cut: ModelCut
 
     def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
-        self.model, self.vllm_config, self.device = model, vllm_config, device
+        self.model, self.vllm_config, self.device = language_model(model), vllm_config, device
+        self.is_multimodal = self.model is not model
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.hidden_size: int = vllm_config.model_config.hf_text_config.hidden_size
         self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
-        self.lm_head = TargetLMHead(model)
+        self.lm_head = TargetLMHead(self.model)
+        self._adapted = [one for one in self.model.modules() if isinstance(one, VocabParallelEmbeddingWithLoRA)]
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """y = W x for a matrix [out, in], packed for the platform's fastest product and whole on every rank."""
@@ -48,8 +57,14 @@ class Target:
         return self.lm_head.rows(token_ids, self.vllm_config, self.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The target's own input embeddings of tokens [tokens]: [tokens, hidden], on every rank."""
-        return self.model.embed_input_ids(token_ids)
+        """The target's own input embeddings of tokens [tokens], without adapters: [tokens, hidden], on every rank."""
+        for layer in self._adapted:  # vLLM has set adapters for the tokens of its own step, which are others
+            layer.forward = layer.base_layer.forward
+        try:
+            return self.model.embed_input_ids(token_ids)
+        finally:
+            for layer in self._adapted:
+                del layer.forward
 
     def cut_after(self, exit_layers: Sequence[int]) -> ModelCut:
         """Cut the target after some layers; its forward then runs as that cut's stacks.
@@ -59,7 +74,8 @@ class Target:
         """
         compilation = self.vllm_config.compilation_config
         compiled = compilation.mode != CompilationMode.NONE
-        self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=compiled and not self._graphs)
+        whole = compiled and not self._graphs
+        self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
         self._allocate_graph_buffers()
         return self.cut
 
@@ -75,7 +91,7 @@ class Target:
         Raises:
             ValueError: if the family cannot be cut, or weights are missing or of another family.
         """
-        cut = self.cut = BranchedModel(self.model, self.vllm_config)
+        cut = self.cut = BranchedModel(self.model, self.vllm_config, embedded=self.is_multimodal)
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
         states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         cut.add_branches(layers, self.vllm_config, states)

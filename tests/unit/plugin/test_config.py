@@ -27,6 +27,9 @@ from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
 register()
+LAYER_BY_LAYER = (
+    '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": {"use_layerwise": true}}'
+)
 Model = Callable[..., Path]
 
 
@@ -246,7 +249,14 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         (["--speculative-model", "ppd", "--async-scheduling"], "--async-scheduling is not supported"),
         (["--speculative-model", "ppd", "--logits-processors", "a:B"], "custom logits processors are not supported"),
         (["--speculative-model", "ppd", "--worker-cls", "a.B"], "worker class 'a.B' cannot be combined"),
-        (["--speculative-model", "ppd", "--kv-offloading-size", "1"], "KV offloading"),
+        (
+            ["--speculative-model", "ppd", "--pipeline-parallel-size", "2", "--kv-offloading-size", "1"],
+            r"KV offloading .* is not supported with a worker group",
+        ),
+        (
+            ["--speculative-model", "ppd", "--kv-transfer-config", LAYER_BY_LAYER],
+            "this KV connector moves KV a layer at a time, which is not supported with early drafting",
+        ),
         (
             ["--speculative-model", "ppd", "--model-impl", "transformers"],
             "Transformers backend; leave out --model-impl",
@@ -419,7 +429,7 @@ def test_unsupported_family(tmp_path: Path) -> None:
     )
     config.save_pretrained(folder)
     tiny.make_tokenizer().save_pretrained(folder)
-    with pytest.raises(OptionError, match=r"GPT2LMHeadModel cannot be cut.*supported families: LlamaForCausalLM"):
+    with pytest.raises(OptionError, match=r"GPT2LMHeadModel cannot be cut.*supported families: Llama, Mistral"):
         from_dict(folder, {"method": "ppd"})
 
 

@@ -22,7 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.vllm_plugins.config import checks
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.checks import GROUP_SCHEDULER, PARTITION, check_group
+from vllm_ppd.vllm_plugins.config.checks import PARTITION, check_group
+from vllm_ppd.vllm_plugins.config.features import GROUP_SCHEDULER
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.integration.v1 import stage_channel

@@ -9,14 +9,15 @@ from typing import Any
 class NonSpeculativeSteps:
     """Mixed into GPUModelRunner or CPUModelRunner (V1).
 
-    vLLM computes the metadata of drafts, and runs its rejection sampler, in every step of a speculative engine: for
-    models with a recurrent state, which we refuse. That takes a twentieth of a small model's step.
+    vLLM computes the metadata of drafts, and runs its rejection sampler, in every step of a speculative engine, as
+    models with a recurrent state need. That takes a twentieth of a small model's step, so others are spared it.
 
     A thinking budget is told that such a step has one row of logits a request.
     """
 
     speculative_config: Any
     input_batch: Any
+    model_config: Any
 
     def _prepare_inputs(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         prepare = super()._prepare_inputs  # type: ignore[misc]
@@ -24,7 +25,7 @@ class NonSpeculativeSteps:
         budgets = self.input_batch.thinking_budget_state_holder
         if budgets is not None:
             budgets.in_spec_mode = drafts
-        if drafts:
+        if drafts or self.model_config.has_inner_state:
             return prepare(scheduler_output, *args, **kwargs)
         speculative_config, self.speculative_config = self.speculative_config, None
         try:

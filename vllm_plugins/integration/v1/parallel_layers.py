@@ -12,6 +12,7 @@ import torch
 from vllm.forward_context import set_forward_context
 
 from vllm_ppd.model_patches.stacked_layers import StackedLayers
+from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import Span, SpanAttention
 
 
@@ -90,12 +91,15 @@ class ParallelLayers:
             for name in self.names[group.layer : group.layer + num_layers]:
                 metadata[name], slots[name] = group.context[0][name], group.context[1][name]
         num_tokens = sum(map(len, groups))
-        with set_forward_context(
-            metadata,
-            self.runner.vllm_config,
-            num_tokens=num_tokens,
-            slot_mapping=slots,
-            is_padding=self.runner._prepare_padding_mask(num_tokens, num_tokens),
+        with (
+            unseen_by_connectors(),
+            set_forward_context(
+                metadata,
+                self.runner.vllm_config,
+                num_tokens=num_tokens,
+                slot_mapping=slots,
+                is_padding=self.runner._prepare_padding_mask(num_tokens, num_tokens),
+            ),
         ):
             first = 0
             for run in evenly_spaced([group.layer for group in groups]):

@@ -12,6 +12,7 @@ from vllm.forward_context import set_forward_context
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.drafting.saved_states import flat_ranges
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding
+from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import LayerGroup, Span, SpanAttention
 
 
@@ -55,18 +56,24 @@ class StackPasses:
         elif padded > num_tokens:
             positions = _zeros_behind(positions, padded)
             token_ids = None if token_ids is None else _zeros_behind(token_ids, padded)
-        with set_forward_context(
-            metadata,
-            runner.vllm_config,
-            num_tokens=padded,
-            cudagraph_runtime_mode=mode,
-            batch_descriptor=descriptor,
-            slot_mapping=slots,
-            is_padding=runner._prepare_padding_mask(num_tokens, padded),
+        embeddings = self.cut.embeddings(token_ids) if token_ids is not None else None
+        if embeddings is not None and mode != CUDAGraphMode.NONE:
+            embeddings = runner.inputs_embeds.gpu[:padded].copy_(embeddings)
+        with (
+            unseen_by_connectors(),
+            set_forward_context(
+                metadata,
+                runner.vllm_config,
+                num_tokens=padded,
+                cudagraph_runtime_mode=mode,
+                batch_descriptor=descriptor,
+                slot_mapping=slots,
+                is_padding=runner._prepare_padding_mask(num_tokens, padded),
+            ),
         ):
             if state is None:
                 assert token_ids is not None
-                output = self.cut.stacks[0](token_ids, positions)
+                output = self.cut.start(self.cut.stacks[0], token_ids, positions, embeddings)
             else:
                 output = self.cut.stacks[level](positions, *self._padded(state, padded))
         if isinstance(output, torch.Tensor):

@@ -46,7 +46,7 @@ class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
             # vLLM makes these in its profiling run, which it leaves out on an eager CPU.
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
                 batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
-                dtype=self.model_config.dtype,  # type: ignore[attr-defined]
+                dtype=self.model_config.dtype,
                 device=self.device,  # type: ignore[attr-defined]
             )
 

@@ -26,7 +26,7 @@ from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding, measured
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
-from vllm_ppd.vllm_plugins.integration.target import Target
+from vllm_ppd.vllm_plugins.integration.target import Target, language_model
 from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.bypass import Bypass
 from vllm_ppd.vllm_plugins.integration.v1.step import Step
@@ -49,7 +49,8 @@ class Proposer:
         self.config = own_config(vllm_config, self)
         self.counters = Counters()
         self.watch = AcceptanceWatch()
-        self.bypass = Bypass()
+        # vLLM's runner keeps recurrent states of drafts apart in speculative steps alone.
+        self.bypass = Bypass(allowed=not vllm_config.model_config.has_inner_state)
         self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
 
@@ -92,7 +93,7 @@ class Proposer:
 
     def pad_rows(self, model: Any) -> None:
         """Find how many rows passes of few tokens have best."""
-        self.padding = measured(model, self.vllm_config, _agreement())
+        self.padding = measured(language_model(model), self.vllm_config, _agreement())
 
     def draft_all(self, on: bool) -> None:
         """Make drafts however unsure of them, as while steps are timed."""

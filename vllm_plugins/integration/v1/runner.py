@@ -61,7 +61,7 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
         **model_kwargs: Any,
     ) -> Any:
         hidden = None
-        if input_ids is not None and positions is not None:
+        if positions is not None:
             hidden = self.drafter.forward(positions)
         if hidden is not None:
             return hidden

@@ -21,6 +21,7 @@ from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of, measure_table
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, PRIOR_WEIGHT
+from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 from vllm_ppd.vllm_plugins.integration.v1.dummy_steps import most_requests, time_steps
 from vllm_ppd.vllm_plugins.integration.v1.proposer import AcceptanceWatch, Proposer
 
@@ -77,7 +78,9 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
     counted = drafter.counters.values.copy()
     drafter.draft_all(True)
     try:
-        with torch.random.fork_rng():  # sampled output must not depend on whether steps were measured
+        # A connector would ask for the scheduler's word on dummy requests. Sampled output must not depend on whether
+        # steps were measured.
+        with unseen_by_connectors(), torch.random.fork_rng():
             tables = [
                 measure_table(functools.partial(time_steps, drafter, looked_up), largest, some, group.broadcast_object)
                 for some, looked_up in zip(counts, (False, True), strict=True)

@@ -62,17 +62,22 @@ class DeferredKVSpeculator(Speculator):
         self.passes.bind(kv_cache_config, block_tables)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, state: CutState | None = None
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | CutState:
         """The target's forward, in place of ModelCut.forward."""
         if self.mode == "full":
-            return self.whole(input_ids, positions, state)
+            return self.whole(input_ids, positions, state, inputs_embeds)
         rows = self.state_rows[: len(positions)]
         saved: CutState = (
             self.hidden.index_select(0, rows),
             None if self.residual is None else self.residual.index_select(0, rows),
         )
         if self.mode == "mixed":
+            assert input_ids is not None  # of a multimodal model, which runs on V1
             tokens, made = self.passes.of_requests(self.fresh, input_ids, positions)
             for store, values in zip(saved, made, strict=True):
                 if store is not None and values is not None:

@@ -12,6 +12,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
 from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.integration.v2.deferred_kv import DeferredKVSpeculator
@@ -101,7 +102,10 @@ class FirstStackPasses:
                 self.prefilling[:requests],
             )
             slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
-        with set_forward_context(metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots):
+        with (
+            unseen_by_connectors(),
+            set_forward_context(metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots),
+        ):
             # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
             return self.speculator.cut.stacks[0](token_ids.to(torch.int32), positions)
 

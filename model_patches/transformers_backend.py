@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for GPT-NeoX, which vLLM serves through its Transformers backend."""
+"""Adapter for families that vLLM serves through its Transformers backend: GPT-NeoX."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,26 +15,40 @@ from vllm_ppd.model_patches.base import Adapter, CutState
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import ModelCut
 
+NORMS = ("norm", "final_layer_norm")
 
-class NeoXAdapter(Adapter):
-    """GPT-NeoX: no residual stream beside the hidden states; Transformers' modules want a batch dimension of one."""
+
+class TransformersAdapter(Adapter):
+    """No residual stream beside the hidden states; Transformers' modules want a batch dimension of one."""
 
     has_residual = False
 
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.final_norm: nn.Module = next(getattr(self.decoder, name) for name in NORMS if hasattr(self.decoder, name))
+        # OLMo 3 has rotary embeddings of their own for sliding and for full layers.
+        by_kind = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
+        self.kinds: list[str] | None = list(self.decoder.config.layer_types) if by_kind else None
+
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return self.decoder.embed_in(input_ids)
+        return self.decoder.get_input_embeddings()(input_ids)
 
     def run(
         self, layers: Sequence[nn.Module], positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> CutState:
         batch, position_ids = hidden[None], positions[None]
-        rotary = self.decoder.rotary_emb(batch, position_ids=position_ids)
+        rotary: Any = None
+        if self.kinds is None:
+            rotary = self.decoder.rotary_emb(batch, position_ids=position_ids)
         for layer in layers:
+            if self.kinds is not None:
+                kind = self.kinds[layer.self_attn.layer_idx]  # type: ignore[union-attr, index]
+                rotary = self.decoder.rotary_emb(batch, position_ids, kind)
             batch = layer(batch, attention_mask=None, position_ids=position_ids, position_embeddings=rotary)
         return batch[0], None
 
     def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        return self.decoder.final_layer_norm(hidden)
+        return self.final_norm(hidden)
 
     def replace_forward(self, cut: ModelCut) -> None:
         def forward(input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> tuple[torch.Tensor]:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own features with drafting: greedy output is vLLM's with the feature, and drafts are accepted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import adapters
+import pytest
+import torch
+from cases import CASES, greedy, prompts
+from conftest import drafter_of, runner_of, start_engine
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.integration.v1.warm_up import set_draft_length
+from vllm_ppd.vllm_plugins.integration.v1.worker import DraftingWorker
+
+pytestmark = pytest.mark.engine
+
+# What is tested with each method that runs with a feature.
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "early": ({"method": "ppd"}, {}),
+    "cp": ({"method": "cp"}, {"rank": 3, "condition": "none"}),
+    "dynamo": ({"method": "dynamo", "eps_b": 0.1}, {}),
+}
+CHAIN = {"rank": 3, "condition": "chain"}  # reads input embeddings and the LM head
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+    folder = adapters.make_adapter(tmp_path_factory.mktemp("lora"), tiny_model())
+    return LoRARequest("random", 1, str(folder))
+
+
+def test_lora(engine: Callable[..., Any], fitted_heads: Callable[..., str], adapter: LoRARequest) -> None:
+    """Requests with an adapter beside others without."""
+    # vLLM's CPU build gives requests without an adapter the last one's place, which must be empty.
+    settings = {"enable_lora": True, "max_lora_rank": adapters.RANK, "max_loras": 2}
+    options = {"method": "cp", "model": fitted_heads("cp", **CHAIN)}
+    chosen = [adapter if i % 2 else None for i in range(16)]
+
+    def said(llm: Any, draft: bool = True) -> tuple[list[list[int]], Any]:
+        """Output and counts; without draft, adapted requests do not."""
+        before = llm.counts.copy()
+        params = [greedy(extra_args={"ppd_draft": draft or one is None}) for one in chosen]
+        outputs = llm.generate(prompts(16), params, use_tqdm=False, lora_request=chosen)
+        return [list(output.outputs[0].token_ids) for output in outputs], llm.counts - before
+
+    expected, llm, base = said(engine(**settings))[0], engine(options, **settings), engine(options)
+    plain = CASES["batch_16"](engine())
+    assert [tokens == expected[i] for i, tokens in enumerate(plain)] == [i % 2 == 0 for i in range(16)]
+    found, counts = said(llm)
+    assert found == expected
+    assert counts["accepted"] > 0
+    # Drafts are those of an engine without adapters.
+    found, counts = said(llm, draft=False)
+    assert found == expected
+    base.counts.clear()
+    base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
+    assert counts == base.counts
+    target, hidden, ids = drafter_of(llm).target, torch.randn(40, 64), torch.arange(40)
+    torch.testing.assert_close(
+        target.lm_head.logits(hidden), drafter_of(base).target.lm_head.logits(hidden), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(target.embed(ids), drafter_of(base).target.embed(ids), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def variant(fitted_heads: Callable[..., str]) -> Callable[[str], dict[str, Any]]:
+    def get(name: str) -> dict[str, Any]:
+        options, how = VARIANTS[name]
+        return options if name == "early" else {**options, "model": fitted_heads(name, **how)}
+
+    return get
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kv_connector(
+    engine: Callable[..., Any], variant: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, name: str,
+) -> None:  # fmt: skip
+    """KV of prompts is stored and loaded, that of draft layers included; drafts are never stored."""
+    where = {"shared_storage_path": str(tmp_path)}
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=where)
+    requests, options = prompts(4, 100), {**variant(name), "step_costs": "measure"}
+    expected = [list(o.outputs[0].token_ids) for o in engine().generate(requests, greedy(), use_tqdm=False)]
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)  # one a process, and its end is the test's
+    # The connector stores prompts that are taken in at once.
+    llm = start_engine(tiny_model(), options, kv_transfer_config=connector, max_num_batched_tokens=512)
+    stored: list[set[str]] = []
+    for hit in (False, True):
+        before = llm.counts.copy()
+        outputs = llm.generate(requests, greedy(), use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert [output.num_cached_tokens for output in outputs] == [32 * ((len(r["prompt_token_ids"]) - 1) // 32) * hit
+                                                                    for r in requests]  # fmt: skip
+        assert (llm.counts - before)["accepted"] > 0
+        stored.append({path.name for path in tmp_path.rglob("*.safetensors")})
+    # Step costs are measured beside a connector, too.
+    set_draft_length(drafter_of(llm))
+    assert drafter_of(llm).planner.controller is not None
+    layers = len(runner_of(llm).compilation_config.static_forward_context)
+    assert stored[0] == stored[1] and len(stored[0]) == layers == 6 + 2 * (name == "dynamo")
+
+
+class Pool:
+    """What a worker allocates while it loads a model, as vLLM's allocator for sleep mode would have it on a GPU."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.kept: dict[int, torch.Tensor] = {}
+
+    @staticmethod
+    def alive() -> dict[int, torch.UntypedStorage]:
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.layout == torch.strided]
+        storages = [one.untyped_storage() for one in tensors if one.device.type == "cpu"]
+        return {one.data_ptr(): one for one in storages if one.nbytes()}
+
+    def suspend(self) -> None:
+        for address, storage in self.storages.items():
+            self.kept[address] = torch.tensor([], dtype=torch.uint8).set_(storage).clone()
+            torch.tensor([], dtype=torch.uint8).set_(storage).fill_(0x42)
+
+    def resume(self) -> None:
+        for address, storage in self.storages.items():
+            torch.tensor([], dtype=torch.uint8).set_(storage).copy_(self.kept[address])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_sleep_level_1(
+    engine: Callable[..., Any],
+    variant: Callable[..., Any],
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """What was allocated while loading comes back, the KV cache does not. (The CPU build has no sleep mode of its own:
+    the worker does to this memory what vLLM's allocator does on a GPU.)"""
+    pool, load = Pool(), DraftingWorker.load_model
+
+    def load_model(self: Any, **kwargs: Any) -> None:
+        before = Pool.alive()
+        load(self, **kwargs)
+        pool.storages = {address: one for address, one in Pool.alive().items() if address not in before}
+
+    def sleep(self: Any, level: int = 1) -> None:
+        pool.suspend()
+        for cache in self.model_runner.kv_caches:
+            cache.fill_(42.0)
+
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+    monkeypatch.setattr(DraftingWorker, "load_model", load_model)
+    monkeypatch.setattr(DraftingWorker, "sleep", sleep)
+    monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: pool.resume())
+    llm = start_engine(tiny_model(), variant(name), enable_sleep_mode=True, enable_prefix_caching=True)
+    expected = CASES["batch_16"](engine())
+    assert CASES["batch_16"](llm) == expected
+    with pytest.raises(OptionError, match=r"sleep level 2 is not supported .* use level 1"):
+        llm.sleep(level=2)
+    llm.sleep(level=1)
+    llm.wake_up()
+    before = llm.counts.copy()
+    assert CASES["batch_16"](llm) == expected
+    seen = llm.counts - before
+    assert seen["accepted"] > 0.02 * seen["drafted"] > 0
+    assert len(pool.kept) > 20

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multimodal targets: drafts are of the language model, and greedy output is vLLM's, with sounds and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import overfitted
+import pytest
+import tiny_multimodal
+from cases import CASES, greedy, prompts
+from conftest import drafter_of, start_engine
+
+pytestmark = pytest.mark.engine
+
+METHODS: dict[str, dict[str, Any]] = {
+    "early": {"method": "ppd", "exit_layer": 4},
+    "cp": {"method": "cp", "heads": {"rank": 3, "condition": "chain"}},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Path], made_once: Callable[..., Path]) -> Path:
+    return made_once("multimodal", lambda folder: tiny_multimodal.make(folder, tiny_model(tiny_multimodal.TEXT)))
+
+
+@pytest.fixture(scope="module")
+def started(
+    target: Path, fitted_heads: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """started(method): an engine; its heads were fitted to the text model that the language model is."""
+    engines: dict[str | None, Any] = {}
+
+    def options(method: str) -> dict[str, Any]:
+        found = dict(METHODS[method])
+        how = found.pop("heads", None)
+        if how is not None:
+            heads = fitted_heads(method, tiny_multimodal.TEXT, **how)
+            found["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
+        return found
+
+    def get(method: str | None = None) -> Any:
+        if method not in engines:
+            chosen = None if method is None else options(method)
+            engines[method] = start_engine(target, chosen, limit_mm_per_prompt={"audio": 1})
+        return engines[method]
+
+    return get
+
+
+def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
+    """Every other request has a sound in it."""
+    requests: list[dict[str, Any]] = list(prompts(8))
+    for i in range(0, 8, 2):
+        ids = requests[i]["prompt_token_ids"]
+        requests[i] = {
+            "prompt_token_ids": [*ids[:2], tiny_multimodal.AUDIO, *ids[2:]],
+            "multi_modal_data": {"audio": tiny_multimodal.sound(seed + i)},
+        }
+    outputs = llm.generate(requests, greedy(), use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("method", ["early", "cp", pytest.param("dynamo", marks=pytest.mark.full)])
+def test_same_tokens(started: Callable[..., Any], method: str) -> None:
+    stock, llm = started(), started(method)
+    expected = with_sounds(stock)
+    assert with_sounds(llm) == expected
+    changed = [a != b for a, b in zip(with_sounds(stock, seed=100), expected, strict=True)]
+    assert any(changed[::2]) and not any(changed[1::2]), "sounds change nothing"
+    assert CASES["batch_16"](llm) == CASES["batch_16"](stock)
+    assert llm.counts["accepted"] > 0
+    if method == "early":
+        assert drafter_of(llm).counters.values[0] > 20  # steps that ran the deep pass alone
+
+
+@pytest.mark.full
+def test_compiled(target: Path) -> None:
+    """Stacks that start from embeddings are compiled, too."""
+    found = [with_sounds(start_engine(target, options, enforce_eager=False)) for options in (None, METHODS["early"])]
+    assert found[0] == found[1]
