@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
+GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
 TRANSFORMERS = "vllm_ppd.model_patches.transformers_backend.TransformersAdapter"
 
 # Architecture name (as in the model's config.json) -> adapter.
 FAMILIES: dict[str, str] = {
     "LlamaForCausalLM": LLAMA_LIKE,
     "MistralForCausalLM": LLAMA_LIKE,
+    "MixtralForCausalLM": LLAMA_LIKE,
     "Qwen2ForCausalLM": LLAMA_LIKE,
     "Qwen3ForCausalLM": LLAMA_LIKE,
     "Qwen3MoeForCausalLM": LLAMA_LIKE,
     "Gemma3ForCausalLM": LLAMA_LIKE,
     "Phi3ForCausalLM": LLAMA_LIKE,
+    "Glm4ForCausalLM": LLAMA_LIKE,
+    "GraniteForCausalLM": GRANITE,
     "GPTNeoXForCausalLM": TRANSFORMERS,
+    "Olmo3ForCausalLM": TRANSFORMERS,
+    "SmolLM3ForCausalLM": TRANSFORMERS,
 }
 
 # Multimodal models whose language model is one of these families.
@@ -29,6 +35,9 @@ MULTIMODAL = (
 
 # Families whose layers are of Llama's build throughout, so that layers at different depths can run as one.
 STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+# Families to which further layers (DynaMo's) have not been added yet.
+NO_TOKEN_HEADS: tuple[str, ...] = ("MixtralForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM")
 
 
 def adapter_path(architectures: list[str] | None) -> str:

@@ -49,7 +49,21 @@ FAMILIES = {
         tf.GPTNeoXForCausalLM,
         {"hidden_size": 128, "num_key_value_heads": 4, "rotary_pct": 1.0},
     ),
-}
+    "mixtral": (
+        tf.MixtralConfig,
+        tf.MixtralForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "glm4": (tf.Glm4Config, tf.Glm4ForCausalLM, {}),
+    # Every multiplier that the decoder's forward applies.
+    "granite": (
+        tf.GraniteConfig,
+        tf.GraniteForCausalLM,
+        {"hidden_size": 128, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
+    ),
+    "olmo3": (tf.Olmo3Config, tf.Olmo3ForCausalLM, {"hidden_size": 128, "sliding_window": 48}),
+    "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM, {"hidden_size": 128}),
+}  # fmt: skip
 
 
 def make_tokenizer() -> tf.PreTrainedTokenizerFast:

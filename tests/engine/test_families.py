@@ -19,14 +19,17 @@ from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.io import save_heads
-from vllm_ppd.model_patches.families import FAMILIES, adapter_path
+from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS, adapter_path
+from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
 from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
 
 pytestmark = pytest.mark.engine
 
 # vLLM makes the expert-parallel group with the process's first engine, if that is a mixture of experts; and where it
 # serves a family through transformers, it changes transformers' classes for the rest of the process.
-OWN_PROCESS = {"qwen3_moe", "gpt_neox"}
+EXPERTS = {"qwen3_moe", "mixtral"}
+TRANSFORMERS_BACKEND = {"gpt_neox", "olmo3", "smollm3"}
+OWN_PROCESS = EXPERTS | TRANSFORMERS_BACKEND
 OWN_PROCESS_FLAG = "PPD_TEST_OWN_PROCESS"
 
 
@@ -44,7 +47,7 @@ def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
 def whole_model(proposer: DeferredKVProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """vLLM's own forward of the decoder, the class's method that the cut replaced on the instance."""
     decoder = proposer.target.cut.adapter.decoder
-    if proposer.target.cut.adapter.has_residual:
+    if not isinstance(proposer.target.cut.adapter, TransformersAdapter):
         return type(decoder).forward(decoder, input_ids, positions, None)
     output = type(decoder).forward(
         decoder, input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=False
@@ -62,7 +65,7 @@ def test_unknown_family_is_refused_with_the_list() -> None:
 
 
 # One of each adapter; two KV cache groups. The others differ from Llama inside vLLM's own layers.
-CUT_QUICKLY = {"llama", "gemma3", "gpt_neox"}
+CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite"}
 
 
 @pytest.mark.parametrize(
@@ -101,9 +104,14 @@ def test_cut_is_exact(
     # The deferred path ran each token through the shallow layers in a batch of another shape: rounding only.
     assert len(differences["deferred"]) > 5
     assert max(differences["deferred"]) < 1e-4
+    assert llm.counts["accepted"] > 0
 
 
-DYNAMO = [family for family in tiny.FAMILIES if family != "gpt_neox"]
+def architecture(family: str) -> str:
+    return str(tiny.FAMILIES[family][1].__name__)
+
+
+DYNAMO = [f for f in tiny.FAMILIES if f not in TRANSFORMERS_BACKEND and architecture(f) not in NO_TOKEN_HEADS]
 QUICK = {"gemma3"}  # two KV cache groups
 
 
@@ -139,8 +147,9 @@ def test_cp_heads_need_no_adapter(
     assert llm.counts["drafted"] > 0
 
 
-def test_token_heads_are_refused_where_vllm_has_no_layer_class(tiny_model: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("family", ["gpt_neox", "granite"])
+def test_token_heads_are_refused_where_layers_cannot_be_added(family: str, tiny_model: Callable[..., Any]) -> None:
     from vllm_ppd.vllm_plugins.config.options import OptionError
 
-    with pytest.raises(OptionError, match=r"GPTNeoXForCausalLM is served by .* use early or CP heads"):
-        start_engine(tiny_model("gpt_neox"), {"method": "dynamo", "model": "/any"})
+    with pytest.raises(OptionError, match=r"ForCausalLM is (served by|not supported with) .* use early or CP heads"):
+        start_engine(tiny_model(family), {"method": "dynamo", "model": "/any"})

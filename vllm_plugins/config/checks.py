@@ -12,7 +12,7 @@ from vllm_ppd.heads.hub import pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, check_target, kind_of, load_config
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_check import check_layers
-from vllm_ppd.model_patches.families import STACKABLE, TRANSFORMERS, adapter_path
+from vllm_ppd.model_patches.families import GRANITE, STACKABLE, TRANSFORMERS, adapter_path
 from vllm_ppd.vllm_plugins.config.features import WORKER, WORKER_V2, check_supported, refuse
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
@@ -107,6 +107,9 @@ def check_group(
     refuse({
         f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
         "--tensor-parallel-size": method.pipeline is None,
+    })  # fmt: skip
+    adapter = adapter_path(model_config.architectures)
+    refuse({
         f"a worker group has 2 pipeline stages, not {parallel_config.pipeline_parallel_size}; use "
         "--pipeline-parallel-size 2 with --tensor-parallel-size N": parallel_config.pipeline_parallel_size != 2,
         f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by starting "
@@ -115,7 +118,9 @@ def check_group(
             options.max_drafting_requests is not None
         ),
         f"{model_config.architectures[0]} is served by vLLM's Transformers backend, whose first pipeline stage cannot "
-        "hold an LM head; use --tensor-parallel-size": adapter_path(model_config.architectures) == TRANSFORMERS,
+        "hold an LM head; use --tensor-parallel-size": adapter == TRANSFORMERS,
+        f"{model_config.architectures[0]} has no residual beside its hidden states, which the stages of a worker group "
+        "exchange; use --tensor-parallel-size": adapter == GRANITE,
         "multimodal models are not supported with a worker group, whose stages exchange token IDs alone; use "
         "--tensor-parallel-size": model_config.is_multimodal_model,
         "data parallelism is not supported with a worker group": parallel_config.data_parallel_size > 1,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
-from vllm_ppd.model_patches.families import TRANSFORMERS, adapter_path
+from vllm_ppd.model_patches.families import NO_TOKEN_HEADS, TRANSFORMERS, adapter_path
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.integration import kv_connector, platform
 from vllm_ppd.vllm_plugins.registry import MethodSpec
@@ -82,6 +82,10 @@ def _check_family(method: MethodSpec, model_config: ModelConfig) -> None:
         ),
         f"{model_config.architectures[0]} is served by vLLM's Transformers backend, in which {method.title} cannot add "
         "layers; use early or CP heads": adapter == TRANSFORMERS and method.heads == "dynamo",
+        f"{model_config.architectures[0]} is not supported with {method.title}: nobody has added layers to this family "
+        "yet; use early or CP heads": (
+            model_config.architectures[0] in NO_TOKEN_HEADS and method.heads == "dynamo"
+        ),
     })  # fmt: skip
 
 

@@ -431,6 +431,9 @@ def test_unsupported_family(tmp_path: Path) -> None:
     tiny.make_tokenizer().save_pretrained(folder)
     with pytest.raises(OptionError, match=r"GPT2LMHeadModel cannot be cut.*supported families: Llama, Mistral"):
         from_dict(folder, {"method": "ppd"})
+    # Heads that need no adapter are not asked for one.
+    with pytest.raises(OptionError, match="pipeline parallelism is not supported with method 'cp'"):
+        from_dict(folder, {"method": "cp", "model": "/any"}, pipeline_parallel_size=2)
 
 
 def test_flags_and_table_come_from_the_model() -> None:
