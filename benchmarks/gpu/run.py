@@ -4,8 +4,8 @@
     python -m vllm_ppd.benchmarks.gpu.run --out build/gpu             # on a GPU, with vLLM and this package installed
     python -m vllm_ppd.benchmarks.gpu.run --out build/gpu-cpu --cpu   # tiny, on the CPU: does it run to its end?
 
-Parts run one after the other, each in a process of its own, and land in OUT/results.json as they end. A stopped run
-keeps them; the same command goes on with what is missing or failed. OUT holds each part's log.
+Parts run one after the other, each in a process of its own and for 8 minutes at most, and land in OUT/results.json as
+they end. A stopped run keeps them; the same command goes on with what is missing or failed. OUT holds each part's log.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,6 +31,9 @@ V2_TESTS = ["v2_exactness", "v2_early", "v2_speculator", "v2_sampling"]
 TESTS = [*V2_TESTS, "units", "patches", "kernels", "triton", "interpreter", "exactness", "parallel", "families",
          "sampling", "unverified", "memory", "tensor_parallel"]  # fmt: skip
 CPU_TESTS = ["units", "kernels"]
+# What takes longer than a part may: by the names of its cases.
+SPLIT = {"exactness": ("cp", "dynamo", "parallel", "not (cp or dynamo or parallel)")}
+LIMIT = 480  # seconds of a part: lent machines end a command after ten minutes
 SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
@@ -94,8 +98,10 @@ def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
         path = next((ROOT / "tests").rglob(f"test_{name}.py"), ROOT / "tests" / f"test_{name}.py")
         environment = (("PPD_TEST_V2", "1"),) if name in V2_TESTS else ()
         command = [sys.executable, "-m", "pytest", "-q", "-m", "not full", str(path)]
-        made.append(Part(f"tests: {name}", command, environment=environment))
-    made.append(decode(args, shape))
+        for cases in SPLIT.get(name, ("",)):
+            chosen = ["-k", cases] if cases else []
+            made.append(Part(" ".join(["tests:", name, *cases.split()]), [*command, *chosen], environment=environment))
+    made += decode(args, shape)
     command = [sys.executable, "-m", "vllm_ppd.benchmarks.gpu.kernels", "--out", str(out / "kernels.json")]
     command += ["--cpu"] if args.cpu else []
     command += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
@@ -104,40 +110,49 @@ def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
     return made
 
 
-def decode(args: argparse.Namespace, shape: dict[str, Any]) -> Part:
-    """The speed of decoding: vLLM alone, and drafting on runner V1, on V2, and on V2 with synchronous scheduling."""
+def decode(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
+    """The speed of decoding, each way beside vLLM alone: V2, V2 with synchronous scheduling, V1, n-gram."""
     out, model = args.out.resolve(), args.out.resolve() / "model"
-    engine = {"load_format": "dummy"}
     sizes = ["--batch-sizes", "1", "--rounds", "1", "--new-tokens", "8", "--eager"] if args.cpu else []
     if not sizes:
-        sizes = ["--batch-sizes", ",".join(map(str, BATCHES)), "--rounds", "5", "--kv-cache-gib", str(kv_gib(shape))]
+        sizes = ["--batch-sizes", ",".join(map(str, BATCHES)), "--rounds", "3", "--kv-cache-gib", str(kv_gib(shape))]
         sizes += ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS)]
     command = [*PPD, "bench", "decode", "--model", str(model), "--data", str(model / "prompts.jsonl")]
+    command += ["--alive", "2", "--engine", json.dumps({"load_format": "dummy"}), *sizes]
     # Random weights say the same over and over and accept nearly all drafts: what a step costs is what counts here.
     always = {"method": "ppd", "adaptive": False}
-    contenders = {"ppd, every draft": always}
+    also: dict[str, dict[str, Any]] = {"ppd, every draft": always}
     if not args.cpu:
-        contenders["ppd, runner V1"] = {**always, "runner": "v1"}
-        contenders["ppd, synchronous"] = {"method": "ppd", "engine": {"async_scheduling": False}}
-    for name, config in contenders.items():
-        command += ["--also", f"{name}={json.dumps(config)}"]
-    command += ["--plain", "ppd,ngram"]
-    command += ["--alive", "2", "--engine", json.dumps(engine), *sizes]
-    result = out / "decode.json"
-    return Part("decode", [*command, "--out", str(result)], result)
+        also["ppd, runner V1"] = {**always, "runner": "v1"}
+        also["ppd, synchronous"] = {"method": "ppd", "engine": {"async_scheduling": False}}
+    chosen = {name: ["--plain", "none", "--also", f"{name}={json.dumps(config)}"] for name, config in also.items()}
+    chosen = {"ppd": ["--plain", "ppd"], **chosen, "ngram": ["--plain", "ngram"]}
+    made = []
+    for name, words in chosen.items():
+        result = out / f"decode-{name.replace(', ', '-').replace(' ', '-')}.json"
+        made.append(Part(f"decode: {name}", [*command, *words, "--out", str(result)], result))
+    return made
 
 
-def run_part(part: Part, log: Path) -> dict[str, Any]:
-    """Run a part to its end; its record."""
+def run_part(part: Part, log: Path, limit: float = LIMIT) -> dict[str, Any]:
+    """Run a part to its end, or for so many seconds; its record."""
     started = time.perf_counter()
     with log.open("w") as stream:
         environment = {**os.environ, **dict(part.environment)}
-        code = subprocess.run(
-            part.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
-        ).returncode
+        process = subprocess.Popen(
+            part.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit)
+        except BaseException as reason:  # engines are processes of their own, which must not outlive their part
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(reason, subprocess.TimeoutExpired):
+                raise
+            code = None
     lines = log.read_text(errors="replace").splitlines()
     record: dict[str, Any] = {
-        "status": "passed" if code == 0 else f"failed with {code}",
+        "status": "passed" if code == 0 else f"stopped after {limit:g} s" if code is None else f"failed with {code}",
         "command": part.command,
         "seconds": round(time.perf_counter() - started, 1),
         "end": lines[-1:] if code == 0 else lines[-30:],
@@ -154,6 +169,7 @@ def main() -> int:
     parser.add_argument(
         "--tests", nargs="*", metavar="NAME", help=f"of tests/test_NAME.py (default: {' '.join(TESTS)})"
     )
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a part (default: %(default)g)")
     parser.add_argument("--bandwidth", type=float, help="GB/s of the GPU's memory, in place of a measurement")
     parser.add_argument("--peak", type=float, help="its bfloat16 TFLOP/s, in place of a measurement")
     parser.add_argument("--again", nargs="*", default=[], metavar="PART", help="run although they passed")
@@ -164,18 +180,20 @@ def main() -> int:
     kept = {key: value for key, value in vars(args).items() if key in ("cpu", "bandwidth", "peak")}
     results = Entries(args.out / "results.json", kept)
     planned = parts(args, write_model(args.out / "model", args.cpu))
-    if unknown := {*args.again, *args.skip} - {part.name for part in planned}:
+    names = {part.name for part in planned} | {part.name.partition(":")[0] for part in planned}
+    if unknown := {*args.again, *args.skip} - names:
         parser.error(f"no part is named {', '.join(sorted(unknown))}; there are {', '.join(p.name for p in planned)}")
     failed = False
     for part in planned:
-        if part.name in args.skip:
+        kind = part.name.partition(":")[0]
+        if {part.name, kind} & {*args.skip}:
             continue
         entry = results.content["entries"].get(part.name, {})
-        if entry.get("status") != "passed" or part.name in args.again:
+        if entry.get("status") != "passed" or {part.name, kind} & {*args.again}:
             print(f"{part.name} ...", flush=True)
-            entry = run_part(part, args.out / f"{part.name.replace(': ', '-').replace(' ', '-')}.log")
+            entry = run_part(part, args.out / f"{part.name.replace(': ', '-').replace(' ', '-')}.log", args.limit)
             results.add(part.name, entry)
-        failed |= entry["status"].startswith("failed")
+        failed |= entry["status"] != "passed"
         print(f"{part.name}: {entry['status']}, {' '.join(entry.get('end', [])[-1:])}", flush=True)
     print(f"wrote {results.path}")
     return int(failed)

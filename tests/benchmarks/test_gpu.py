@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
-from vllm_ppd.benchmarks.gpu import run
+from vllm_ppd.benchmarks.gpu import kit, run
 from vllm_ppd.benchmarks.gpu.kernels import verdict
 from vllm_ppd.vllm_plugins.cli.arguments import options_from
 from vllm_ppd.vllm_plugins.cli.main import make_parser
@@ -47,22 +47,55 @@ def test_the_kv_cache_holds_the_largest_batch(gib: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     args = argparse.Namespace(out=tmp_path, cpu=False, tests=None, bandwidth=None, peak=None)
     shape = run.write_model(tmp_path / "model", cpu=False)
-    *others, decode, kernels = run.parts(args, shape)
+    found = run.parts(args, shape)
+    decodes = [part for part in found if part.name.startswith("decode: ")]
+    others, kernels = [part for part in found if part.name.startswith("tests: ")], found[-1]
+    assert found == [*others, *decodes, kernels]
     assert kernels.name == "kernel times" and others[0].name == "tests: v2_exactness"
     assert dict(others[0].environment) == {"PPD_TEST_V2": "1"}
-    said = [word for word in decode.command if word.startswith("ppd, ")]
-    assert [word.partition("=")[0] for word in said] == ["ppd, every draft", "ppd, runner V1", "ppd, synchronous"]
-    options = options_from(DecodeOptions, make_parser().parse_args(decode.command[3:]))
+    names = ["ppd", "ppd, every draft", "ppd, runner V1", "ppd, synchronous", "ngram"]
+    assert [part.name.removeprefix("decode: ") for part in decodes] == names
+    for part in decodes:
+        options = options_from(DecodeOptions, make_parser().parse_args(part.command[3:]))
+        assert len(options.plain) + len(options.also or ()) == 1  # beside vLLM alone: short enough for a part
     token = 2 * 2 * 8 * 128 * shape["num_hidden_layers"]  # keys and values in bfloat16
     needed = max(options.batch_sizes) * options.engine_arguments["max_model_len"]
     cache = options.engine_arguments["kv_cache_memory_bytes"]
     assert cache > 1.1 * needed * token
     assert 2 * (run.SHARE * (gib << 30) + cache) < 0.9 * (gib << 30) or gib < 80
-    assert "tests: exactness" in [part.name for part in others]
-    assert all(Path(part.command[-1]).exists() for part in others if part.name.startswith("tests: "))
+    assert [part.command[-1] for part in others if "exactness" in part.name][1:] == list(run.SPLIT["exactness"])
+    assert all(Path(part.command[6]).exists() for part in others)
     assert "tests: tensor_parallel" not in [part.name for part in others]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert "tests: tensor_parallel" in [part.name for part in run.parts(args, shape)]
+
+
+def test_a_kit_has_our_wheel_and_what_it_requires(tmp_path: Path) -> None:
+    own, others = kit.commands(tmp_path, "3.12", "0.33.0")
+    assert own[-2:] == [str(tmp_path), str(run.ROOT)]
+    assert others[-2:] == ["vllm==0.33.0", "vllm-ppd[dev]"] and "3.12" in others
+    assert "manylinux_2_28_x86_64" in others  # as vLLM's and torch's wheels have it
+    names = ["torch-2.13.0-cp312.whl", "nvidia_cublas-13.1-py3.whl", "numpy-2.4.0-cp312.whl", "torchvision-0.28.whl"]
+    assert kit.left_out(names, ["torch", "nvidia-*"]) == names[:2]
+
+
+def test_a_part_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    """With what it started; the runbook goes on, and repeats it when it is run again."""
+    child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    record = run.run_part(run.Part("slow", [sys.executable, "-c", child]), tmp_path / "log", 5)
+    assert record["status"] == "stopped after 5 s" and record["seconds"] < 60
+    pid = int((tmp_path / "log").read_text())
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
 
 
 def entries(path: Path) -> dict[str, Any]:
