@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.fingerprint import TargetFingerprint
-from vllm_ppd.heads.layout import Drafts, Layout, TargetLayers, TargetName
+from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetLayers, TargetName
 from vllm_ppd.heads.registry import HEADS
 
 Shapes = dict[str, list[int]]
@@ -41,6 +41,7 @@ class HeadsConfig(BaseModel, ABC):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers
     fingerprint: TargetFingerprint = TargetFingerprint()
+    calibration: Calibrated | None = None
 
     @model_validator(mode="after")
     def _known_frequencies(self) -> HeadsConfig:
@@ -95,6 +96,7 @@ class HeadsConfig(BaseModel, ABC):
             "draft_vocab_size": self.draft_vocab_size,
             "dtype": self.dtype,
             "fingerprint": self.fingerprint.model_dump(),
+            **({} if self.calibration is None else {"calibration": self.calibration.model_dump()}),
         }
 
     @staticmethod
@@ -116,6 +118,7 @@ class HeadsConfig(BaseModel, ABC):
                 "dtype": layout.dtype,
                 "target": layout.transformer_layer_config,
                 "fingerprint": layout.fingerprint or TargetFingerprint(),
+                "calibration": layout.calibration,
                 **own,
             }
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 
 MOST_DRAFTS = 16  # a step
+LARGEST_BATCH = 2**31 - 1  # stands for no limit
 
 TargetName = Annotated[str, Field(min_length=1, max_length=4096, description="name or path of the target")]
 Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
@@ -47,6 +48,28 @@ class Speculators(BaseModel):
     verifier: Verifier
 
 
+class Calibrated(BaseModel):
+    """What `ppd calibrate` found on one device, and holds there alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    device: str = Field(min_length=1, max_length=200, description="name of the device that was measured")
+    num_speculative_tokens_per_batch_size: list[
+        Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]], Field(min_length=3, max_length=3)]
+    ] = Field(min_length=1, max_length=1024, description="[first batch size, last one, drafts], as vLLM takes it")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Calibrated:
+        expected = 1
+        for first, last, drafts in self.num_speculative_tokens_per_batch_size:
+            if first != expected or last < first or drafts > MOST_DRAFTS:
+                raise ValueError(
+                    f"num_speculative_tokens_per_batch_size must have ranges from 1 on without gaps, and at most "
+                    f"{MOST_DRAFTS} drafts"
+                )
+            expected = last + 1
+        return self
+
+
 class Layout(BaseModel):
     """The keys of all kinds; those of a kind stand beside them."""
 
@@ -56,3 +79,4 @@ class Layout(BaseModel):
     draft_vocab_size: int | None = None
     dtype: str = "float32"
     fingerprint: TargetFingerprint | None = None
+    calibration: Calibrated | None = None

@@ -238,6 +238,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, widths: Widths) -> Heads
         "verifier": str(model),
         "target": config.target.model_copy(update={"hidden_size": hidden_size}),
         "fingerprint": fingerprint(model),
+        "calibration": None,  # of the small model's steps
     }
     if isinstance(config, DynaMoConfig):
         changes["layer_tensors"] = {n: grown_shape(s, n, widths) for n, s in config.layer_tensors.items()}

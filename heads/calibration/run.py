@@ -23,6 +23,7 @@ from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
+from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
@@ -97,6 +98,12 @@ class Calibration:
         if self._shared is not None:
             return self._shared.windows
         return data_windows(self.options.data, self.target, self.options.prompts, self.options.batch)
+
+    @property
+    def device_name(self) -> str:
+        """As vLLM names it."""
+        device = self.target.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     @cached_property
     def times(self) -> dict[str, dict[int, float]]:
@@ -186,6 +193,11 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
             result["digests"][name] = digest(result["parts"][name])
             write_text(path, json.dumps(result) + "\n")
     chosen = recommend(calibration.config, result["parts"])
+    if "num_speculative_tokens" in chosen:
+        ranges = drafts_by_batch_size(calibration.config, result["parts"], chosen)
+        chosen["calibration"] = {
+            "device": calibration.device_name, "num_speculative_tokens_per_batch_size": ranges,
+        }  # fmt: skip
     result = provenance(
         kind=calibration.config.kind, target=calibration.target.name, options=essence, heads_stamp=stamp,
         finished=True, parts=result["parts"], recommendation=chosen,

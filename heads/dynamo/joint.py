@@ -29,6 +29,7 @@ class JointChoice:
     token_ids: list[torch.Tensor]  # [rows, k_i] of each head, in descending order of probability
     peaks: dict[int, torch.Tensor]  # order -> [rows] place of the likeliest n-gram in the flattened joint
     threshold: Callable[[], dict[int, torch.Tensor]]  # what makes the joints
+    masked: dict[int, torch.Tensor]  # the joints before any threshold
     finite: torch.Tensor  # [rows] bool: every order's joint is
 
     @cached_property
@@ -79,16 +80,41 @@ class JointChoice:
 
         0 for a token outside its head's top-k, for those after such a one, and past the order.
         """
-        inside = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-        places = torch.zeros_like(tokens)
+        places, inside = self._places_of(tokens)
         result = []
         for position in range(1, len(self.token_ids)):
-            hits = self.token_ids[position] == tokens[:, position : position + 1]
-            places[:, position] = hits.int().argmax(dim=1)
-            inside = inside & hits.any(dim=1)
             q = self._conditional(places, position).gather(1, places[:, position : position + 1]).squeeze(1)
-            result.append(torch.where(inside, q, 0.0))
+            result.append(torch.where(inside[:, position], q, 0.0))
         return torch.stack(result, dim=1)
+
+    def confidence(
+        self,
+        tokens: torch.Tensor,  # [rows, n], the first of them that of select's first_token
+    ) -> torch.Tensor:
+        """The joint's probability of each token from the second on given those before it, before any threshold.
+
+        Thresholds leave a likely n-gram as the only one, so that it would always be sure.
+
+        Returns:
+            [rows, n - 1]: each joint's entry over that of the order below, at most 1; 0 as in `probabilities`.
+        """
+        places, inside = self._places_of(tokens)
+        rows = torch.arange(len(tokens), device=tokens.device)
+        before, result = self.masked[1][rows, places[:, 0]], []
+        for position in range(1, len(self.token_ids)):
+            entry = self.masked[position + 1][(rows, *places[:, : position + 1].unbind(1))]
+            share = (entry / before.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
+            result.append(torch.where(inside[:, position] & (self.order > position), share, 0.0))
+            before = entry
+        return torch.stack(result, dim=1)
+
+    def _places_of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of tokens [rows, n] in each head's top-k, the first one's 0, and whether all up to there are in it."""
+        hits = [ids == tokens[:, i : i + 1] for i, ids in enumerate(self.token_ids)][1:]
+        places, inside = torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
+        places[:, 1:] = torch.stack([hit.int().argmax(dim=1) for hit in hits], dim=1)
+        inside[:, 1:] = torch.stack([hit.any(dim=1) for hit in hits], dim=1).cumprod(dim=1).bool()
+        return places, inside
 
     def _conditional(self, places: torch.Tensor, position: int) -> torch.Tensor:
         """The joint's distribution at a position given the tokens before it: [rows, k_i], zero past the order."""
@@ -170,7 +196,7 @@ class Candidates:
             # floor, so that eps_b = 1 always backs off and eps_b = 0 never does where an entry is left.
             order = torch.where(peaks[m][0] > floor, m, order)
         finite = torch.stack([value for value, _ in peaks.values()]).isfinite().all(dim=0)
-        return JointChoice(order, ids, {m: place for m, (_, place) in peaks.items()}, make, finite)
+        return JointChoice(order, ids, {m: place for m, (_, place) in peaks.items()}, make, self.joints, finite)
 
 
 def _peak(joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -115,7 +115,7 @@ def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draf
         "model": config.proposer,
         "num_speculative_tokens": config.most_drafts,
         "draft_sample_method": config.draft_sample_method,
-        **config.schedule_of_drafts(),
+        **config.choice_of_drafts(),
     }
     if config.stages > 1:
         _arrange_stages(engine_args, config)

@@ -75,7 +75,9 @@ def resolve_options(
         check_group(options, method, model_config, parallel_config)
     heads = None if options.model is None else _check_heads(options, method, model_config)
     needs_v1 = "a multimodal target" if model_config.is_multimodal_model else None
-    runners = Runners(platform.asked_runner(), platform.default_runner(), platform.has_triton(), needs_v1)
+    runners = Runners(
+        platform.asked_runner(), platform.default_runner(), platform.has_triton(), needs_v1, platform.full_device_name()
+    )
     return resolve(options, model_config.hf_text_config.num_hidden_layers, heads, stages, runners)
 
 
@@ -182,6 +184,10 @@ def check_scheduling(engine_args: Any, config: DraftingConfig) -> None:
         f"--async-scheduling is not supported with runner V1{because}; leave it out": asked and not on_v2,
         "--async-scheduling needs vLLM 0.33 with vllm-ppd: 0.32 has a closed list of methods; leave it out": (
             asked and on_v2 and not platform.schedules_ahead()
+        ),
+        "adaptive on runner V2 is vLLM's adaptive verification, which needs whole-model CUDA graphs: leave it out, or "
+        "--enforce-eager, or give runner v1": (
+            config.adaptive and on_v2 and (engine_args.enforce_eager or platform.is_cpu())
         ),
         f"VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with {config.spec.title}; unset it": (
             breakable and config.spec.cuts

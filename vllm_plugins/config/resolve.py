@@ -53,9 +53,12 @@ def resolve(
     exits = values["exit_layer"] if stages == 1 else None
     values["runner"], values["v1_because"] = choose_runner(options, stages, exits or (), runners)
     on_v2 = values["runner"] == "v2"
-    values["adaptive"] = options.adaptive and final is None and not on_v2
+    # On V2 it is vLLM's adaptive verification, whose costs are those of one machine's CUDA graphs: on request alone.
+    wanted = options.adaptive and (not on_v2 or "adaptive" in options.model_fields_set)
+    values["adaptive"] = wanted and final is None
     if on_v2:
         check_v1_options(options)
+        values["drafts_by_batch_size"] = _calibrated_drafts(options, heads, runners.device)
     if "adaptive" in options.model_fields_set and options.adaptive and not values["adaptive"]:
         raise OptionError(
             f"speculative_config: adaptive is of no use with {final}: no token is drafted in vain there; leave it out"
@@ -89,6 +92,15 @@ def resolve(
             "--pipeline-parallel-size 2, or leave candidates out"
         )
     return DraftingConfig(**values)
+
+
+def _calibrated_drafts(options: DraftingOptions, heads: HeadsConfig | None, device: str) -> list[list[int]]:
+    """[First batch size, last one, drafts] of the heads' calibration; none on another device or for other options."""
+    given = {"num_speculative_tokens", "exit_layer"} & options.model_fields_set
+    if heads is None or heads.calibration is None or heads.calibration.device != device or given:
+        return []
+    found, most = heads.calibration.num_speculative_tokens_per_batch_size, heads.num_speculative_tokens
+    return [[first, last, min(drafts, most)] for first, last, drafts in found]
 
 
 def split_at(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:

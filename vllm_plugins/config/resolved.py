@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
+
 from vllm_ppd.vllm_plugins.config.options import LARGEST, DraftingOptions
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
@@ -16,6 +18,7 @@ class DraftingConfig(DraftingOptions):
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
     heads_summary: str = ""
     v1_because: str | None = None  # what keeps it on runner V1
+    drafts_by_batch_size: list[list[int]] = Field(default_factory=list)  # on runner V2, by the heads' calibration
 
     @property
     def spec(self) -> MethodSpec:
@@ -46,13 +49,17 @@ class DraftingConfig(DraftingOptions):
             path = spec.several_exits or path
         return path
 
-    def schedule_of_drafts(self) -> dict[str, Any]:
-        """How vLLM's scheduler varies the number of drafts on runner V2; V1 follows our own planner."""
-        if self.runner != "v2" or self.disable_by_batch_size is None:
+    def choice_of_drafts(self) -> dict[str, Any]:
+        """How vLLM itself chooses the number of drafts on runner V2, in its own words; V1 follows our planner."""
+        if self.runner != "v2":
             return {}
-        limit, drafts = self.disable_by_batch_size, self.num_speculative_tokens
-        ranges = [(1, limit, drafts), (limit + 1, LARGEST, 0)]
-        return {"num_speculative_tokens_per_batch_size": ranges}
+        limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
+        if limit is not None:
+            ranges = ranges or [(1, LARGEST, self.num_speculative_tokens)]
+            ranges = [(first, min(last, limit), n) for first, last, n in ranges if first <= limit]
+            ranges.append((limit + 1, LARGEST, 0))
+        found: dict[str, Any] = {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
+        return found | ({"enable_adaptive_verification": True} if self.adaptive else {})
 
     @property
     def split(self) -> int:
@@ -81,7 +88,8 @@ class DraftingConfig(DraftingOptions):
             parts.append(f"{self.num_speculative_tokens + 1} micro-steps a step")
         else:
             most = "up to " if self.adaptive else ""
-            parts.append(f"{most}{self.num_speculative_tokens} drafts ({self.draft_sample_method})")
+            by_batch = " by batch size" if self.drafts_by_batch_size else ""
+            parts.append(f"{most}{self.num_speculative_tokens} drafts{by_batch} ({self.draft_sample_method})")
         if self.prompt_lookup_min is not None:
             drafts = f"up to {self.most_lookup_drafts} drafts"
             parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on ({drafts})")

@@ -18,6 +18,7 @@ class Runners(NamedTuple):
     default: str  # of a method that runs on both
     has_triton: bool  # V2 is made of Triton kernels
     target_needs_v1: str | None = None  # what of the target keeps methods that cut it on V1
+    device: str = ""  # its name, which calibrations hold for
 
 
 V1_ALONE = Runners(None, "v1", False)
@@ -67,13 +68,7 @@ def check_v1_options(options: DraftingOptions) -> None:
     Raises:
         OptionError: naming the option.
     """
-    given = options.model_fields_set
-    if "adaptive" in given and options.adaptive:
-        raise OptionError(
-            "speculative_config: adaptive follows step costs that runner V1 measures; on runner V2 leave it out, limit "
-            "drafts with disable_by_batch_size, or give runner v1"
-        )
-    if "step_costs" in given:
+    if "step_costs" in options.model_fields_set:
         raise OptionError(
             f"speculative_config: step_costs={options.step_costs} is of no use with runner V2, which follows none; "
             "leave it out, or give runner v1"

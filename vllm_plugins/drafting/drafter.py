@@ -37,6 +37,7 @@ class DraftInputs:
     shallow: Callable[[int, torch.Tensor], CutState] | None = None  # methods that cut the target: see run_shallow
     options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], NaN unset
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
+    with_confidence: bool = False  # whether Drafts.confidence is read
 
     def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """Run the target's first stack on one token a request and keep its state for the next step.
@@ -60,7 +61,8 @@ class Drafts:
     counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
     # [requests, K, vocabulary or draft vocabulary] float32: q(x) of sampled drafts; None: all are the best tokens.
     probs: torch.Tensor | None = None
-    confidence: torch.Tensor | None = None  # [requests, K] float32, how sure the drafter is of each draft
+    # [requests, K] float32: the drafter's own probability of each draft given those before it, where it is asked for.
+    confidence: torch.Tensor | None = None
 
 
 class Drafter(ABC):

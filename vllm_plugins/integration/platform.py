@@ -25,6 +25,13 @@ def device_name() -> str:
     return str(current_platform.device_name)
 
 
+def full_device_name() -> str:
+    """Such as NVIDIA H100 80GB HBM3; cpu on the CPU build."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())
+
+
 def asked_runner() -> str | None:
     """The model runner that VLLM_USE_V2_MODEL_RUNNER names: v1, v2, or None where it is not set."""
     from vllm import envs

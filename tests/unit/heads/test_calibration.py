@@ -24,6 +24,7 @@ from vllm_ppd.heads.cp import calibration as cp_calibration
 from vllm_ppd.heads.early import calibration as early_calibration
 from vllm_ppd.heads.early.calibration import match_exits
 from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import all_ways
 from vllm_ppd.heads.registry import HEADS
@@ -154,6 +155,10 @@ def test_report_and_recommendation(
         assert list(sizes) == ["192", "128"]
         assert 0 < sizes["128"]["covers"] <= sizes["192"]["covers"] <= 1
         assert config.draft_vocab_size == chosen["draft_vocab_size"]
+    assert config.calibration is not None and config.calibration.device == "cpu"
+    ranges = config.calibration.num_speculative_tokens_per_batch_size
+    assert ranges == chosen["calibration"]["num_speculative_tokens_per_batch_size"]
+    assert ranges[-1][1] == LARGEST_BATCH and all(0 <= drafts <= config.num_speculative_tokens for *_, drafts in ranges)
     text = report(json.loads((folder / "calibration.json").read_text()))
     assert "Recommended" in text
     assert "| layer" in text

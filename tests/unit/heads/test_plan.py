@@ -20,12 +20,14 @@ from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, save_heads
+from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.heads.planning.fleet import Load, latencies
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import Plan, make_fleets, make_plan
-from vllm_ppd.heads.planning.predict import Drafting, Group
+from vllm_ppd.heads.planning.predict import Drafting, Group, drafting
 from vllm_ppd.heads.planning.report import command, report
+from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
 from vllm_ppd.vllm_plugins.cli.main import main
 
 LAYERS = 10
@@ -116,6 +118,26 @@ def test_memory_bound_cycles_are_those_of_the_recommendation(early: str) -> None
     assert best.way.options["exit_layer"] == chosen["default_exit_layers"][0]
     assert best.speedup == pytest.approx(chosen["predicted_speedup"], abs=1e-4)
     assert {s.trained for s in settings(config, parts)} == {True, False}
+
+
+@pytest.mark.parametrize("accepted", [0.1, 0.6, 0.9])
+def test_drafts_by_batch_size_are_the_best_ones(accepted: float) -> None:
+    """Those of the recommended setting, none where none gains; of every batch size one range has it."""
+    config, parts = early_config(), early_parts(accepted)
+    chosen = recommend(config, parts)
+    ranges = drafts_by_batch_size(config, parts, chosen)
+    assert ranges[0][0] == 1 and ranges[-1][1] == LARGEST_BATCH
+    assert [first for first, *_ in ranges[1:]] == [last + 1 for _, last, _ in ranges[:-1]]
+    of = {setting.drafts: setting for setting in settings(config, parts) if setting.trained and (
+        setting.exit_layer == chosen["default_exit_layers"][0] and setting.drafts <= chosen["num_speculative_tokens"]
+    )}  # fmt: skip
+    for size in (1, 2, 3, 8, 64, 512):
+        gains = {n: drafting(one, "ppd", {}, Measured(TIMES), LAYERS).speedup(size) for n, one in of.items()}
+        best = max(gains, key=gains.__getitem__)
+        (found,) = (drafts for first, last, drafts in ranges if first <= size <= last)
+        assert found == (best if gains[best] > 1 else 0)
+    # Rows are dear from a few on here, so that large batches draft nothing, and small ones do where enough is accepted.
+    assert ranges[-1][2] == 0 and (ranges[0][2] > 0) == (accepted > 0.5)
 
 
 def test_transforms_are_part_of_the_price() -> None:

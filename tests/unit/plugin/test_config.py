@@ -78,6 +78,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
         "adaptive": False, "prompt_lookup_min": 4, "prompt_lookup_drafts": 7,
         "schedule": "deferred", "step_costs": "measure", "runner": "v1", "v1_because": None,
+        "drafts_by_batch_size": [],
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
     assert config.num_lookahead_tokens == 6

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from vllm import EngineArgs
 from vllm.config import ParallelConfig, VllmConfig
+from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
+from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.layout import Calibrated, TargetLayers
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.checks import WORKER, WORKER_V2, check_scheduling, worker_of
@@ -23,6 +26,9 @@ from vllm_ppd.vllm_plugins.integration import platform
 register()
 GPU = Runners(None, "v2", True)
 CPU_BUILD = Runners(None, "v1", False)
+
+
+NOTHING = {"async_scheduling": None, "watermark_config": None, "enforce_eager": None}
 
 
 def chosen(options: dict[str, Any], runners: Runners = GPU, stages: int = 1) -> Any:
@@ -73,23 +79,59 @@ def test_exit_on_a_gpu_is_a_quarter() -> None:
     assert chosen({"method": "ppd"}, stages=2).exit_layer == (6,)
 
 
-@pytest.mark.parametrize("given", [{"adaptive": True}, {"step_costs": "measure"}])
-def test_options_that_are_v1s(given: dict[str, Any]) -> None:
-    with pytest.raises(OptionError, match=f"speculative_config: {next(iter(given))}.* runner V2.*give runner v1"):
-        chosen({"method": "cp", **given})
-    assert chosen({"method": "cp", "runner": "v1", **given}).runner == "v1"
+def test_options_that_are_v1s() -> None:
+    given = {"method": "cp", "step_costs": "measure"}
+    with pytest.raises(OptionError, match=r"^speculative_config: step_costs.* runner V2.*give runner v1"):
+        chosen(given)
+    assert chosen({**given, "runner": "v1"}).runner == "v1"
+
+
+def test_adaptive_on_v2_is_vllms_verification() -> None:
+    """On request; by default every draft of the batch is verified."""
+    assert chosen({"method": "cp"}).choice_of_drafts() == {}
+    config = chosen({"method": "cp", "adaptive": True})
+    assert config.choice_of_drafts() == {"enable_adaptive_verification": True}
+    assert chosen({"method": "cp", "adaptive": True, "runner": "v1"}).choice_of_drafts() == {}
+
+
+def test_drafts_by_batch_size_are_the_calibrations() -> None:
+    """On the device that was measured, unless the user gives a number of drafts or an exit."""
+    ranges = [[1, 4, 3], [5, 16, 1], [17, 2**31 - 1, 0]]
+    measured = Calibrated(device="NVIDIA H100", num_speculative_tokens_per_batch_size=ranges)
+    heads: Any = CPConfig(
+        verifier="m", positions=4, rank=2, num_speculative_tokens=3, calibration=measured,
+        target=TargetLayers(model_type="llama", hidden_size=8, vocab_size=64, num_hidden_layers=12),
+    )  # fmt: skip
+
+    def ranges_of(device: str = "NVIDIA H100", **given: Any) -> Any:
+        options = parse_options({"method": "cp", "model": "heads", **given})
+        config = resolve(options, 12, heads, 1, GPU._replace(device=device))
+        return config.choice_of_drafts().get("num_speculative_tokens_per_batch_size")
+
+    assert ranges_of() == [tuple(part) for part in ranges]
+    assert ranges_of("NVIDIA L4") is None
+    assert ranges_of(num_speculative_tokens=2) is None
+    assert ranges_of(runner="v1") is None
+    assert ranges_of(disable_by_batch_size=8) == [(1, 4, 3), (5, 8, 1), (9, 2**31 - 1, 0)]
+    assert validate_and_normalize_dynamic_sd_schedule(ranges_of()) == ranges_of()
+
+
+@pytest.mark.parametrize("ranges", [[[2, 4, 1]], [[1, 4, 1], [6, 8, 0]], [[1, 0, 1]], [[1, 4, 17]]])
+def test_ranges_with_gaps_are_refused(ranges: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match="ranges from 1 on without gaps"):
+        Calibrated(device="cpu", num_speculative_tokens_per_batch_size=ranges)
 
 
 def test_cut_off_is_vllms_schedule() -> None:
     config = chosen({"method": "cp", "disable_by_batch_size": 8, "num_speculative_tokens": 4})
-    schedule = config.schedule_of_drafts()["num_speculative_tokens_per_batch_size"]
+    schedule = config.choice_of_drafts()["num_speculative_tokens_per_batch_size"]
     assert [entry[:1] + entry[2:] for entry in schedule] == [(1, 4), (9, 0)]
-    assert chosen({"method": "cp", "disable_by_batch_size": 8, "runner": "v1"}).schedule_of_drafts() == {}
+    assert chosen({"method": "cp", "disable_by_batch_size": 8, "runner": "v1"}).choice_of_drafts() == {}
 
 
 def test_what_a_runner_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(config: Any, **given: Any) -> str:
-        args = SimpleNamespace(**{"async_scheduling": None, "watermark_config": None, **given})
+        args = SimpleNamespace(**{**NOTHING, **given})
         with pytest.raises(OptionError) as error:
             check_scheduling(args, config)
         return str(error.value)
@@ -101,7 +143,12 @@ def test_what_a_runner_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(platform, "schedules_ahead", lambda: False)
     assert "needs vLLM 0.33" in refused(on_v2, async_scheduling=True)
     monkeypatch.setattr(platform, "schedules_ahead", lambda: True)
-    check_scheduling(SimpleNamespace(async_scheduling=True, watermark_config=None), on_v2)
+    check_scheduling(SimpleNamespace(**{**NOTHING, "async_scheduling": True}), on_v2)
+    adaptive = chosen({"method": "cp", "adaptive": True})
+    assert "whole-model CUDA graphs" in refused(adaptive)  # on this platform
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    assert "--enforce-eager" in refused(adaptive, enforce_eager=True)
+    check_scheduling(SimpleNamespace(**NOTHING), adaptive)
     assert "watermarking" in refused(on_v2, watermark_config={"type": "kgw"})
     monkeypatch.setattr(platform, "breakable_graphs", lambda: True)
     assert refused(on_v1).startswith("VLLM_USE_BREAKABLE_CUDAGRAPH=1")

@@ -34,6 +34,7 @@ class DeferredKVSpeculator(Speculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         self.width = self.num_drafts + 1
+        self.nobody = self.max_num_reqs * self.width  # the first of the rows that padding takes
         self.mode: Mode = "full"  # of the step that runs now
         self.drafted = np.zeros(self.max_num_reqs, dtype=bool)  # request rows whose states the next step may take
         self.state_rows = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)  # of the step's tokens
@@ -90,7 +91,9 @@ class DeferredKVSpeculator(Speculator):
         super().init_cudagraph_manager(cudagraph_mode if self.passes.capturable else CUDAGraphMode.NONE)
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.deep_graphs = ModelCudaGraphManager(self.vllm_config, self.device, mode, self.width)
+        self.deep_graphs = ModelCudaGraphManager(
+            self.vllm_config, self.device, mode, self.width, varlen_decode=self.enable_adaptive_verification
+        )
 
     def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """What runs the target's whole-model graphs: vLLM's own, or that of the deep pass for the same shape."""
@@ -140,23 +143,32 @@ class DeferredKVSpeculator(Speculator):
     def begin_step(self, batch: Any) -> None:
         """Tell from the schedule which tokens have states."""
         rows, tokens = batch.idx_mapping_np, batch.num_scheduled_tokens
+        drafts = batch.num_draft_tokens_per_req
         # The newest token and the drafts, and nothing else: each has logits of its own.
-        known = self.drafted[rows] & ~batch.is_prefilling_np & (np.diff(batch.cu_num_logits_np) == tokens)
+        known = self.drafted[rows] & ~batch.is_prefilling_np & (tokens == (1 if drafts is None else drafts + 1))
         self.drafted[rows] = False
         self.mode = "deep" if known.all() else "mixed" if known.any() else "full"
+        if self.mode == "mixed" and self.enable_adaptive_verification:
+            self.mode = "full"  # where each request's tokens are is known on the device alone
         self.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
-        if self.mode == "full":
-            return
+        if self.mode == "deep":
+            taken, padded = batch.num_tokens, batch.num_tokens_after_padding
+            self.state_rows[:taken] = batch.expanded_idx_mapping * self.width + batch.expanded_local_pos
+            self.state_rows[taken:padded] = self.nobody
+        elif self.mode == "mixed":
+            self._choose_fresh(batch, known)
+
+    def _choose_fresh(self, batch: Any, known: np.ndarray) -> None:
+        """Note which tokens of a mixed step have states, and which requests have none."""
+        rows, tokens = batch.idx_mapping_np, batch.num_scheduled_tokens
         self.fresh = np.flatnonzero(~known)
         starts = np.cumsum(tokens) - tokens
         offsets = np.arange(tokens.sum()) - np.repeat(starts, tokens)
-        nobody = self.max_num_reqs * self.width
-        of_tokens = np.full(batch.num_tokens_after_padding, nobody, dtype=np.int64)
+        of_tokens = np.full(batch.num_tokens_after_padding, self.nobody, dtype=np.int64)
         taken = np.repeat(known, tokens)
         of_tokens[: len(taken)][taken] = (np.repeat(rows, tokens) * self.width + offsets)[taken]
         async_tensor_h2d(of_tokens, out=self.state_rows[: len(of_tokens)])
-        if self.mode == "mixed":
-            self.passes.choose(batch, self.fresh, starts)
+        self.passes.choose(batch, self.fresh, starts)
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.mode = "full"  # of dummy steps, which have no begin_step

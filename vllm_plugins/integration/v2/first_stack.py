@@ -12,13 +12,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
 from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.vllm_plugins.integration.attention_backends import on_device
 from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.integration.v2.deferred_kv import DeferredKVSpeculator
-
-# Attention backends whose metadata are made of device tensors alone, so that a CUDA graph can make them anew.
-ON_DEVICE = {"FLASH_ATTN", "TRITON_ATTN"}
 
 
 class FirstStackPasses:
@@ -51,8 +49,7 @@ class FirstStackPasses:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph may hold passes whose positions advance."""
-        groups = [group for some in self.speculator.attn_groups for group in some]
-        return all(group.backend.get_name() in ON_DEVICE for group in groups)
+        return on_device(group.backend.get_name() for some in self.speculator.attn_groups for group in some)
 
     # Between steps ---------------------------------------------------------------------------------------------------
 

@@ -88,3 +88,10 @@ class Verification:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """vLLM's warm-up switches adaptive verification off and on again here."""
+        if name in ("_sampler", "_speculator"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._sampler, name, value)

@@ -22,11 +22,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from vllm_ppd.kernels.sampling import is_greedy
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.drafting.buckets import buckets
 from vllm_ppd.vllm_plugins.drafting.drafter import DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.target import Target
 from vllm_ppd.vllm_plugins.integration.v2.requests import RequestOptions
-from vllm_ppd.vllm_plugins.integration.v2.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
+from vllm_ppd.vllm_plugins.integration.v2.staging import EPS_B, GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
 
 
 class Speculator(DraftModelSpeculator):
@@ -152,9 +153,13 @@ class Speculator(DraftModelSpeculator):
         """Draft token IDs [requests, K]."""
         requests = input_batch.num_reqs
         kinds = self.kinds[::-1] if dummy_run else (self.staging.kind(input_batch),)
-        self.staging.gather(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, dummy_run)
-        for kind in kinds:  # a dummy run takes the memory, and compiles the kernels, of every kind
-            self._run(requests, kind, is_profile)
+        self.staging.gather(
+            input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, kinds[0], dummy_run
+        )
+        # A dummy run takes the memory of every kind; the first one compiles the kernels of every batch size.
+        for size in buckets(requests) if is_profile else (requests,):
+            for kind in kinds:
+                self._run(size, kind, is_profile)
         return self.draft_tokens[:requests]
 
     def _run(self, requests: int, kind: Kind, eager: bool) -> None:
@@ -177,8 +182,9 @@ class Speculator(DraftModelSpeculator):
             num_drafts=self.num_drafts,
             sampling=staging.sampling(requests, kind),
             shallow=self.shallow,
-            options={"eps_b": staging.eps_b[:requests]},
+            options={EPS_B: staging.eps_b[:requests]},
             context=None if staging.context is None else staging.context[:requests],
+            with_confidence=self.enable_adaptive_verification,
         )
         drafts = self.drafter.propose(inputs)
         rows = staging.rows[:requests]
@@ -190,12 +196,14 @@ class Speculator(DraftModelSpeculator):
         counts = inputs.max_drafts
         if drafts.counts is not None:
             counts = torch.minimum(drafts.counts, counts)
-        usable = (self.ordinals < counts[:, None]) & (drafts.token_ids >= 0)
-        self.usable[rows] = usable.cumprod(dim=1).bool()
+        usable = ((self.ordinals < counts[:, None]) & (drafts.token_ids >= 0)).cumprod(dim=1).bool()
+        self.usable[rows] = usable
         # vLLM embeds whatever stands here, so that an INVALID draft must be some token.
         self.draft_tokens[: len(rows)] = drafts.token_ids.clamp(min=0)
-        if drafts.confidence is not None:
-            self.draft_token_confidence_probs[: len(rows)] = drafts.confidence
+        if inputs.with_confidence:
+            assert drafts.confidence is not None
+            # Adaptive verification leaves out first what would be rejected anyway.
+            self.draft_token_confidence_probs[: len(rows)] = torch.where(usable, drafts.confidence, 0.0)
 
     def _keep_q(self, q: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor) -> None:
         """T log q(x): the rejection sampler divides by the request's temperature before its softmax."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.integration.v2.speculator import Speculator
 
 Kind = Literal["greedy", "sampled", "truncated"]
+EPS_B = "eps_b"
 GREEDY: Kind = "greedy"  # every draft is the best token
 SAMPLED: Kind = "sampled"  # at the requests' temperatures
 TRUNCATED: Kind = "truncated"  # ... and cut to their top-k and top-p, which sorts the vocabulary
@@ -84,9 +85,10 @@ class Staging:
         num_sampled: torch.Tensor,  # [requests]
         num_rejected: torch.Tensor,  # [requests]
         last_sampled: torch.Tensor,  # [request rows, 1]
+        kind: Kind,
         dummy: bool,
     ) -> None:
-        """Stage a step that was verified."""
+        """Stage a step that was verified: what drafts of a kind read."""
         n, speculator = batch.num_reqs, self.speculator
         self.clear()
         rows = batch.idx_mapping[:n]
@@ -105,11 +107,14 @@ class Staging:
         requests: RequestOptions = speculator.requests
         states = speculator.runner.sampler.sampling_states
         self.max_drafts[:n] = self._most(requests.max_drafts.gpu[rows])
-        self.temperature[:n] = states.temperature.gpu[rows]
-        self.draft_temperature[:n] = self.temperature[:n].masked_fill(requests.greedy.gpu[rows], 0.0)
-        self.top_k[:n] = states.top_k.gpu[rows]
-        self.top_p[:n] = states.top_p.gpu[rows]
-        self.eps_b[:n] = requests.eps_b.gpu[rows]
+        if kind != GREEDY:
+            self.temperature[:n] = states.temperature.gpu[rows]
+            self.draft_temperature[:n] = self.temperature[:n].masked_fill(requests.greedy.gpu[rows], 0.0)
+        if kind == TRUNCATED:
+            self.top_k[:n] = states.top_k.gpu[rows]
+            self.top_p[:n] = states.top_p.gpu[rows]
+        if EPS_B in speculator.config.spec.request_options:
+            self.eps_b[:n] = requests.eps_b.gpu[rows]
         if self.context is not None:
             self._gather_context(rows, self.context[:n])
 

@@ -70,11 +70,15 @@ class CPDrafter(Drafter):
             self._draft(step, slice(start, start + self.requests_at_once))
             for start in range(0, requests, self.requests_at_once)
         ]
-        tokens = torch.cat([ids for ids, _ in parts])
-        return Drafts(tokens, probs=None if step.sampling is None else torch.cat([q for _, q in parts]))
+        tokens, confidence = (torch.cat([part[i] for part in parts]) for i in range(2))
+        probs = None if step.sampling is None else torch.cat([part[2] for part in parts])
+        return Drafts(tokens, probs=probs, confidence=confidence)
 
-    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafts of some requests, or INVALID [requests, n], and what they were drawn from [requests, n, entries]."""
+    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of some requests: drafts, the mixture's probability of each [requests, n], q(x) [requests, n, entries].
+
+        Drafts whose q(x) is no distribution are INVALID.
+        """
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
         product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
@@ -87,12 +91,13 @@ class CPDrafter(Drafter):
         else:
             known = first if vocabulary is None else vocabulary.place_of[first]
             tokens, q = self.chain(log_weights, self._logits(product), None if self.lead else known, sampling)
+        confidence = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         if sampling is None:
-            valid = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).isfinite()  # NaN in a softmax makes all of it NaN
+            valid = confidence.isfinite()  # NaN in a softmax makes all of it NaN
         else:
             valid = are_distributions(q)
             q = drawn_from(q, tokens, is_greedy(sampling.temperature))
-        return torch.where(valid, self._ids(tokens), INVALID), q
+        return torch.where(valid, self._ids(tokens), INVALID), confidence, q
 
     @staticmethod
     def chain(

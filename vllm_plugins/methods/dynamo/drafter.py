@@ -9,7 +9,7 @@ draft    the joint's best n-gram, or a sample of it with its conditionals as q(x
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,14 +49,17 @@ class DynaMoDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         parts = [self._draft(step, part) for part in self.parts(len(step.newest_ids), self.drafts)]
-        tokens, counts = (torch.cat([part[i] for part in parts]) for i in range(2))
-        probs = None
-        if step.sampling is not None:
-            probs = torch.cat([part[2] for part in parts])[:, : step.num_drafts]
-        return Drafts(tokens[:, : step.num_drafts], counts, probs)
+        found = [None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)]
+        counts, *by_draft = found
+        tokens, probs, confidence = (None if one is None else one[:, : step.num_drafts] for one in by_draft)
+        assert tokens is not None
+        return Drafts(tokens, counts, probs, confidence)
 
-    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, ...]:
-        """(Drafts [requests, n], how many to use [requests]; sampled also q(x) [requests, n, vocabulary])."""
+    def _draft(self, step: DraftInputs, part: slice) -> tuple[Any, ...]:
+        """(How many to use [requests], drafts [requests, n], q(x) [requests, n, vocabulary], confidence [requests, n]).
+
+        The last two are None where drafts are greedy, and where confidence is not asked for.
+        """
         logits = self.logits(step.places[part], self.vocabulary)
         sampling = None if step.sampling is None else step.sampling.at(part)
         scores = logits if sampling is None else logits / divisor(sampling.temperature)
@@ -64,9 +67,10 @@ class DynaMoDrafter(Drafter):
         choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context)
         # A joint that is not finite drafts nothing; said of one draft, it is dropped as INVALID.
         counts = torch.where(choice.finite, choice.order - 1, 1)
-        drawn = (choice.best(),) if sampling is None else self._drawn(choice, sampling)
-        drawn[0][:, 1].masked_fill_(~choice.finite, INVALID)
-        return drawn[0][:, 1:], counts, *drawn[1:]
+        tokens, q = (choice.best(), None) if sampling is None else self._drawn(choice, sampling)
+        tokens[:, 1].masked_fill_(~choice.finite, INVALID)
+        confidence = choice.confidence(tokens) if step.with_confidence else None
+        return counts, tokens[:, 1:], q, confidence
 
     def _drawn(self, choice: JointChoice, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
         """A sampled n-gram of each request [requests, n], and what each draft was drawn from, over all tokens."""

@@ -36,10 +36,11 @@ class EarlyExitDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids, readings = step.newest_ids, []
+        with_confidence = step.with_confidence or self.gamma > 0
         for offset in range(step.num_drafts):
             state = step.run_shallow(offset, token_ids.clamp(min=0))  # INVALID is no id
             if step.sampling is None:
-                reading = self.reader.greedy(self.exit_layer, state, with_confidence=self.gamma > 0)
+                reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
                 reading = self.reader.sample(self.exit_layer, state, step.sampling)
             readings.append(reading)
