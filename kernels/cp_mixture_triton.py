@@ -52,7 +52,7 @@ def _exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
     return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position"])
 def _mix(
     logits: tl.tensor,  # [rows, n, r, vocab]
     logsumexp: tl.tensor,  # [rows, n, r] float32
@@ -96,7 +96,7 @@ def _mix(
         tl.store(race + at, tl.max(keys, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["position"])
 def _advance(
     logits: tl.tensor,
     logsumexp: tl.tensor,
@@ -227,7 +227,8 @@ def _chain(
     weights = log_weights.float().clone().contiguous()
     padded = triton.next_power_of_2(parts)
     lines = rows * positions * rank
-    maxima, sums = torch.empty(2, lines, parts, dtype=torch.float32, device=device)
+    # Apart: halves of one tensor start at addresses whose alignment, and with it the code, depends on the rows.
+    maxima, sums = (torch.empty(lines, parts, dtype=torch.float32, device=device) for _ in range(2))
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.logsumexp(maxima + sums.log(), dim=-1)
     probs, peaks = (

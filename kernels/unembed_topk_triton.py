@@ -26,7 +26,7 @@ BLOCK_V = 64  # with 128 hidden of bfloat16: 16 KiB in flight a stage, which fit
 PROGRAMS_A_PROCESSOR = 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _scan(
     hidden: tl.tensor,
     unembedding: tl.tensor,
@@ -92,7 +92,7 @@ def _scan(
         tl.store(sums + tl.program_id(0) * rows + row, total, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge(
     keys: tl.tensor,
     maxima: tl.tensor,
@@ -152,7 +152,8 @@ def unembed_topk(
     device = hidden.device
     programs = min(_programs(device), triton.cdiv(num_valid, BLOCK_V))
     keys = torch.empty(programs, rows, k, dtype=torch.int64, device=device)
-    maxima, sums = torch.empty(2, programs, rows, dtype=torch.float32, device=device)
+    # Apart: halves of one tensor start at addresses whose alignment, and with it the code, depends on the rows.
+    maxima, sums = (torch.empty(programs, rows, dtype=torch.float32, device=device) for _ in range(2))
     padded_rows = max(16, triton.next_power_of_2(rows))
     _scan[(programs,)](
         hidden,

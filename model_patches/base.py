@@ -29,7 +29,6 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_ppd.model_patches.exit_norm import kernels_first
 from vllm_ppd.model_patches.families import MULTIMODAL, adapter_path
 
 # (hidden, residual) at a cut, both [tokens, hidden size]; families without a residual stream have None.
@@ -71,11 +70,6 @@ class Adapter(ABC):
     @abstractmethod
     def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """The target's final norm: [tokens, hidden]. May overwrite its inputs."""
-
-    def norm_at_exit(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """As norm, outside compiled code."""
-        with kernels_first():
-            return self.norm(hidden, residual)
 
     @abstractmethod
     def replace_forward(self, cut: ModelCut) -> None:

@@ -36,12 +36,14 @@ class Target:
 
 def main() -> None:
     compiled: set[str] = set()
+    variants: set[str] = set()  # of the code, one a kernel and specialisation
     launch = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         assert "cubin" in kernel.asm, self.__name__
         assert kernel.metadata.shared <= MOST_SHARED, f"{self.__name__} takes {kernel.metadata.shared} bytes"
+        variants.add(f"{self.__name__} {kernel.hash[:8]}")
         compiled.add(f"{self.__module__.rsplit('.', 1)[-1]}.{self.__name__}")
 
     driver.set_active(Target())
@@ -57,6 +59,18 @@ def main() -> None:
         cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling)
     for sizes in ((1, 50, 50), (50, 50, 50)):
         joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
+    # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
+    known = set(variants)
+    for rows in (2, 3, 16):
+        hidden, unembedding = (torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (rows, 300))
+        unembed_topk(hidden, unembedding, 1, 0, 300)
+        logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
+        cp_mixture_triton.draft_chain(torch.zeros(rows, 3), logits, torch.arange(rows), None)
+        joint_threshold_triton.adaptive_threshold(torch.zeros(rows, 1, 50, 50), torch.zeros(rows))
+        rows_triton.store_rows(stores, torch.arange(rows) % 8, [torch.zeros(rows, 64, dtype=torch.bfloat16)] * 2)
+    assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
+    mixes = cp_mixture_triton._mix.device_caches[0][0].values()
+    assert len(mixes) == 2, f"{len(mixes)} variants of a chain's positions, greedy and sampled"
     print(*sorted(compiled))
 
 

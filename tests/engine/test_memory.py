@@ -11,7 +11,8 @@ import pytest
 import tiny
 import torch
 from cases import CASES
-from conftest import drafter_of, start_engine
+from conftest import drafter_of, runner_of, start_engine
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
@@ -50,6 +51,7 @@ def test_allocated_before_the_kv_cache_is_sized(
     assert order == ["ours", "kv cache"]
 
     drafter = drafter_of(llm)
+    if_profiled(llm, monkeypatch)
     saved = drafter.saved
     assert saved.hidden.shape == (16 * 4, 64)
     assert drafter.probs is not None
@@ -58,3 +60,23 @@ def test_allocated_before_the_kv_cache_is_sized(
     addresses = [buffer.data_ptr() for buffer in buffers]
     CASES["more_than_fit"](llm)
     assert [buffer.data_ptr() for buffer in (saved.hidden, saved.residual, drafter.probs)] == addresses
+
+
+def if_profiled(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU vLLM's memory profile drafts for every bucket of batch sizes in every way; no sample depends on it."""
+    proposer, seen = drafter_of(llm), []
+    stock = proposer.drafter.propose
+
+    def propose(step: Any) -> Any:
+        way = "greedy" if step.sampling is None else "sampled" if step.sampling.top_k is None else "truncated"
+        seen.append((len(step.newest_ids), way))
+        return stock(step)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proposer.drafter, "propose", propose)
+        patched.setattr(CPUModelRunner, "profile_run", lambda self: None)
+        state = torch.get_rng_state()
+        runner_of(llm).profile_run()
+        assert torch.equal(torch.get_rng_state(), state)
+    assert set(seen) == {(n, way) for n in (16, 8, 4, 2, 1) for way in ("greedy", "sampled", "truncated")}
+    assert proposer.saved.req_ids is None

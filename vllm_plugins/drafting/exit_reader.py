@@ -19,11 +19,14 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, distribution, draw, drawn_from, is_greedy
 from vllm_ppd.kernels.unembed_topk import unembed_topk
+from vllm_ppd.model_patches.exit_norm import kernels_first
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.integration.lm_head import LMHead
+
+LOGITS_AT_ONCE = 1 << 25  # numbers that are sampled together, of which several copies are made
 
 # (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
 ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
@@ -96,9 +99,17 @@ class EarlyReader:
         return Reading(token_ids, probability[:, 0] if with_confidence else None, None)
 
     def sample_together(self, states: list[ExitState], sampling: Sampling) -> Reading:
-        """A sample of each row of several states, in one read of the LM head."""
-        logits = torch.cat([self._logits(*part, gather=True) for part in self._joined(states)])
-        return sampled_reading(logits, sampling)
+        """A sample of each row of several states, in one read of the LM head where their logits fit memory."""
+        found, start = [], 0
+        for hidden, classifier in self._joined(states):
+            at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
+            for part in hidden.split(at_once):
+                rows = slice(start, start + len(part))
+                found.append(sampled_reading(self._logits(part, classifier, gather=True), sampling.at(rows)))
+                start += len(part)
+        if len(found) == 1:
+            return found[0]
+        return Reading(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
@@ -108,7 +119,8 @@ class EarlyReader:
         return parts
 
     def _transformed(self, exit_layer: int, state: CutState) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden = self.adapter.norm(*state)
+        with kernels_first():
+            hidden = self.adapter.norm(*state)
         if self.heads is not None and self.heads.form == "classifier":
             return hidden, self.heads.weights[str(exit_layer)]
         return hidden if self.heads is None else self.heads(hidden, exit_layer), None

@@ -96,6 +96,13 @@ class DeferredKVProposer(Proposer):
         tokens[:, 0], tokens[:, 1 : drafts.shape[1] + 1] = plan.base_tokens, drafts
         self.saved.keep(self.batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
 
+    def dummy_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """DraftInputs.run_shallow without a pass, which has kernels of vLLM's alone: states go to the rows and back."""
+        width, rows = self.saved.width, np.arange(len(token_ids), dtype=np.int64)
+        states = self.saved.load(rows * width + offset)
+        self.saved.store(rows * width + offset, 1, *states)
+        return states
+
     def _shallow(self, plan: Plan) -> Callable[[int, torch.Tensor], CutState]:
         """DraftInputs.run_shallow for the requests of a plan."""
 

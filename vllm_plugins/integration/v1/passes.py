@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.drafting.saved_states import flat_ranges
+from vllm_ppd.vllm_plugins.integration.attention_backends import on_device
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding
 from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 from vllm_ppd.vllm_plugins.integration.v1.span_attention import LayerGroup, Span, SpanAttention
@@ -101,6 +103,8 @@ class StackPasses:
     def _groups_of(self, level: int) -> list[LayerGroup]:
         """(KV cache group id, attention group, this stack's layer names) of each group the stack has layers in."""
         if self._groups is None:
+            if not current_platform.is_cpu():
+                on_device(group.backend.get_name() for groups in self.runner.attn_groups for group in groups)
             self._groups = []
             for one in range(len(self.cut.stacks)):
                 found = [

@@ -21,7 +21,7 @@ from vllm.distributed import get_tp_group
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 from vllm_ppd.vllm_plugins.config.activation import own_config
 from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
-from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs
+from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding, measured
@@ -42,6 +42,7 @@ class Proposer:
     padding: RowPadding = NONE  # of steps that verify drafts, and of passes between steps
     decoding = False  # whether the step that runs now takes no prompt in
     probs: torch.Tensor | None = None  # [batch rows, n, vocabulary] q(x) of sampled drafts
+    dummy_shallow: Callable[[int, torch.Tensor], Any] | None = None  # DraftInputs.shallow of nobody's requests
     looked_up = False  # whether the latest drafts stood in the requests' own text, and have no q(x)
 
     def __init__(self, vllm_config: Any) -> None:
@@ -81,11 +82,17 @@ class Proposer:
         self.drafter.load(self.config, self.target)
         self.allocate_probs()
 
+    @property
+    def most_requests(self) -> int:
+        """The largest batch that drafts."""
+        most: int = self.vllm_config.scheduler_config.max_num_seqs
+        return min(most, self.config.disable_by_batch_size or most)
+
     def allocate_probs(self) -> None:
         """Allocate q(x) if drafts are to be sampled."""
         if self.config.draft_sample_method == "probabilistic" and self.config.verify:
             self.probs = torch.zeros(
-                self.vllm_config.scheduler_config.max_num_seqs,
+                self.most_requests,
                 self.config.num_speculative_tokens,
                 self.vllm_config.model_config.get_vocab_size(),
                 device=self.runner.device,
@@ -177,14 +184,19 @@ class Proposer:
         counts = inputs.max_drafts
         if drafts.counts is not None:
             counts = torch.minimum(drafts.counts, counts)
-        if self.probs is not None and drafts.probs is not None:
-            index, q = self.index(rows), drafts.probs
-            if q.shape[-1] < self.probs.shape[-1]:
-                assert self.drafter.vocabulary is not None
-                q = self.drafter.vocabulary.spread(q, self.probs[index, : q.shape[1]])
-            self.probs[index, : q.shape[1]] = q
+        self.keep_probs(rows, drafts)
         found = torch.cat([drafts.token_ids, counts[:, None]], dim=1).cpu().numpy()
         return found[:, :-1], found[:, -1]
+
+    def keep_probs(self, rows: np.ndarray, drafts: Drafts) -> None:
+        """Keep q(x) of sampled drafts where vLLM's rejection sampler reads it, by batch row."""
+        if self.probs is None or drafts.probs is None:
+            return
+        index, q = self.index(rows), drafts.probs
+        if q.shape[-1] < self.probs.shape[-1]:
+            assert self.drafter.vocabulary is not None
+            q = self.drafter.vocabulary.spread(q, self.probs[index, : q.shape[1]])
+        self.probs[index, : q.shape[1]] = q
 
     def _inputs(
         self, plan: Plan, places: np.ndarray, step: Step, shallow: Callable[[int, torch.Tensor], Any] | None

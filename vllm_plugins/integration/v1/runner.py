@@ -12,6 +12,7 @@ Overrides, each of which calls vLLM's unless we draft:
     take_draft_token_ids       nothing where nobody drafts
     _determine_batch_execution_and_padding   rows of padding where drafts are verified, see cpu/row_padding.py
     _prepare_inputs            see nonspeculative_steps.py
+    profile_run                drafting takes memory, too, and compiles its kernels
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 
+from vllm_ppd.vllm_plugins.integration.v1.dummy_drafts import draft_for_dummies
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
 from vllm_ppd.vllm_plugins.integration.v1.step import Step, with_counts
@@ -72,6 +74,10 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
         stock = super()._sample
         return self.drafter.after_sampling(logits, lambda: stock(logits, spec_decode_metadata))
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+        draft_for_dummies(self.drafter)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None

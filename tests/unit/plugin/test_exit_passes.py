@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What exits take on a GPU: their norm as one kernel, logits in chunks, attention backends that make passes wait."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.model_patches import exit_norm
+from vllm_ppd.vllm_plugins.drafting import exit_reader
+from vllm_ppd.vllm_plugins.drafting.buckets import buckets
+from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
+from vllm_ppd.vllm_plugins.integration import attention_backends
+from vllm_ppd.vllm_plugins.integration.attention_backends import on_device
+
+
+class Op:
+    """As much of vLLM's IrOp as its priority."""
+
+    def __init__(self, priority: list[str], *impls: str) -> None:
+        self.priority, self.impls = priority, dict.fromkeys(impls)
+
+    def get_priority(self) -> list[str]:
+        return self.priority
+
+    @contextmanager
+    def set_priority(self, priority: list[str]) -> Any:
+        before, self.priority = self.priority, priority
+        yield
+        self.priority = before
+
+
+def test_norms_at_exits_are_vllms_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled engines write norms out in torch; outside compiled code that is ten launches."""
+    compiled, eager, without = Op(["native"], "native", "vllm_c"), Op(["vllm_c", "native"], "vllm_c"), Op(["native"])
+    unset = Op([], "native", "vllm_c")
+    monkeypatch.setattr(exit_norm, "_norms", lambda: (compiled, eager, without, unset))
+    for on_gpu in (True, False):
+        monkeypatch.setattr(exit_norm, "current_platform", SimpleNamespace(is_cuda_alike=lambda on_gpu=on_gpu: on_gpu))
+        with exit_norm.kernels_first():
+            assert compiled.priority == (["vllm_c", "native"] if on_gpu else ["native"])
+            assert unset.priority == (["vllm_c", "native"] if on_gpu else [])
+            assert (eager.priority, without.priority) == (["vllm_c", "native"], ["native"])
+        assert compiled.priority == ["native"]
+
+
+def test_vllm_has_such_norms() -> None:
+    for op in exit_norm._norms():
+        assert "native" in op.impls
+        with op.set_priority(["native"]):
+            assert op.get_priority() == ["native"]
+
+
+def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No logits of more rows than fit are held at once; readings are those of all rows together."""
+    vocabulary, rows = 50, 7
+    weight, seen = torch.randn(vocabulary, 8), []
+
+    def logits(hidden: torch.Tensor, gather: bool) -> torch.Tensor:
+        seen.append(len(hidden))
+        return hidden @ weight.T
+
+    adapter: Any = SimpleNamespace(norm=lambda hidden, residual: hidden)
+    head: Any = SimpleNamespace(logits=logits, vocab_size=vocabulary)
+    hidden, temperature = torch.randn(rows, 8), torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 0.7, 0.0])
+    found = []
+    for at_once in (1 << 25, 2 * vocabulary):
+        monkeypatch.setattr(exit_reader, "LOGITS_AT_ONCE", at_once)
+        found.append(EarlyReader(adapter, head, None).sample(2, (hidden, None), Sampling(temperature)))
+    assert seen == [7, 2, 2, 2, 1]
+    whole, parts = found
+    greedy = temperature == 0
+    assert torch.equal(whole.token_ids[greedy], parts.token_ids[greedy])
+    torch.testing.assert_close(whole.confidence, parts.confidence)
+    torch.testing.assert_close(whole.probs, parts.probs)
+
+
+def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(attention_backends, "_warned", set())
+    monkeypatch.setattr(attention_backends.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        assert on_device(["FLASH_ATTN", "TRITON_ATTN"]) and not caplog.records
+        assert not on_device(["FLASH_ATTN", "FLASHINFER"])
+        assert not on_device(["FLASHINFER"])
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "FLASHINFER" in message and "FLASH_ATTN or TRITON_ATTN" in message and len(message) <= 300
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 16, 100, 1024])
+def test_buckets(most: int) -> None:
+    """Every batch size has one that is not smaller, of the same power of two."""
+    found = list(buckets(most))
+    assert found[0] == most and found == sorted(set(found), reverse=True) and found[-1] == 1
+    for size in range(1, most + 1):
+        assert any(size <= one < 2 * size or one == most for one in found)
