@@ -163,6 +163,22 @@ def engine(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
     return get
 
 
+@pytest.fixture(scope="session")
+def alone(engine: Callable[..., Any]) -> Callable[..., Any]:
+    """alone(case, **settings): what vLLM says to a case without speculation; it is asked once."""
+    from cases import CASES
+
+    answers: dict[str, Any] = {}
+
+    def get(case: str, **settings: Any) -> Any:
+        key = repr((case, sorted(settings.items())))
+        if key not in answers:
+            answers[key] = CASES[case](engine(**settings))
+        return answers[key]
+
+    return get
+
+
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -266,7 +282,11 @@ def fitted_heads(
     """fitted_heads(kind, family, **options): heads fitted to what a tiny model says, made once a session."""
     import overfitted
 
+    from vllm_ppd.heads.registry import HEADS
+
     def get(kind: str, family: str = "llama", **options: Any) -> str:
+        fields = HEADS[kind].options.model_fields
+        options = {name: value for name, value in options.items() if value != fields[name].default}
         name = "-".join([kind, family, *(f"{option}={value}" for option, value in sorted(options.items()))])
         folder = made_once(
             name, lambda folder: overfitted.fit(tiny_model(family), kind, said(family), folder / "heads", **options)

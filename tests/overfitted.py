@@ -19,12 +19,19 @@ from vllm_ppd.heads.training.tokens import Batch
 
 
 def windows(sequences: list[list[int]]) -> Batch:
-    """One sequence a window; padding is made of documents of one token, which nothing is learnt from."""
+    """Sequences as documents packed into windows; padding is documents of one token, which nothing is learnt from."""
     width = max(map(len, sequences))
-    ids, places = torch.zeros(len(sequences), width, dtype=torch.int64), torch.zeros(len(sequences), width).long()
-    for row, tokens in enumerate(sequences):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-        places[row, : len(tokens)] = torch.arange(len(tokens))
+    rows: list[list[list[int]]] = []
+    for tokens in sorted(sequences, key=len, reverse=True):
+        row = next((row for row in rows if sum(map(len, row)) + len(tokens) <= width), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(tokens)
+    ids, places = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width).long()
+    for index, row in enumerate(rows):
+        flat = [token for tokens in row for token in tokens]
+        ids[index, : len(flat)] = torch.tensor(flat)
+        places[index, : len(flat)] = torch.cat([torch.arange(len(tokens)) for tokens in row])
     return Batch(ids, places)
 
 
@@ -47,8 +54,11 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
         recipe.start_from(iter([windows(sequences)]))
     groups = [{"params": group["params"], "lr": group["peak"]} for group in recipe.groups(3e-3)]
     optimiser = torch.optim.AdamW(groups if kind == "cp" else groups[:1])
+    parts = [windows(sequences[first::4]) for first in range(4)]
+    states = {id(part): recipe.states(part) for part in parts}  # of a frozen target
+    recipe.states = lambda batch: states[id(batch)]  # type: ignore[method-assign]
     for step in range(steps):
-        loss, _ = recipe.loss(windows(sequences[step % 4 :: 4]))
+        loss, _ = recipe.loss(parts[step % 4])
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

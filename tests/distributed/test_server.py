@@ -131,9 +131,10 @@ def refused(model: Path, *args: str) -> str:
             ["--speculative-model", "ppd", "--ppd-exit-layer", "9"],
             "vllm-ppd: error: speculative_config: exit_layer=9 is outside 1..5; this model has 6 layers",
         ),
-        (
+        pytest.param(
             ["-sc", '{"method": "ppd", "model": "./no-heads"}'],
             "vllm-ppd: error: heads folder './no-heads' does not exist; give a folder with config.json, or no heads",
+            marks=pytest.mark.full,
         ),
     ],
 )

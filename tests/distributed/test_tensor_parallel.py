@@ -60,7 +60,7 @@ def as_json(value: Any) -> Any:
 
 
 def test_two_ranks(
-    tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], engine: Callable[..., Any]
+    tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], alone: Callable[..., Any]
 ) -> None:
     """With heads and two exits over gamma, so that values, ids and probabilities are all exchanged."""
     options = {
@@ -71,20 +71,18 @@ def test_two_ranks(
     }
     cases = ["batch_16", "arrivals_and_aborts"]
     got, accepted, steps = two_ranks(tiny_model(), options, cases)
-    assert got == as_json({case: CASES[case](engine()) for case in cases})
+    assert got == as_json({case: alone(case) for case in cases})
     assert accepted > 0
     assert steps["deferred_steps"] > 0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_min": 1, "prompt_lookup_drafts": 6}], ids=["", "lookup"])
-def test_two_ranks_adaptive(
-    tiny_model: Callable[..., Path], engine: Callable[..., Any], lookup: dict[str, Any]
-) -> None:
+def test_two_ranks_adaptive(tiny_model: Callable[..., Path], alone: Callable[..., Any], lookup: dict[str, Any]) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
     got, _, steps = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True, **lookup}, cases)
-    assert got == as_json({case: CASES[case](engine()) for case in cases})
+    assert got == as_json({case: alone(case) for case in cases})
     assert steps["deferred_steps"] > 0
 
 
@@ -101,25 +99,26 @@ def test_two_ranks_adaptive(
 def test_two_ranks_with_heads(
     tiny_model: Callable[..., Path],
     fitted_heads: Callable[..., str],
-    engine: Callable[..., Any],
+    alone: Callable[..., Any],
     kind: str,
     how: dict[str, Any],
 ) -> None:
     """Each rank holds its part of the heads: layers and classifiers are sharded as the target's are."""
     options = {"model": fitted_heads(kind, **how), "num_speculative_tokens": 2}
     got, accepted, _ = two_ranks(tiny_model(), options, ["batch_16", "structured_output"])
-    assert got == as_json({case: CASES[case](engine()) for case in ("batch_16", "structured_output")})
+    assert got == as_json({case: alone(case) for case in ("batch_16", "structured_output")})
     assert accepted > 0
 
 
+@pytest.mark.full
 def test_two_ranks_that_skip_the_draft_layers(
-    tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], engine: Callable[..., Any]
+    tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], alone: Callable[..., Any]
 ) -> None:
     """Both agree on which steps do, and on who drafts after them."""
     options = {"model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": 2}
     cases = ["crowd_that_ends", "batch_1"]
     got, accepted, steps = two_ranks(tiny_model(), options, cases)
-    assert got == as_json({case: CASES[case](engine()) for case in cases})
+    assert got == as_json({case: alone(case) for case in cases})
     assert accepted > 0
     assert steps["skipped_draft_layer_steps"] > 0
 

@@ -104,7 +104,9 @@ def test_bypassed_steps_are_those_of_an_engine_without_speculation(
 
 
 @pytest.mark.engine
-def test_requests_that_come_and_go_in_bypassed_steps_say_the_same(engine: Callable[..., Any]) -> None:
-    expected, llm = CASES["arrivals_and_aborts"](engine()), engine(ADAPTIVE)
+def test_requests_that_come_and_go_in_bypassed_steps_say_the_same(
+    engine: Callable[..., Any], alone: Callable[..., Any]
+) -> None:
+    expected, llm = alone("arrivals_and_aborts"), engine(ADAPTIVE)
     with_costs(llm, 9.0)
     assert CASES["arrivals_and_aborts"](llm) == expected

@@ -72,13 +72,16 @@ CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite"}
     "family", [pytest.param(f, marks=[] if f in CUT_QUICKLY else [pytest.mark.full]) for f in tiny.FAMILIES]
 )
 def test_cut_is_exact(
-    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    family: str,
+    tiny_model: Callable[..., Any],
+    engine: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     if family in OWN_PROCESS and ran_elsewhere(request):
         return
     model = tiny_model(family)
-    stock = start_engine(model, None)
-    expected = generate(stock, prompts(6), greedy(24))
+    expected = generate(engine(family=family), prompts(6), greedy(24))
 
     differences: dict[str, list[float]] = {"cut": [], "deferred": []}
     original = DeferredKVProposer.forward
@@ -117,12 +120,16 @@ QUICK = {"gemma3"}  # two KV cache groups
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.full]) for f in DYNAMO])
 def test_token_heads_of_every_family(
-    family: str, engine: Callable[..., Any], fitted_heads: Callable[..., str], request: pytest.FixtureRequest
+    family: str,
+    engine: Callable[..., Any],
+    alone: Callable[..., Any],
+    fitted_heads: Callable[..., str],
+    request: pytest.FixtureRequest,
 ) -> None:
     """DynaMo's layers are of the family's own class, take its checkpoint's names, and write KV of their own."""
     if family in OWN_PROCESS and ran_elsewhere(request):
         return
-    expected = CASES["batch_16"](engine(family=family)), CASES["arrivals_and_aborts"](engine(family=family))
+    expected = alone("batch_16", family=family), alone("arrivals_and_aborts", family=family)
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
     layers = drafter_of(llm).target.cut.branches.layers
     assert [type(layer) for layer in layers] == [type(drafter_of(llm).target.cut.adapter.layers[-1])] * 2

@@ -165,8 +165,8 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
 @pytest.mark.engine
 @pytest.mark.parametrize("share", [0.1, 0.35])
 @pytest.mark.parametrize("case", ["more_than_fit", "structured_output"])
-def test_same_tokens(share: float, case: str, engine: Callable[..., Any]) -> None:
-    expected, llm = CASES[case](engine()), engine(ADAPTIVE)
+def test_same_tokens(share: float, case: str, engine: Callable[..., Any], alone: Callable[..., Any]) -> None:
+    expected, llm = alone(case), engine(ADAPTIVE)
     with_costs(llm, share)
     assert CASES[case](llm) == expected
 

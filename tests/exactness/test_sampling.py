@@ -173,14 +173,25 @@ def test_distribution_with_heads(
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
+BATCH: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+LIMITS: dict[str, Any] = {"top_k": 6, "top_p": 0.9}
+
+
+@pytest.fixture(scope="module")
+def limited(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+    """Samples of vLLM alone within these limits."""
+    return sample(engine(**BATCH), **LIMITS)
+
+
 @pytest.mark.parametrize("kind", ["ppd", "cp", "cp-chain", "dynamo"])
-def test_distribution_with_top_k_and_top_p(engine: Callable[..., Any], heads: Callable[[str], str], kind: str) -> None:
+def test_distribution_with_top_k_and_top_p(
+    engine: Callable[..., Any], heads: Callable[[str], str], limited: list[tuple[int, ...]], kind: str
+) -> None:
     """Drafts and q(x) are cut as the request asks; the output's distribution stays the target's."""
-    batch = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     options = {"exit_layer": 5} if kind == "ppd" else {"model": heads(kind)}
-    llm, limits = engine({"method": kind.partition("-")[0], **options}, **batch), {"top_k": 6, "top_p": 0.9}
+    llm = engine({"method": kind.partition("-")[0], **options}, **BATCH)
     before = llm.counts.copy()
-    assert worst(sample(llm, **limits), sample(engine(**batch), **limits)) > LEVEL
+    assert worst(sample(llm, **LIMITS), limited) > LEVEL
     seen = llm.counts - before
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
 
