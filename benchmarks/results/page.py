@@ -59,6 +59,20 @@ NOTES = {
         "compute / greedy of PPD's Table 3 followed from the match rate and was not counted, its Tables 7 and 8 are of "
         "the same texts, and (C) in DynaMo's Table 10 is a copied layer at the heads' own rate."
     ),
+    "cp_from_scratch": (
+        "CP, section 3.1, at a small size: Llamas of 4 layers and 345,024 parameters over bytes "
+        "(`train --vocabulary 257 --layers 4 --hidden 96 --steps 0`), 123K tokens of the standard library each. The "
+        "joint loss falls with the rank and the next token's hardly changes, as in the paper's Figure 2. So young a "
+        "model knows little more than how frequent bytes are, and so do its drafts: the accepted ones (of three) say "
+        "nothing of the paper's +30 %. Rank 8 with whole classifiers was not trained."
+    ),
+    "cp_balance": (
+        "As above, rank 8, 31K tokens each; cp-scratch-8 has the default of 0.1. With 0 and 0.01 one expert serves all "
+        "tokens. After so few tokens the joint losses do not tell the weights apart."
+    ),
+    "cp_jointly": (
+        "The base model of rank 1 from scratch, above, trained on for 41K tokens with a head of each rank and form."
+    ),
     "group_cut_off": "Above its cut-off a worker group is vLLM's own pipeline.",
     "step_breakdown_early": (
         "The formula leaves out the reads of the LM head at the exit. At batch 8 this processor is compute-bound."

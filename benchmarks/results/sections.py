@@ -265,6 +265,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "tables": ("The papers' tables", paper_tables),
     "tables_smollm": ("The papers' tables on SmolLM2-135M-Instruct", paper_tables),
     "cp_from_scratch": ("CP heads with a base model from scratch", any_rows),
+    "cp_balance": ("CP heads with a base model from scratch, by weight of the balance loss", any_rows),
     "cp_jointly": ("CP heads trained jointly with a base model", any_rows),
     "step_breakdown_early": ("What a step of early drafting costs", breakdown),
     "step_breakdown_heads": ("What drafting with CP and DynaMo heads costs", breakdown),
