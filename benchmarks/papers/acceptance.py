@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
@@ -21,7 +21,7 @@ from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.batch import repeats
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio
-from vllm_ppd.benchmarks.harness.options import Dtype
+from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
@@ -56,12 +56,14 @@ class AcceptanceOptions(DecodeOptions):
     apart = DecodeOptions.apart - {"batch_sizes", "drafts"}
 
     drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
-    temperatures: tuple[float, ...] = Field((0.0, 0.8), description="measure at each of these")
+    temperatures: Annotated[tuple[float, ...], COMMAS] = Field((0.0, 0.8), description="measure at each of these")
     top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
     new_tokens: int = Field(64, ge=8, description="tokens each request generates")
     prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
     prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
-    batch_sizes: tuple[int, ...] = Field((16,), min_length=1, max_length=1, description="requests decoded together")
+    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
+        (16,), min_length=1, max_length=1, description="requests decoded together"
+    )
     dtype: Dtype = Field("float32", description="arithmetic")
     eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
     out: str = Field("acceptance.json", description="results; a stopped run goes on")

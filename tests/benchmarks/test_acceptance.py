@@ -99,6 +99,11 @@ def test_drafts_are_made_in_every_step() -> None:
     assert fixed(theirs, 3) is theirs
 
 
+def test_lists_are_written_with_commas(options: Callable[..., AcceptanceOptions]) -> None:
+    found = options(temperatures="0,0.8", batch_sizes="4")
+    assert (found.temperatures, found.batch_sizes) == ((0.0, 0.8), (4,))
+
+
 def test_texts_are_refused(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a"}\n')
