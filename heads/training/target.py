@@ -152,12 +152,13 @@ class Target:
         """
         states = TargetStates(final=torch.empty(0))
         with ExitStack() as undo:
-            # The model's own forward pass makes masks and rotary embeddings; its layers hand on what they are given.
+            # The model's own forward pass makes masks and rotary embeddings. Its layers hand on these states, not what
+            # they are given: some families scale embeddings first (Granite).
+            embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
             for layer in self.layers:
-                layer.forward = lambda hidden_states, *_, **__: hidden_states
+                layer.forward = lambda *_, **__: embeddings
                 undo.callback(layer.__dict__.pop, "forward")
             undo.callback(self._keep_stem(states).remove)
-            embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
             self.model.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)
         assert states.stem is not None
         return states.stem
