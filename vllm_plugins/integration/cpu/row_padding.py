@@ -60,13 +60,11 @@ def measured(model: Any, vllm_config: Any, agree: Callable[[np.ndarray], np.ndar
         agree: makes the first tensor-parallel rank's numbers those of all.
 
     Returns:
-        NONE on GPUs, whose graphs are padded by vLLM, on pipeline stages, which must all have the same rows, of
-        mixtures of experts, where each row of padding may read experts of its own, and of models with a recurrent
-        state, to which vLLM's CPU kernels would take such rows.
+        NONE on GPUs, whose graphs are padded by vLLM, on pipeline stages, which must all have the same rows, and of
+        mixtures of experts, where each row of padding may read experts of its own.
     """
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    target = vllm_config.model_config
-    if not current_platform.is_cpu() or parallel.pipeline_parallel_size > 1 or target.is_moe or target.has_inner_state:
+    if not current_platform.is_cpu() or parallel.pipeline_parallel_size > 1 or vllm_config.model_config.is_moe:
         return NONE
     products = _products(model, vllm_config.model_config.dtype, min(MOST_ROWS, scheduler.max_num_batched_tokens))
     if not products:  # vLLM's Transformers backend may have other layers alone

@@ -8,21 +8,16 @@ from typing import Any
 
 
 class Bypass:
-    """A number of decode steps of the same requests; it ends early when other requests or prompts come.
+    """A number of decode steps of the same requests; it ends early when other requests or prompts come."""
 
-    Args:
-        allowed: whether steps may be bypassed at all.
-    """
-
-    def __init__(self, allowed: bool = True) -> None:
-        self.allowed = allowed
+    def __init__(self) -> None:
         self.active = False  # whether the step that runs now is bypassed
         self._left = self._taken = 0
         self._requests: Collection[str] = frozenset()
 
     def begin(self, steps: int, requests: Collection[str]) -> None:
         """Bypass so many steps from the next one on, as long as they are decode steps of these requests."""
-        self._left, self._requests = steps if self.allowed else 0, requests
+        self._left, self._requests = steps, requests
 
     def begin_step(self, scheduler_output: Any) -> None:
         """A step begins."""

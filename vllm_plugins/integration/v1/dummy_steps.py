@@ -105,9 +105,8 @@ class DummyBatch:
 
 def blocks_per_request(runner: Any, length: int) -> list[int]:
     """KV blocks that a request of so many tokens takes in each KV cache group."""
-    specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-    # Recurrent states: a block of its own for each draft, too.
-    return [-(-length // spec.block_size) + getattr(spec, "num_speculative_blocks", 0) for spec in specs]
+    sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
+    return [-(-length // size) for size in sizes]
 
 
 def length_needed(counts: Sequence[int]) -> int:

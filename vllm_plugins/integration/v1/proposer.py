@@ -50,8 +50,7 @@ class Proposer:
         self.config = own_config(vllm_config, self)
         self.counters = Counters()
         self.watch = AcceptanceWatch()
-        # vLLM's runner keeps recurrent states of drafts apart in speculative steps alone.
-        self.bypass = Bypass(allowed=not vllm_config.model_config.has_inner_state)
+        self.bypass = Bypass()
         self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
 
