@@ -51,9 +51,7 @@ class Recipe(nn.Module, ABC):
 
         Cached states are rounded to bfloat16 and returned in the target's dtype; `top_log_probs` to float16.
         """
-        if self.cache is not None and batch.windows:
-            return self.cache.states(batch)
-        return read_target(self.target, batch, self.reads)
+        return read_target(self.target, batch, self.reads, self.cache)
 
     def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
         """Rows to learn from: in training a share of the known ones, drawn anew each time, and one at least.
@@ -65,10 +63,7 @@ class Recipe(nn.Module, ABC):
         Returns:
             [chosen] int64.
         """
-        rows = known.nonzero().squeeze(1)
-        if self.training and share < 1:
-            rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
-        return rows
+        return drawn(known, share if self.training else 1.0)
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -101,6 +96,14 @@ class Recipe(nn.Module, ABC):
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """The heads' `model.safetensors`."""
+
+
+def drawn(known: torch.Tensor, share: float) -> torch.Tensor:
+    """A share of the known rows [rows] bool, drawn anew each time, one at least; all of them for 1: [chosen] int64."""
+    rows = known.nonzero().squeeze(1)
+    if share < 1:
+        rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
+    return rows
 
 
 def make_recipe(options: TrainingOptions, target: Target) -> Recipe:

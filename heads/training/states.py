@@ -51,8 +51,10 @@ class _Part(NamedTuple):
         return self.width * np.dtype(self.dtype).itemsize
 
 
-def read_target(target: Target, batch: Batch, reads: Reads) -> TargetStates:
-    """One pass of the target for what is asked: see TargetStates."""
+def read_target(target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None) -> TargetStates:
+    """What is asked of the target (TargetStates): from a cache of these reads where there is one, else by one pass."""
+    if cache is not None and batch.windows:
+        return cache.states(batch)
     states = target.run(batch, reads.exits, reads.stem)
     if reads.top_k:
         states.top_ids, states.top_log_probs = top_log_probs(states.final, reads.top_k, target.unembedding, target.bias)

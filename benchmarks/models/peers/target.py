@@ -16,6 +16,7 @@ from torch.nn import functional
 from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.benchmarks.models.training import spaced, window
 from vllm_ppd.heads.training.order import Order
+from vllm_ppd.heads.training.recipe import drawn
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -29,6 +30,7 @@ class Source(ABC):
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.cache: StatesCache | None = None
 
     @abstractmethod
     def training(self, step: int) -> Batch:
@@ -41,7 +43,7 @@ class Source(ABC):
     @torch.no_grad()
     def states(self, batch: Batch) -> torch.Tensor:
         """After the final norm, which is what vLLM hands to a drafter: [windows, length, hidden]."""
-        return read_target(self.target, batch, Reads()).final.view(*batch.input_ids.shape, -1)
+        return read_target(self.target, batch, Reads(), self.cache).final.view(*batch.input_ids.shape, -1)
 
 
 class Corpus(Source):
@@ -85,7 +87,8 @@ class Given(Source):
         self.store = TokenStore(folder, files, target.tokenizer, target.vocab_size, 0.02, 1024)
         self.order = Order(self.store, seed, count, one_grid=True)
         self.steps = self.store.num_windows() // count
-        self.cache = None if cache is None else StatesCache(cache, target, self.store, Reads(), (), 20_000_000_000)
+        if cache is not None:
+            self.cache = StatesCache(cache, target, self.store, Reads(), (), 20_000_000_000)
 
     def training(self, step: int) -> Batch:
         return next(self.order.batches(step, 1))
@@ -93,12 +96,6 @@ class Given(Source):
     def held_out(self) -> Batch:
         windows = self.store.num_windows("held_out")
         return self.store.batch("held_out", [i * windows // HELD_OUT for i in range(min(HELD_OUT, windows))])
-
-    @torch.no_grad()
-    def states(self, batch: Batch) -> torch.Tensor:
-        if self.cache is None:
-            return super().states(batch)
-        return self.cache.states(batch).final.view(*batch.input_ids.shape, -1)
 
 
 class Peer(ABC, nn.Module):
@@ -122,14 +119,12 @@ class Peer(ABC, nn.Module):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """The target's [..., V] of states [..., hidden]."""
-        return functional.linear(states, self.target.unembedding.to(states.dtype))
+        unembedding = self.target.unembedding
+        return functional.linear(states.to(unembedding.dtype), unembedding)
 
     def chosen(self, known: torch.Tensor) -> torch.Tensor:
         """Of the known positions [rows, tokens] bool a share, all of them in evaluation: [chosen] of the flat ones."""
-        rows = known.flatten().nonzero().squeeze(1)
-        if self.training and self.share < 1:
-            rows = rows[torch.randperm(len(rows))[: max(1, round(self.share * len(rows)))]]
-        return rows
+        return drawn(known.flatten(), self.share if self.training else 1.0)
 
     @property
     def matrices(self) -> list[nn.Parameter]:
