@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from vllm_ppd.vllm_plugins.config.options import LARGEST, DraftingOptions
+from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
 
 
@@ -55,9 +56,9 @@ class DraftingConfig(DraftingOptions):
             return {}
         limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
         if limit is not None:
-            ranges = ranges or [(1, LARGEST, self.num_speculative_tokens)]
+            ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
             ranges = [(first, min(last, limit), n) for first, last, n in ranges if first <= limit]
-            ranges.append((limit + 1, LARGEST, 0))
+            ranges.append((limit + 1, LARGEST_BATCH, 0))
         found: dict[str, Any] = {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
         return found | ({"enable_adaptive_verification": True} if self.adaptive else {})
 

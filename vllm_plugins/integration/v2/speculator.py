@@ -27,7 +27,7 @@ from vllm_ppd.vllm_plugins.drafting.drafter import DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.target import Target
 from vllm_ppd.vllm_plugins.integration.v2.requests import RequestOptions
-from vllm_ppd.vllm_plugins.integration.v2.staging import EPS_B, GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
+from vllm_ppd.vllm_plugins.integration.v2.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
 
 
 class Speculator(DraftModelSpeculator):
@@ -182,7 +182,7 @@ class Speculator(DraftModelSpeculator):
             num_drafts=self.num_drafts,
             sampling=staging.sampling(requests, kind),
             shallow=self.shallow,
-            options={EPS_B: staging.eps_b[:requests]},
+            options={"eps_b": staging.eps_b[:requests]},
             context=None if staging.context is None else staging.context[:requests],
             with_confidence=self.enable_adaptive_verification,
         )

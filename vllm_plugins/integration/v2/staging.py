@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.integration.v2.speculator import Speculator
 
 Kind = Literal["greedy", "sampled", "truncated"]
-EPS_B = "eps_b"
 GREEDY: Kind = "greedy"  # every draft is the best token
 SAMPLED: Kind = "sampled"  # at the requests' temperatures
 TRUNCATED: Kind = "truncated"  # ... and cut to their top-k and top-p, which sorts the vocabulary
@@ -113,7 +112,7 @@ class Staging:
         if kind == TRUNCATED:
             self.top_k[:n] = states.top_k.gpu[rows]
             self.top_p[:n] = states.top_p.gpu[rows]
-        if EPS_B in speculator.config.spec.request_options:
+        if "eps_b" in speculator.config.spec.request_options:
             self.eps_b[:n] = requests.eps_b.gpu[rows]
         if self.context is not None:
             self._gather_context(rows, self.context[:n])
