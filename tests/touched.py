@@ -109,7 +109,7 @@ def digest(symbol: str) -> str:
         found = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
-    if inspect.isfunction(found) and (source := _source_in_module(symbol)):
+    if inspect.isfunction(found) and "." not in symbol.partition(":")[2] and (source := _source_in_module(symbol)):
         return digest_of_code(ast.Module([source], []))
     return digest_of(found)
 
