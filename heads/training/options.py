@@ -99,6 +99,7 @@ class DistillationOptions(TrainingOptions):
         1.0,
         ge=0,
         le=1,
-        description="weight of the target's own next-token probabilities in the loss; the rest is the text's",
+        description="weight of distillation, the cross-entropy to the target's top-k probabilities; the rest is the "
+        "negative log-likelihood of the data",
     )
     distillation_top_k: int = Field(16, ge=1, le=256, description="of the target's likeliest tokens, at each position")
