@@ -15,10 +15,11 @@ class CPOptions(DistillationOptions):
 
     kind: ClassVar[str] = "cp"
 
+    optimizer: Literal["adamw", "muon"] = Field(
+        "muon", description="Muon for matrices and AdamW for gates, or AdamW alone (the paper names none)"
+    )
     learning_rate: float = Field(
-        1e-3,
-        gt=0,
-        description="peak learning rate (AdamW; the paper names none); faster by its size for what reads embeddings",
+        1e-3, gt=0, description="peak learning rate (the paper names none); larger for what reads embeddings"
     )
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
     positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")

@@ -123,13 +123,22 @@ class CPRecipe(Recipe):
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """What reads embeddings learns as fast as what reads states: in proportion to how much smaller they are."""
-        reading = [p for p in (self.head.token_gate, self.head.token, self.head.previous) if p is not None]
-        known = {id(p) for p in reading}
-        groups = [{"params": [p for p in self.head.parameters() if id(p) not in known], "peak": learning_rate}]
-        if reading:
-            groups.append({"params": reading, "peak": learning_rate * self.embedding_rate})
+        head, tokens_rate = self.head, learning_rate * self.embedding_rate
+        parts: list[tuple[list[torch.nn.Parameter | None], float, bool]] = [
+            ([head.transforms, head.classifiers], learning_rate, True),
+            ([head.gate], learning_rate, False),
+            ([head.token, head.previous], tokens_rate, True),
+            ([head.token_gate], tokens_rate, False),
+        ]
+        groups: list[dict[str, Any]] = []
+        for parameters, peak, muon in parts:
+            kept = [p for p in parameters if p is not None]
+            if kept:
+                groups.append({"params": kept, "peak": peak, "muon": muon})
         if self.base is not None:
-            groups.append({"params": list(self.base.parameters()), "peak": self.options.base_learning_rate})
+            groups.append(
+                {"params": list(self.base.parameters()), "peak": self.options.base_learning_rate, "muon": False}
+            )
         return groups
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -139,7 +148,7 @@ class CPRecipe(Recipe):
             return self.nothing(), {}
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
             states = self.states(batch)
-            rows = self._sampled(valid, batch)
+            rows = self.share_of(valid, options.position_share)
             hidden, tokens = states.final[rows], tokens[rows]
         with torch.no_grad():
             context = target.embed(tokens[:, :-1]) if head.lead else None
@@ -165,16 +174,6 @@ class CPRecipe(Recipe):
         counts["known"] = known.sum()
         counts["experts"] = torch.bincount(log_weights.argmax(-1), minlength=options.rank)
         return loss, counts
-
-    def _sampled(self, valid: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """Positions to learn from: of the valid ones a share, the same ones whenever the same windows are seen."""
-        rows = valid.nonzero().squeeze(1)
-        count = round(self.options.position_share * len(rows))
-        if count >= len(rows):
-            return rows
-        generator = torch.Generator().manual_seed(self.options.seed + int(batch.input_ids.sum()))
-        chosen = torch.randperm(len(rows), generator=generator)[: max(1, count)].sort().values
-        return rows[chosen.to(rows.device)]
 
     def _asked(
         self, states: Any, rows: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor | None

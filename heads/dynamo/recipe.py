@@ -76,7 +76,9 @@ class DynaMoRecipe(Recipe):
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = [{"params": list(self.heads.parameters()), "peak": learning_rate}]
         if self.base is not None:
-            groups.append({"params": list(self.base.parameters()), "peak": self.options.base_learning_rate})
+            groups.append(
+                {"params": list(self.base.parameters()), "peak": self.options.base_learning_rate, "muon": False}
+            )
         return groups
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:

@@ -21,6 +21,7 @@ from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.curve import POINTS, Curve, Point
 from vllm_ppd.heads.training.evaluation import BEST, Evaluation, Progress, evaluate
+from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.order import Order
 from vllm_ppd.heads.training.parallel import Processes
@@ -134,9 +135,9 @@ class _Run:
         self.steps = options.steps or max(1, math.ceil(options.epochs * store.num_windows() / options.batch_size))
         self.order = Order(store, options.seed, options.batch_size, one_grid=recipe.cache is not None)
         recipe.begin(store, fresh=peek_facts(work) is None)
-        self.optimizer = torch.optim.AdamW(
-            recipe.groups(options.learning_rate), betas=options.betas, eps=1e-8, weight_decay=options.weight_decay
-        )
+        optimizer = Muon if options.optimizer == "muon" else torch.optim.AdamW
+        groups = recipe.groups(options.learning_rate)
+        self.optimizer = optimizer(groups, betas=options.betas, weight_decay=options.weight_decay)
         self.step, self.saved, self.seconds = 0, 0, 0.0
         self.smoothed = self.best = math.inf
         self.before: dict[str, Any] = {}

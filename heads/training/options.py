@@ -36,10 +36,15 @@ class TrainingOptions(BaseModel):
     sequence_length: int = Field(1024, ge=8, description="tokens a packed window")
     batch_size: int = Field(16, ge=1, description="windows an optimiser step, over all processes")
     accumulation: int = Field(1, ge=1, description="parts a step's windows are computed in, to save memory")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of the heads (AdamW)")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="AdamW (the papers), or Muon for the heads' matrices and AdamW for the rest"
+    )
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of the heads")
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises; a cosine follows")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas (DynaMo, A.1; the others name none)")
-    weight_decay: float = Field(0.0, ge=0, description="AdamW's weight decay")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.95), description="AdamW's betas (DynaMo, A.1; the others name none); the first is Muon's momentum"
+    )
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient, of heads and base model each")
     precision: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="arithmetic of the target and of autocast; the heads' master weights stay float32"

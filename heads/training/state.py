@@ -17,9 +17,9 @@ from vllm_ppd.heads.io import write_tensors
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.evaluation import Progress
+from vllm_ppd.heads.training.optimizer import ADAMW_STATE, MUON_STATE
 
 NAME = "state.safetensors"
-MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, a parameter
 
 
 class RunFacts(BaseModel):
@@ -70,8 +70,8 @@ def load_state(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer
             state.setdefault(int(number), {})[key] = tensor
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for index, moments in state.items():  # a parameter without gradients has none
-        known = index < len(trained) and set(moments) == MOMENTS
-        if not known or any(moments[name].shape != trained[index].shape for name in MOMENTS - {"step"}):
+        known = index < len(trained) and set(moments) in (ADAMW_STATE, MUON_STATE)
+        if not known or any(moments[name].shape != trained[index].shape for name in set(moments) - {"step"}):
             raise _damaged(path, "its optimiser state does not fit")
     if facts.step and not state:
         raise _damaged(path, "it lacks the optimiser's state")

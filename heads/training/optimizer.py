@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimisers of `ppd train`: AdamW, or Muon for matrices with AdamW for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
+MUON_STATE = {"step", "momentum_buffer"}  # AdamW expects a count of steps of all parameters when it loads
+
+
+class Muon(torch.optim.AdamW):
+    """torch.optim.Muon for matrices, and for each matrix of a stack of them; AdamW for vectors and gates.
+
+    An update of Muon has the root mean square that AdamW's typically has, so that one learning rate serves both. The
+    states of a language model lie mostly in few directions; Muon, whose update has equal singular values, learns the
+    others as fast.
+
+    Args:
+        groups: parameter groups, with the learning rate of each in "lr" when step is called; "muon": False leaves all
+            of a group to AdamW: gates of few rows, embeddings.
+        betas: AdamW's; the first is Muon's momentum, too.
+        weight_decay: of both.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__([{"muon": True, **group} for group in groups], betas=betas, weight_decay=weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of all parameters that have a gradient."""
+        assert closure is None
+        gradients: dict[torch.Tensor, torch.Tensor] = {}
+        for group in self.param_groups:
+            stacks = [p for p in group["params"] if group["muon"] and p.grad is not None and p.dim() >= 2]
+            if stacks:
+                self._step_matrices(stacks, group)
+                gradients |= {p: p.grad for p in stacks}
+        for parameter in gradients:
+            parameter.grad = None  # AdamW passes over what has none
+        super().step()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+        return None
+
+    def _step_matrices(self, stacks: list[torch.Tensor], group: dict[str, Any]) -> None:
+        """Muon's update of matrices that share memory with the parameters, as do their moments with our state."""
+        momentum = group["betas"][0]
+        pairs = []
+        for stack in stacks:
+            assert stack.grad is not None
+            state: dict[str, torch.Tensor] = self.state[stack]
+            if "momentum_buffer" not in state:
+                state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(stack)}
+            parts = (t.flatten(0, -3) if t.dim() > 2 else t[None]
+                     for t in (stack.detach(), stack.grad, state["momentum_buffer"]))  # fmt: skip
+            for matrix, gradient, buffer in zip(*parts, strict=True):
+                parameter = nn.Parameter(matrix)
+                parameter.grad = gradient
+                pairs.append((parameter, buffer))
+        muon = torch.optim.Muon(
+            [parameter for parameter, _ in pairs], lr=group["lr"], momentum=momentum,
+            weight_decay=group["weight_decay"], adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        for parameter, buffer in pairs:
+            muon.state[parameter]["momentum_buffer"] = buffer
+        muon.step()
