@@ -160,6 +160,9 @@ def candidates() -> None:
         for name in names:
             # The backend's blocks are half the scheduler's.
             context[name].kv_cache = torch.randn(2 * cache_config.num_blocks, 2, 8, 6)
+        before = [context[name].kv_cache.clone() for name in names]
+        found.warm_up()
+        assert all(torch.equal(context[name].kv_cache, kept) for name, kept in zip(names, before, strict=True))
         found._copy(np.array([0, 2, 3]), np.array([40, 3, 95]), np.array([2, 0, 1]), whole=True)  # as off the CPU
         return [context[name].kv_cache for name in names]
 

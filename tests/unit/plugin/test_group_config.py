@@ -26,12 +26,15 @@ from vllm_ppd.vllm_plugins.config.checks import PARTITION, check_group
 from vllm_ppd.vllm_plugins.config.features import GROUP_SCHEDULER
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.v1 import stage_channel
 from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.integration.v1.stage_channel import StageChannel
+from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Candidates
 from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
+from vllm_ppd.vllm_plugins.methods.pipeline.last_stage import LastStage
 from vllm_ppd.vllm_plugins.methods.pipeline.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
 from vllm_ppd.vllm_plugins.registry import METHODS
@@ -254,3 +257,50 @@ def test_weights_travel_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     channel.send_weights([torch.ones(2), torch.ones(3, device="meta")])
     assert sent == [("meta", "device")] * 2
     assert waits == [(), ()]
+
+
+def test_candidates_are_read_in_the_memory_profile() -> None:
+    """On a GPU: no first request of some batch size waits for a kernel, and what reading takes is accounted for."""
+    profiled, read = [], []
+
+    class VllmsRunner:
+        def profile_run(self) -> None:
+            profiled.append(True)
+
+    class Runner(GroupRunnerMixin, VllmsRunner):
+        def __init__(self, stage: Any) -> None:
+            self.drafter = stage
+
+    stage: Any = object.__new__(FirstStage)
+    stage.split, stage.requests, stage.candidates = 3, 6, SimpleNamespace(count=4)
+    stage.states = SavedStates(6, 1, 8, torch.float32, torch.device("cpu"), has_residual=True)
+    stage.states.hidden.normal_()
+    before = stage.states.hidden.clone()
+    stage.reader = SimpleNamespace(candidates=lambda split, state, k: read.append((split, len(state[0]), k)))
+    Runner(stage).profile_run()
+    assert profiled and read == [(3, requests, 4) for requests in (6, 4, 2, 1)]
+    assert stage.states.req_ids is None and torch.equal(stage.states.hidden, before)
+    Runner(object.__new__(LastStage)).profile_run()
+    assert len(profiled) == 2
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_copies_of_tail_blocks_are_made_once_before_serving(count: int) -> None:
+    class VllmsRunner:
+        def initialize_kv_cache(self, kv_cache_config: Any) -> None:
+            self.kv_cache_config = kv_cache_config
+
+    class Runner(GroupRunnerMixin, VllmsRunner):
+        def __init__(self) -> None:
+            stage: Any = object.__new__(FirstStage)
+            stage.candidates = Candidates(Mock(), Mock(), count, requests=2)
+            self.drafter = stage
+
+    runner = Runner()
+    runner.initialize_kv_cache(SimpleNamespace(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[1, 2]))
+    assert runner.kv_cache_config.num_blocks == 10 + 2 * (count - 1) * 2
+    copied = runner.drafter.candidates.blocks.copy.call_args_list
+    assert len(copied) == (count > 1)
+    for call in copied:
+        origins, targets, positions = call.args
+        assert origins.tolist() == targets.tolist() == [[10, 11]] and positions is None

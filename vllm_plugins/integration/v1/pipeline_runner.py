@@ -7,6 +7,7 @@ Overrides, each of which calls vLLM's:
     _model_forward             the first stage has that token's state already if the step before ran ahead
     sample_tokens, _sample     the micro-steps that follow, on either stage; see also token_logprobs.py
     initialize_kv_cache        room for the candidates' tail blocks
+    profile_run                candidates take memory, too, and compile their kernels
     propose_draft_token_ids    nothing: what the group emits is final
     _prepare_inputs            see nonspeculative_steps.py
 """
@@ -55,6 +56,13 @@ class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
             kv_cache_config = copy.deepcopy(kv_cache_config)
             self.drafter.candidates.reserve(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(self.drafter, FirstStage):
+            self.drafter.candidates.warm_up()
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(self.drafter, FirstStage):  # the last stage runs nothing in a group step that is not vLLM's
+            self.drafter.draft_for_dummies()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._first_states = None

@@ -41,6 +41,12 @@ class Candidates:
         shape = self.requests, self.count - 1, len(kv_cache_config.kv_cache_groups)
         self.tails = added_blocks(kv_cache_config, int(np.prod(shape))).reshape(shape)
 
+    def warm_up(self) -> None:
+        """Compile the copies' kernel: a tail block of every group is copied onto itself, before anything is in it."""
+        if self.count > 1:
+            tail = self.tails[0, :1]
+            self.blocks.copy(tail, tail, None)
+
     def tails_of(self, rows: np.ndarray) -> np.ndarray:
         """The tail block of every candidate of batch rows: [rows, k, groups]; NONE for the request's own."""
         own = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.drafting.buckets import buckets
 from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.integration.lm_head import CopiedLMHead
@@ -73,6 +74,15 @@ class FirstStage(Stage):
         _, first, count = place
         rows = functional.pad(weight[first : first + count], (0, 0, 0, len(shard) - count))
         return rows.to(shard.dtype), torch.zeros_like(bias), place
+
+    @torch.inference_mode()
+    def draft_for_dummies(self) -> None:
+        """Read candidates once for each bucket of batch sizes, of states that go back where they were."""
+        for requests in buckets(self.requests):
+            rows = np.arange(requests)
+            state = self.states.load(rows)
+            self.states.store(rows, 0, *state)
+            self.reader.candidates(self.split, state, self.candidates.count)
 
     def begin_step(self, scheduler_output: Any) -> Any:
         """A state carried over is good for the next group step alone, of the same requests."""
