@@ -73,6 +73,7 @@ class Verification:
 
     def __init__(self, sampler: Any, speculator: Speculator) -> None:
         self._sampler, self._speculator = sampler, speculator
+        self._unprocessed = False  # whether logits were verified as the model gives them
 
     def __call__(
         self,
@@ -84,14 +85,27 @@ class Verification:
         unusable = self._speculator.unusable(input_batch)
         if invalid_drafts is not None:
             unusable |= invalid_drafts
+        if not self._unprocessed and len(logits) > input_batch.num_reqs:
+            self._unprocessed = True
+            self._without_processing(logits, input_batch, draft_logits, unusable)
         return self._sampler(logits, input_batch, draft_logits, unusable)
+
+    def _without_processing(self, *args: Any) -> None:
+        """Verify as for greedy requests: vLLM's warm-up compiles its kernels for processed logits (float32) alone."""
+        needed = self._sampler.sampler.needs_logits_processing
+        kept = needed.copy()
+        needed[:] = False
+        try:
+            self._sampler(*args)
+        finally:
+            needed[:] = kept
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """vLLM's warm-up switches adaptive verification off and on again here."""
-        if name in ("_sampler", "_speculator"):
+        if name in ("_sampler", "_speculator", "_unprocessed"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._sampler, name, value)
