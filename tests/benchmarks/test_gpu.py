@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.gpu import kit, run
 from vllm_ppd.benchmarks.gpu.kernels import verdict
+from vllm_ppd.benchmarks.gpu.steps import per_step
 from vllm_ppd.vllm_plugins.cli.arguments import options_from
 from vllm_ppd.vllm_plugins.cli.main import make_parser
 
@@ -144,3 +146,10 @@ def test_the_runbook_repeats_what_failed(tmp_path: Path) -> None:
     runs = json.loads((out / "results.json").read_text())["runs"]
     assert len(runs) == 2
     assert {"command", "time", "git", "versions", "machine"} <= set(runs[0])
+
+
+def test_calls_of_a_step_are_counted_by_kind() -> None:
+    """Names as CUPTI gives them; copies that do not wait, and kernels' own names, are neither."""
+    calls = Counter({"cudaLaunchKernel": 30, "cuLaunchKernelEx": 12, "cudaGraphLaunch": 4, "cudaEventSynchronize": 2})
+    calls += Counter({"cudaMemcpy": 1, "cudaMemcpyAsync": 9, "cudaStreamSynchronize": 2, "_rejection_kernel": 5})
+    assert per_step(calls, 2) == {"launches": 21.0, "graphs": 2.0, "waits": 2.5}
