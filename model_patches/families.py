@@ -5,6 +5,7 @@ from __future__ import annotations
 
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
 GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
+GPT_OSS = "vllm_ppd.model_patches.gpt_oss.GptOssAdapter"
 TRANSFORMERS = "vllm_ppd.model_patches.transformers_backend.TransformersAdapter"
 
 # Architecture name (as in the model's config.json) -> adapter.
@@ -18,8 +19,11 @@ FAMILIES: dict[str, str] = {
     "Gemma3ForCausalLM": LLAMA_LIKE,
     "Phi3ForCausalLM": LLAMA_LIKE,
     "Glm4ForCausalLM": LLAMA_LIKE,
+    "Llama4ForCausalLM": LLAMA_LIKE,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "GPTNeoXForCausalLM": TRANSFORMERS,
+    "Olmo2ForCausalLM": TRANSFORMERS,
     "Olmo3ForCausalLM": TRANSFORMERS,
     "SmolLM3ForCausalLM": TRANSFORMERS,
 }
@@ -37,7 +41,13 @@ MULTIMODAL = (
 STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 # Families to which further layers (DynaMo's) have not been added yet.
-NO_TOKEN_HEADS: tuple[str, ...] = ("MixtralForCausalLM", "Glm4ForCausalLM", "GraniteForCausalLM")
+NO_TOKEN_HEADS: tuple[str, ...] = (
+    "MixtralForCausalLM",
+    "Glm4ForCausalLM",
+    "GraniteForCausalLM",
+    "Llama4ForCausalLM",
+    "GptOssForCausalLM",
+)
 
 
 def adapter_path(architectures: list[str] | None) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LlamaLikeAdapter(Adapter):
-    """Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi-3, GLM-4."""
+    """Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi-3, GLM-4, Llama 4."""
 
     has_residual = True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for families that vLLM serves through its Transformers backend: GPT-NeoX, OLMo 3, SmolLM3."""
+"""Adapter for families that vLLM serves through its Transformers backend: GPT-NeoX, OLMo 2 and 3, SmolLM3."""
 
 from __future__ import annotations
 

@@ -61,8 +61,19 @@ FAMILIES = {
         tf.GraniteForCausalLM,
         {"hidden_size": 128, "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2},
     ),
+    "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM, {"hidden_size": 128}),
     "olmo3": (tf.Olmo3Config, tf.Olmo3ForCausalLM, {"hidden_size": 128, "sliding_window": 48}),
     "smollm3": (tf.SmolLM3Config, tf.SmolLM3ForCausalLM, {"hidden_size": 128}),
+    "gpt_oss": (
+        tf.GptOssConfig,
+        tf.GptOssForCausalLM,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 48},
+    ),
+    "llama4": (
+        tf.Llama4TextConfig,
+        tf.Llama4ForCausalLM,
+        {"num_local_experts": 4, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2},
+    ),
 }  # fmt: skip
 
 

@@ -14,14 +14,26 @@ import torch
 NAME = "vllm_ppd_xformers"
 
 
-def packed_attention(device: torch.device) -> str:
-    """The attention implementation to load a model with."""
+def packed_attention(device: torch.device) -> str | None:
+    """The attention implementation to load a model with; None is transformers' choice: SDPA where a family has it."""
     if device.type != "cuda" or importlib.util.find_spec("xformers") is None:
-        return "sdpa"
+        return None
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, xformers_attention)
     return NAME
+
+
+def packed_masks(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Masks of packed documents [windows, length], by the kinds of layers of a family that has two of them."""
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    shaped = torch.empty(*position_ids.shape, 1, dtype=dtype, device=position_ids.device)
+    given: dict[str, Any] = {"config": config, "inputs_embeds": shaped, "attention_mask": None, "past_key_values": None}
+    return {
+        "full_attention": create_causal_mask(**given, position_ids=position_ids),
+        "sliding_attention": create_sliding_window_causal_mask(**given, position_ids=position_ids),
+    }
 
 
 def document_lengths(position_ids: torch.Tensor) -> list[int]:

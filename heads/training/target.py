@@ -16,7 +16,7 @@ from torch import nn
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.packed_attention import packed_attention
+from vllm_ppd.heads.training.packed_attention import packed_attention, packed_masks
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
@@ -75,9 +75,13 @@ class Target:
         model: torch.nn.Module = self.model
         model.to(device).eval().requires_grad_(trainable)
         self.trainable = trainable
-        base = self.model.base_model
-        self.layers: nn.ModuleList = _part(base, LAYER_NAMES, name)
-        self.norm: nn.Module = _part(base, NORM_NAMES, name)
+        # Llama 4's base_model is the causal LM itself.
+        self.base: Any = self.model.model if self.model.base_model is model else self.model.base_model
+        self.layers: nn.ModuleList = _part(self.base, LAYER_NAMES, name)
+        self.norm: nn.Module = _part(self.base, NORM_NAMES, name)
+        self.has_sinks = any(hasattr(module, "sinks") for module in model.modules())
+        if self.has_sinks:  # gpt-oss: no other attention reads them
+            self.model.set_attn_implementation("eager")
         config = self.model.config.get_text_config()
         for cap in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(config, cap, None) not in (None, 1, 1.0):
@@ -136,7 +140,7 @@ class Target:
                 hooks.callback(self.layers[layer - 1].register_forward_hook(_catch(caught, layer)).remove)
             if stem:
                 hooks.callback(self._keep_stem(states).remove)
-            output = self.model.base_model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+            output = self.base(input_ids=batch.input_ids, **self._places(batch))
             states.final = output.last_hidden_state.flatten(0, 1)
             states.layers = {layer: caught[layer].flatten(0, 1) for layer in exits}
             states.exits = {layer: self.norm(hidden) for layer, hidden in states.layers.items()}
@@ -159,9 +163,16 @@ class Target:
                 layer.forward = lambda *_, **__: embeddings
                 undo.callback(layer.__dict__.pop, "forward")
             undo.callback(self._keep_stem(states).remove)
-            self.model.base_model(inputs_embeds=embeddings, position_ids=batch.position_ids, use_cache=False)
+            self.base(inputs_embeds=embeddings, **self._places(batch))
         assert states.stem is not None
         return states.stem
+
+    def _places(self, batch: Batch) -> dict[str, Any]:
+        """Where the tokens stand, for a forward pass without a KV cache."""
+        places: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
+        if self.has_sinks:  # transformers makes gpt-oss's masks without the positions, so that documents see each other
+            places["attention_mask"] = packed_masks(self.config, batch.position_ids, self.dtype)
+        return places
 
     def _keep_stem(self, states: TargetStates) -> Any:
         def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,6 @@ import torch
 from cases import CASES, generate, greedy, prompts
 from conftest import ROOT, drafter_of, start_engine, step_tokens
 
-from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.io import save_heads
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS, adapter_path
 from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
 from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
@@ -27,8 +25,8 @@ pytestmark = pytest.mark.engine
 
 # vLLM makes the expert-parallel group with the process's first engine, if that is a mixture of experts; and where it
 # serves a family through transformers, it changes transformers' classes for the rest of the process.
-EXPERTS = {"qwen3_moe", "mixtral"}
-TRANSFORMERS_BACKEND = {"gpt_neox", "olmo3", "smollm3"}
+EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "llama4"}
+TRANSFORMERS_BACKEND = {"gpt_neox", "olmo2", "olmo3", "smollm3"}
 OWN_PROCESS = EXPERTS | TRANSFORMERS_BACKEND
 OWN_PROCESS_FLAG = "PPD_TEST_OWN_PROCESS"
 
@@ -65,7 +63,7 @@ def test_unknown_family_is_refused_with_the_list() -> None:
 
 
 # One of each adapter; two KV cache groups. The others differ from Llama inside vLLM's own layers.
-CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite"}
+CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite", "gpt_oss"}
 
 
 @pytest.mark.parametrize(
@@ -137,21 +135,50 @@ def test_token_heads_of_every_family(
     assert llm.counts["accepted"] > 0
 
 
-@pytest.mark.full
+FIT = """
+import json, sys
+from pathlib import Path
+import overfitted
+model, sequences, out = map(Path, sys.argv[1:])
+overfitted.fit(model, "cp", json.loads(sequences.read_text()), out, rank=2, condition="chain")
+"""
+
+
+def fitted_elsewhere(model: Path, sequences: list[list[int]], folder: Path) -> str:
+    """A CP head, fitted by a process whose transformers vLLM has not changed."""
+    (folder / "said.json").write_text(json.dumps(sequences))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "typing"), str(ROOT / "tests")])}
+    arguments = [str(model), str(folder / "said.json"), str(folder / "heads")]
+    run = subprocess.run([sys.executable, "-c", FIT, *arguments], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return str(folder / "heads")
+
+
+# CP heads read a hidden state and the LM head, whatever the layers are and whoever runs them.
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.full) for f in ("gpt_neox", "olmo2", "gpt_oss", "llama4")]
+)
 def test_cp_heads_need_no_adapter(
-    tiny_model: Callable[..., Any], engine: Callable[..., Any], tmp_path: Any, request: pytest.FixtureRequest
+    family: str,
+    tiny_model: Callable[..., Path],
+    engine: Callable[..., Any],
+    alone: Callable[..., Any],
+    said: Callable[..., Any],
+    fitted_heads: Callable[..., str],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Also where vLLM serves the family through transformers."""
-    if ran_elsewhere(request):
+    if family in OWN_PROCESS and ran_elsewhere(request):
         return
-    model = tiny_model("gpt_neox")
-    size = tiny.FAMILIES["gpt_neox"][2]["hidden_size"]
-    layers = {"model_type": "gpt_neox", "hidden_size": size, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS}
-    config = CPConfig(verifier=str(model), target=TargetLayers(**layers), positions=4, rank=2, condition="chain")
-    save_heads(tmp_path / "heads", config, CPHead(size, 4, 2, condition="chain").tensors())
-    llm = engine({"model": str(tmp_path / "heads")}, family="gpt_neox")
-    assert CASES["batch_16"](llm) == CASES["batch_16"](engine(family="gpt_neox"))
-    assert llm.counts["drafted"] > 0
+    cases = "batch_16", "arrivals_and_aborts"
+    expected = {case: alone(case, family=family) for case in cases}
+    if family in TRANSFORMERS_BACKEND:
+        heads = fitted_elsewhere(tiny_model(family), said(family), tmp_path)
+    else:
+        heads = fitted_heads("cp", family, rank=2, condition="chain")
+    llm = engine({"method": "cp", "model": heads}, family=family)
+    assert {case: CASES[case](llm) for case in cases} == expected
+    assert llm.counts["accepted"] > 0
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "granite"])

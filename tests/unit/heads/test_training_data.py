@@ -103,7 +103,7 @@ def test_bad_data(tmp_path: Path, tokenizer: Any, texts: list[str], changes: dic
         store(tmp_path, texts, tokenizer, **changes)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "llama4", "olmo2"])
 def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path], family: str) -> None:
     target = Target(str(tiny_model(family)), torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
