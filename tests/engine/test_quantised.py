@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised targets: greedy output is the quantised target's own, with early drafting and CP heads."""
+"""Quantised targets: greedy output is the quantised target's own, and drafts are accepted, with every method."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from typing import Any
 import overfitted
 import pytest
 import quantised
+import torch
 from cases import CASES
-from conftest import start_engine
+from conftest import drafter_of, start_engine
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.engine
 
 METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 4},
     "cp": {"method": "cp", "heads": {"rank": 3, "condition": "chain"}},
+    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": {"rank": 3, "condition": "chain"}},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": {}},
 }
+QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo")}
+CHOSEN = [
+    pytest.param(kind, method, marks=[] if (kind, method) in QUICK else [pytest.mark.full])
+    for kind in quantised.FORMATS
+    for method in METHODS
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,27 +38,44 @@ def started(
     made_once: Callable[..., Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Any]:
-    """started(method): an engine; its heads were fitted to the model before it was quantised."""
-    engines: dict[str | None, Any] = {}
+    """started(format, method): an engine; its heads were fitted to the model before it was quantised."""
+    engines: dict[tuple[str, str | None], Any] = {}
 
-    def get(method: str | None = None) -> Any:
-        if method in engines:
-            return engines[method]
-        target = made_once("quantised", lambda folder: quantised.quantise(tiny_model(), folder))
+    def get(kind: str, method: str | None = None) -> Any:
+        if (kind, method) in engines:
+            return engines[kind, method]
+        target = made_once(f"quantised-{kind}", lambda folder: quantised.quantise(tiny_model(), folder, kind))
         options = None if method is None else dict(METHODS[method])
         how = None if options is None else options.pop("heads", None)
         if options is not None and how is not None:
             heads = fitted_heads(options["method"], **how)
             options["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
-        engines[method] = start_engine(target, options)
-        return engines[method]
+        engines[kind, method] = start_engine(target, options)
+        return engines[kind, method]
 
     return get
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_same_tokens(started: Callable[..., Any], method: str) -> None:
-    llm = started(method)
+@pytest.mark.parametrize(("kind", "method"), CHOSEN)
+def test_same_tokens(started: Callable[..., Any], kind: str, method: str) -> None:
+    llm = started(kind, method)
     for case in ("batch_16", "arrivals_and_aborts"):
-        assert CASES[case](llm) == CASES[case](started())
+        assert CASES[case](llm) == CASES[case](started(kind))
     assert llm.counts["accepted"] > 0
+
+
+@pytest.mark.full
+def test_quantised_lm_head_is_read_as_vllm_computes_it(
+    started: Callable[..., Any], tiny_model: Callable[..., Path]
+) -> None:
+    """The whole of it by vLLM's own product, a draft vocabulary by the dequantised rows."""
+    target = drafter_of(started("w8a8-head", "cp-short")).target
+    assert target.lm_head.plain() is None, "no kernel of ours reads quantised weights"
+    weight = load_file(tiny_model() / "model.safetensors")["lm_head.weight"]
+    written = quantised.w8a8("lm_head", weight)
+    ids = torch.arange(50)
+    rows, bias = target.lm_head_rows(ids)
+    expected = (written["lm_head.weight"].float() * written["lm_head.weight_scale"])[ids]
+    assert not torch.equal(expected, weight[ids])
+    torch.testing.assert_close(rows, expected)
+    assert not bias.any()
