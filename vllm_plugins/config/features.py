@@ -50,12 +50,16 @@ def check_supported(method: MethodSpec, model_config: ModelConfig, parallel_conf
         f"platform {platform.device_name()!r} is not supported with {method.title}; use CUDA, ROCm or CPU": (
             not platform.is_supported()
         ),
-        f"data parallelism of mixture-of-experts models is not supported with {method.title}": (
+        f"data parallelism of mixture-of-experts models is not supported with {method.title}: vLLM's CPU "
+        "build has none (all_gatherv), so it was never run; use --tensor-parallel-size": (
             parallel_config.data_parallel_size > 1 and model_config.is_moe
         ),
-        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.title}": (
+        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {method.title}: vLLM's CPU "
+        "build keeps rejected drafts in it or needs bfloat16, so no output could be compared": (
             model_config.has_inner_state
         ),
+        f"latent attention (MLA) is not supported with {method.title} on a CPU: vLLM's build lacks the operator for "
+        "tokens behind cached ones (gather_and_maybe_dequant_cache)": platform.is_cpu() and model_config.use_mla,
         f"decode context parallelism is not supported with {method.title}: vLLM's CPU build has none, so it was never "
         "run; use --tensor-parallel-size": getattr(parallel_config, "decode_context_parallel_size", 1) > 1,
         f"micro-batching (--enable-dbo) is not supported with {method.title}": parallel_config.use_ubatching,

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT
 from heads_folders import blank_tensors, config_of
 from vllm import EngineArgs
+from vllm.config import ModelConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.heads.io import HeadsError, save_heads
@@ -435,6 +436,32 @@ def test_unsupported_family(tmp_path: Path) -> None:
     # Heads that need no adapter are not asked for one.
     with pytest.raises(OptionError, match="pipeline parallelism is not supported with method 'cp'"):
         from_dict(folder, {"method": "cp", "model": "/any"}, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (
+            "use_mla",
+            r"latent attention \(MLA\) is not supported with CP drafting on a CPU: .*operator for tokens behind cached",
+        ),
+        ("is_moe", r"data parallelism of mixture-of-experts models .* CP drafting: vLLM's CPU build has none"),
+        (
+            "has_inner_state",
+            r"recurrent state \(Mamba, gated delta nets\) .* CP drafting: .*keeps rejected drafts in it",
+        ),
+    ],
+)
+def test_targets_that_cannot_verify_drafts(
+    tiny_model: Model, whole_heads: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, what: str, message: str
+) -> None:
+    given = {"model": str(whole_heads("cp"))}
+    settings = {"data_parallel_size": 2} if what == "is_moe" else {}
+    from_dict(tiny_model(), given, **settings)
+    monkeypatch.setattr(ModelConfig, what, property(lambda self: True))
+    with pytest.raises(OptionError, match=message) as caught:
+        from_dict(tiny_model(), given, **settings)
+    assert len(str(caught.value)) <= 300
 
 
 def test_flags_and_table_come_from_the_model() -> None:
