@@ -192,8 +192,9 @@ def generate(
         max_new_tokens=tokens, eos_token_id=ends or None, pad_token_id=padding, renormalize_logits=True, **how
     )
     parts = []
-    for start in tqdm(range(0, len(prompts), batch), desc="writing texts", mininterval=2, delay=2):
-        part = slice(start, start + batch)
+    # Prompts of like length together: every batch is as wide as its longest.
+    order = torch.arange(len(prompts)) if starts is None else starts.argsort(descending=True, stable=True)
+    for part in tqdm(order.split(batch), desc="writing texts", mininterval=2, delay=2):
         first = 0 if starts is None else int(starts[part].min())
         chunk = prompts[part, first:]
         mask = torch.ones_like(chunk)
@@ -203,7 +204,7 @@ def generate(
             out = target.model.generate(chunk, attention_mask=mask, generation_config=config)
         padded = (first, prompts.shape[1] + tokens - first - out.shape[1])
         parts.append(functional.pad(out, padded, value=padding))
-    ids = torch.cat(parts)
+    ids = torch.cat(parts)[order.argsort()]
     generated = ids[:, prompts.shape[1] :]
     ended = torch.isin(generated, torch.tensor(ends, device=ids.device, dtype=ids.dtype))
     lengths = torch.where(ended.any(1), ended.float().argmax(1) + 1, generated.shape[1])
