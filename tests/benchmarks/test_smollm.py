@@ -81,6 +81,17 @@ def test_make_serve_finds_the_models_own_heads(
     assert ("benchmarks.models.smollm" in said) == ("MODEL=smollm" in arguments)
 
 
+@pytest.mark.parametrize("kind", ["early", "cp"])
+def test_heads_in_the_repository(kind: str) -> None:
+    """They are calibrated, trained on a million tokens of the target's own, and say of which model they are."""
+    folder = ROOT / "benchmarks" / "smollm" / "heads" / kind
+    config, facts = (json.loads((folder / name).read_text()) for name in ("config.json", "provenance.json"))
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "build/smollm/model"
+    assert facts["tokens_in_data"] > 1_000_000 and facts["tokens"] > 1_000_000
+    assert json.loads((folder / "calibration.json").read_text())["parts"]
+    assert sum(path.stat().st_size for path in folder.parent.rglob("*")) < 14 << 20
+
+
 @pytest.mark.full
 def test_the_model_is_made(tmp_path: Path) -> None:
     """Downloads 93 MB."""
