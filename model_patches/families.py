@@ -43,7 +43,6 @@ STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen
 # Families to which further layers (DynaMo's) have not been added yet.
 NO_TOKEN_HEADS: tuple[str, ...] = (
     "MixtralForCausalLM",
-    "Glm4ForCausalLM",
     "GraniteForCausalLM",
     "Llama4ForCausalLM",
     "GptOssForCausalLM",

@@ -24,11 +24,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": {}},
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo")}
-CHOSEN = [
-    pytest.param(kind, method, marks=[] if (kind, method) in QUICK else [pytest.mark.full])
-    for kind in quantised.FORMATS
-    for method in METHODS
+# vLLM's kernels of 4 bits take 16-bit activations alone.
+DTYPE = {"awq": "bfloat16", "gptq": "bfloat16"}
+FOUR_BITS = [
+    ("awq", "early"),
+    ("gptq", "early"),
+    ("gptq", "cp-short"),
 ]
+EIGHT_BITS = [(kind, method) for kind in ("w8a8", "w8a8-head") for method in METHODS]
+CHOSEN = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full]) for case in [*EIGHT_BITS, *FOUR_BITS]]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,7 @@ def started(
         if options is not None and how is not None:
             heads = fitted_heads(options["method"], **how)
             options["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
-        engines[kind, method] = start_engine(target, options)
+        engines[kind, method] = start_engine(target, options, dtype=DTYPE.get(kind, "float32"))
         return engines[kind, method]
 
     return get
