@@ -83,6 +83,7 @@ FORMATS: Mapping[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, An
     "w8a8-head": (w8a8, _w8a8_config("Linear", "re:.*lm_head"), True),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, False),
     "gptq": (gptq, _GPTQ | {"lm_head": False}, False),
+    "gptq-head": (gptq, _GPTQ | {"lm_head": True}, True),
 }
 
 

@@ -25,11 +25,14 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo")}
 # vLLM's kernels of 4 bits take 16-bit activations alone.
-DTYPE = {"awq": "bfloat16", "gptq": "bfloat16"}
+DTYPE = {"awq": "bfloat16", "gptq": "bfloat16", "gptq-head": "bfloat16"}
 FOUR_BITS = [
     ("awq", "early"),
+    ("awq", "cp-short"),
     ("gptq", "early"),
     ("gptq", "cp-short"),
+    ("gptq", "dynamo"),
+    ("gptq-head", "cp-short"),
 ]
 EIGHT_BITS = [(kind, method) for kind in ("w8a8", "w8a8-head") for method in METHODS]
 CHOSEN = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full]) for case in [*EIGHT_BITS, *FOUR_BITS]]
