@@ -187,20 +187,23 @@ def headline(found: Sequence[Measured]) -> str:
     """Markdown: accepted drafts a step by temperature, and predicted speed-ups, a row a contender that drafts."""
     generator = np.random.default_rng(0)
     predicted = {row[0]: row[1:] for row in found[-1].run.get("predicted") or ()}
-    cells: dict[str, list[str]] = {}
+    columns: list[dict[str, str]] = []  # one a temperature: a contender may lack some
+    folders: dict[str, str] = {}
     header = ["drafts from"]
     for one in found:
         temperature = one.run["options"]["temperature"]
         header.append(f"accepted, T {temperature:g}" if temperature else "accepted, greedy")
+        columns.append({})
         for name, turns in _turns(one):
             if name != BASE:
                 accepted = _accepted(turns, generator)
-                cells.setdefault(name, []).append(f"{accepted.value:.2f} ({accepted.interval})")
-    for name, row in cells.items():
-        folder = Path((found[-1].contenders[name]["speculative_config"] or {}).get("model", "")).name
-        row += predicted.get(folder, ["-"] * len(MACHINES))
-    header += [f"predicted, {name}" for name in MACHINES]
-    return markdown(header, [[name, *row] for name, row in cells.items()])
+                columns[-1][name] = f"{accepted.value:.2f} ({accepted.interval})"
+                folders[name] = Path((one.contenders[name]["speculative_config"] or {}).get("model", "")).name
+    rows = [
+        [name, *(column.get(name, "-") for column in columns), *predicted.get(folder, ["-"] * len(MACHINES))]
+        for name, folder in folders.items()
+    ]
+    return markdown([*header, *(f"predicted, {name}" for name in MACHINES)], rows)
 
 
 def table(results: Measured) -> str:

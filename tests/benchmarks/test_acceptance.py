@@ -77,6 +77,10 @@ def test_table(options: Callable[..., AcceptanceOptions]) -> None:
     assert rows == [["ngram", "1.00 (1.000-1.000)", "1.00 (1.000-1.000)", "-", "-"]]
     found[-1].contenders["ngram"]["speculative_config"] = {"model": "somewhere/heads"}
     assert cells_of(headline(found))[1][-2:] == ["1.5 (n 3)", "2 (n 2)"]
+    for one in (found[-1].run, *found[-1].earlier):  # measured at one temperature alone
+        one["turns"] = [turn for turn in one["turns"] if turn["contender"] != "ngram"]
+    del found[-1].contenders["ngram"]
+    assert cells_of(headline(found))[1] == ["ngram", "1.00 (1.000-1.000)", "-", "-", "-"]
 
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
