@@ -59,7 +59,10 @@ def test_products_of_the_loaded_model_are_timed_and_compared(
     with monkeypatch.context() as patch:
         patch.setattr(type(runner.model_config), "is_moe", True)
         of_experts = row_padding.measured(runner.model, runner.vllm_config, lambda seconds: seconds_of(*EPYC))
-    assert of_experts is NONE
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.vllm_config, "lora_config", SimpleNamespace())
+        of_adapters = row_padding.measured(runner.model, runner.vllm_config, lambda seconds: seconds_of(*EPYC))
+    assert of_experts is NONE and of_adapters is NONE
     # Products of three rows round differently from those of one and two.
     apply = products[0].layer.quant_method.apply
     third = SimpleNamespace(apply=lambda layer, states: apply(layer, states) * (1 + (len(states) > 2) * 1e-6))

@@ -60,11 +60,13 @@ def measured(model: Any, vllm_config: Any, agree: Callable[[np.ndarray], np.ndar
         agree: makes the first tensor-parallel rank's numbers those of all.
 
     Returns:
-        NONE on GPUs, whose graphs are padded by vLLM, on pipeline stages, which must all have the same rows, and of
-        mixtures of experts, where each row of padding may read experts of its own.
+        NONE on GPUs, whose graphs are padded by vLLM, on pipeline stages, which must all have the same rows, of
+        mixtures of experts, where each row of padding may read experts of its own, and with LoRA, whose CPU products
+        know the adapter of the tokens alone.
     """
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
-    if not current_platform.is_cpu() or parallel.pipeline_parallel_size > 1 or vllm_config.model_config.is_moe:
+    fits = parallel.pipeline_parallel_size == 1 and not vllm_config.model_config.is_moe
+    if not current_platform.is_cpu() or not fits or vllm_config.lora_config is not None:
         return NONE
     products = _products(model, vllm_config.model_config.dtype, min(MOST_ROWS, scheduler.max_num_batched_tokens))
     if not products:  # vLLM's Transformers backend may have other layers alone
