@@ -5,7 +5,6 @@ from __future__ import annotations
 
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
 GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
-GPT_OSS = "vllm_ppd.model_patches.gpt_oss.GptOssAdapter"
 TRANSFORMERS = "vllm_ppd.model_patches.transformers_backend.TransformersAdapter"
 
 # Architecture name (as in the model's config.json) -> adapter.
@@ -20,7 +19,7 @@ FAMILIES: dict[str, str] = {
     "Phi3ForCausalLM": LLAMA_LIKE,
     "Glm4ForCausalLM": LLAMA_LIKE,
     "Llama4ForCausalLM": LLAMA_LIKE,
-    "GptOssForCausalLM": GPT_OSS,
+    "GptOssForCausalLM": LLAMA_LIKE,
     "GraniteForCausalLM": GRANITE,
     "GPTNeoXForCausalLM": TRANSFORMERS,
     "Olmo2ForCausalLM": TRANSFORMERS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for vLLM's own decoders: layers(positions, hidden, residual) and a norm that adds the residual."""
+"""Adapter for vLLM's own decoders: layers of positions, hidden states and residual, and a norm that adds the last."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LlamaLikeAdapter(Adapter):
-    """Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi-3, GLM-4, Llama 4."""
+    """Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, Phi-3, GLM-4, Llama 4, gpt-oss."""
 
     has_residual = True
 
@@ -29,7 +29,8 @@ class LlamaLikeAdapter(Adapter):
         self, layers: Sequence[nn.Module], positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> CutState:
         for layer in layers:
-            hidden, residual = layer(positions, hidden, residual)
+            # By name: gpt-oss has them in another order.
+            hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
         return hidden, residual
 
     def norm(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
