@@ -129,7 +129,7 @@ class _CachedStates:
         hook = target.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
         try:
             with self.measures.autocast():
-                output = target.model.base_model(
+                output = target.base(
                     input_ids=given, attention_mask=self.mask.long(), position_ids=positions,
                     past_key_values=self.cache, use_cache=True,
                 )  # fmt: skip

@@ -69,7 +69,7 @@ def unverified(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer:
             for _ in range(texts.generated.shape[1]):
                 begin, end = end, end + tokens.shape[1]
                 with calibration.autocast():
-                    output = target.model.base_model(
+                    output = target.base(
                         input_ids=tokens, past_key_values=cache, use_cache=True,
                         attention_mask=(place[:, :end] >= 0).long(), position_ids=place[:, begin:end].clamp(min=0),
                     )  # fmt: skip

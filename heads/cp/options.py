@@ -16,7 +16,7 @@ class CPOptions(DistillationOptions):
     kind: ClassVar[str] = "cp"
 
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon", description="Muon for matrices and AdamW for gates, or AdamW alone (the paper names none)"
+        "muon", description="Muon for transforms and AdamW for the others, or AdamW alone (the paper names none)"
     )
     learning_rate: float = Field(
         1e-3, gt=0, description="peak learning rate (the paper names none); larger for what reads embeddings"

@@ -20,7 +20,7 @@ from vllm_ppd.heads.cp.options import CPOptions
 from vllm_ppd.heads.cp.start import TOKENS, Rows, ridge_start
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.recipe import Counts, Recipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -125,8 +125,9 @@ class CPRecipe(Recipe):
         """What reads embeddings learns as fast as what reads states: in proportion to how much smaller they are."""
         head, tokens_rate = self.head, learning_rate * self.embedding_rate
         parts: list[tuple[list[torch.nn.Parameter | None], float, bool]] = [
-            ([head.transforms, head.classifiers], learning_rate, True),
-            ([head.gate], learning_rate, False),
+            ([head.transforms], learning_rate, True),
+            # Whole classifiers are too large for Muon: 5 products of V x d x d each in every step.
+            ([head.gate, head.classifiers], learning_rate, False),
             ([head.token, head.previous], tokens_rate, True),
             ([head.token_gate], tokens_rate, False),
         ]
@@ -135,11 +136,7 @@ class CPRecipe(Recipe):
             kept = [p for p in parameters if p is not None]
             if kept:
                 groups.append({"params": kept, "peak": peak, "muon": muon})
-        if self.base is not None:
-            groups.append(
-                {"params": list(self.base.parameters()), "peak": self.options.base_learning_rate, "muon": False}
-            )
-        return groups
+        return groups + base_group(self.base, self.options.base_learning_rate)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         options, head, target = self.options, self.head, self.target

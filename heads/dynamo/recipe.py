@@ -20,7 +20,7 @@ from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.options import DynaMoOptions
-from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.recipe import Counts, Recipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -74,12 +74,8 @@ class DynaMoRecipe(Recipe):
             self.sample = VocabularySample(counts, self.options.vocabulary_sample, self.target.device)
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{"params": list(self.heads.parameters()), "peak": learning_rate}]
-        if self.base is not None:
-            groups.append(
-                {"params": list(self.base.parameters()), "peak": self.options.base_learning_rate, "muon": False}
-            )
-        return groups
+        heads: dict[str, Any] = {"params": list(self.heads.parameters()), "peak": learning_rate}
+        return [heads, *base_group(self.base, self.options.base_learning_rate)]
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         target, options = self.target, self.options

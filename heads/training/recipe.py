@@ -98,6 +98,11 @@ class Recipe(nn.Module, ABC):
         """The heads' `model.safetensors`."""
 
 
+def base_group(base: nn.Module | None, learning_rate: float) -> list[dict[str, Any]]:
+    """The optimiser's group of a base model that is trained along, by AdamW as it has embeddings (None: no group)."""
+    return [] if base is None else [{"params": list(base.parameters()), "peak": learning_rate, "muon": False}]
+
+
 def drawn(known: torch.Tensor, share: float) -> torch.Tensor:
     """A share of the known rows [rows] bool, drawn anew each time, one at least; all of them for 1: [chosen] int64."""
     rows = known.nonzero().squeeze(1)
