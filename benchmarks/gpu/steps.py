@@ -3,7 +3,8 @@
 
     python -m vllm_ppd.benchmarks.gpu.steps --model M --speculative-config '{"method": "ppd"}' --mode graphs
 
-Prints a row of the table in README.md. The kernels inside a graph are not counted: the host does not launch them.
+Prints method, runner, mode and the three counts of a step as a row of a table. The kernels inside a graph are not
+counted: the host does not launch them.
 """
 
 from __future__ import annotations
