@@ -201,8 +201,8 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
             drafts.clear()
             return [generate(llm, prompts(3, 20), greedy(14)), list(drafts)]
 
-        chain = {"draft_next"} if getattr(drafter.drafter, "previous", None) else kernels.get(config["method"], early)
-        output, made = same(decode, *chain)
+        chain = config["method"] == "cp" and drafter.drafter.previous
+        output, made = same(decode, *({"draft_next"} if chain else kernels.get(config["method"], early)))
         assert any(any(row) for step in made for row in step), config
         print(config["method"], config.get("schedule", ""), len(made), "steps", output[0][:4], flush=True)
 

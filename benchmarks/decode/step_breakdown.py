@@ -59,6 +59,7 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace, c
     from vllm_ppd.heads.base import TargetLayers
     from vllm_ppd.heads.cp.config import CPConfig
     from vllm_ppd.heads.dynamo.config import DynaMoConfig
+    from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
     from vllm_ppd.heads.io import save_heads
 
     target = TargetLayers(
@@ -68,6 +69,7 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace, c
         "verifier": "random", "target": target, "dtype": args.dtype, "draft_vocab_size": args.draft_vocab,
     }  # fmt: skip
     config: CPConfig | DynaMoConfig
+    given: dict[str, torch.Tensor] = {}
     if kind == "cp":
         config = CPConfig(
             **shared,
@@ -77,17 +79,18 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace, c
             token_counts=True,
             condition=condition,
         )
+        given["token_counts"] = torch.arange(1, 1 + args.vocab)
     else:
+        text = torch.randint(args.vocab, (4 * args.vocab,)).numpy()
+        counts = CoOccurrence.from_tokens([text], args.vocab, args.tokens, 1000)  # a table that few candidates are in
+        given = counts.tensors()
         layer = {name: list(tensor.shape) for name, tensor in model.model.layers[-1].state_dict().items()}
         config = DynaMoConfig(
             **shared, tokens=args.tokens, num_speculative_tokens=args.tokens - 1, layer_tensors=layer,
-            cooccurrence_entries=dict.fromkeys(range(2, args.tokens + 1), 1000),
+            cooccurrence_entries={order: len(keys) for order, keys in counts.keys.items()},
         )  # fmt: skip
-    tensors = {name: 0.02 * torch.randn(shape) for name, shape in config.shapes().items()}
-    for name in [name for name in tensors if name.startswith(("cooccurrence", "token_counts"))]:
-        tensors[name] = torch.arange(1, 1 + tensors[name].numel())  # a table that few candidates are in
-    if kind == "dynamo":
-        tensors["cooccurrence.totals"].fill_(int(tensors["cooccurrence.unigram"].sum()))
+    shapes = {name: shape for name, shape in config.shapes().items() if name not in given}
+    tensors = given | {name: 0.02 * torch.randn(shape) for name, shape in shapes.items()}
     out = folder / f"{kind}-{condition}"
     save_heads(out, config, tensors)
     return str(out)
