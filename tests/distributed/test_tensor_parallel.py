@@ -21,6 +21,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.insert(0, {tests!r})
 import conftest, cases
+{patch}
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if len(os.sched_getaffinity(0)) > 1 else "nobind"
 if __name__ == "__main__":
@@ -36,12 +37,26 @@ if __name__ == "__main__":
     print("RESULT", json.dumps([result, accepted, steps]))
 """
 
+# Each rank's clock tells another cost of drafts, and all tell that drafts pay; nothing of it is kept.
+CLOCKS = """
+import random
+from vllm_ppd.vllm_plugins.integration.v1 import warm_up
+time_steps = warm_up.time_steps
+def other_clock(*arguments):
+    time_steps(*arguments)
+    return [1 + 0.01 * count * random.random() for count in arguments[-1]]
+warm_up.time_steps = other_clock
+warm_up.MeasuredCosts.save = lambda costs, path: None
+"""
+
 
 def two_ranks(
-    model: Path, options: dict[str, Any] | None, cases: list[str]
+    model: Path, options: dict[str, Any] | None, cases: list[str], patch: str = ""
 ) -> tuple[dict[str, Any], float, dict[str, float]]:
     """(What each case said, accepted drafts, steps by counter)."""
-    script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(model), options=json.dumps(options), cases=cases)
+    script = SCRIPT.format(
+        tests=str(ROOT / "tests"), model=str(model), options=json.dumps(options), cases=cases, patch=patch
+    )
     path = Path(os.environ["PYTEST_TMP"]) / "two_ranks.py"
     path.write_text(script)
     run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=600)
@@ -81,7 +96,8 @@ def test_two_ranks(
 def test_two_ranks_adaptive(tiny_model: Callable[..., Path], alone: Callable[..., Any], lookup: dict[str, Any]) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
-    got, _, steps = two_ranks(tiny_model(), {"method": "ppd", "exit_layer": 5, "adaptive": True, **lookup}, cases)
+    options = {"method": "ppd", "exit_layer": 5, "adaptive": True, "step_costs": "measure", **lookup}
+    got, _, steps = two_ranks(tiny_model(), options, cases, CLOCKS)
     assert got == as_json({case: alone(case) for case in cases})
     assert steps["deferred_steps"] > 0
 
