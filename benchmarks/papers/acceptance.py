@@ -25,6 +25,7 @@ from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
+from vllm_ppd.benchmarks.papers.drafting_cost import costs
 from vllm_ppd.benchmarks.papers.tasks import read_prompts
 from vllm_ppd.heads.calibration.tables import table as markdown
 from vllm_ppd.heads.io import HeadsError
@@ -37,12 +38,14 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 MACHINES = {"H100": (3350.0, 990.0, 10.0), "L4": (300.0, 121.0, 10.0)}
 COLUMNS = (
     "contender", "prompts", "same as vLLM", "accepted a step (interval)", "drafted a step", "rate", "length",
-    "repeated 4-grams",
+    "repeated 4-grams", "cost", "predicted",
 )  # fmt: skip
 LEGEND = """\
 same as vLLM: prompts whose text equals that of vLLM without speculation, token for token (greedy).
 accepted, drafted a step: drafts, of every step after the prompt's; interval at 90 %, by parts of the prompts.
-rate, length: accepted / drafted, 1 + accepted / steps with drafts."""
+rate, length: accepted / drafted, 1 + accepted / steps with drafts.
+cost: weights that the drafts of a step read, over those that a pass of the target reads (counted).
+predicted: (1 + accepted) / (1 + cost), the speed-up of these drafts where memory bounds a step; not measured."""
 
 PREDICTED = (
     "Predictions, not measured: speed-ups by `ppd plan --hardware`, batch 1, a roofline without the host's work."
@@ -100,7 +103,7 @@ def run(options: AcceptanceOptions) -> str:
     except KeyboardInterrupt:
         raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
     for results in runs:
-        results.run["predicted"] = predictions(options.heads)
+        results.run |= {"predicted": predictions(options.heads), "costs": costs(everyone, options.model)}
         results.finish()
     return report(runs)
 
@@ -183,12 +186,17 @@ def _accepted(turns: list[Turn], generator: np.random.Generator) -> Estimate:
     return ratio(above, below, generator)
 
 
+def _cost(results: Measured, name: str) -> float | None:
+    """Weights that a contender's drafts read, in passes; None where these were not counted."""
+    return next((run["costs"][name] for run in results.runs_of(name) if name in run.get("costs", ())), None)
+
+
 def headline(found: Sequence[Measured]) -> str:
-    """Markdown: accepted drafts a step by temperature, and predicted speed-ups, a row a contender that drafts."""
+    """Markdown: accepted drafts a step by temperature, their cost, and predicted speed-ups, a row a contender."""
     generator = np.random.default_rng(0)
     predicted = {row[0]: row[1:] for row in found[-1].run.get("predicted") or ()}
     columns: list[dict[str, str]] = []  # one a temperature: a contender may lack some
-    folders: dict[str, str] = {}
+    folders, cost = dict[str, str](), dict[str, str]()
     header = ["drafts from"]
     for one in found:
         temperature = one.run["options"]["temperature"]
@@ -199,11 +207,17 @@ def headline(found: Sequence[Measured]) -> str:
                 accepted = _accepted(turns, generator)
                 columns[-1][name] = f"{accepted.value:.2f} ({accepted.interval})"
                 folders[name] = Path((one.contenders[name]["speculative_config"] or {}).get("model", "")).name
+                cost[name] = "-" if (passes := _cost(one, name)) is None else f"{passes:.2f}"
     rows = [
-        [name, *(column.get(name, "-") for column in columns), *predicted.get(folder, ["-"] * len(MACHINES))]
+        [
+            name,
+            *(column.get(name, "-") for column in columns),
+            cost[name],
+            *predicted.get(folder, ["-"] * len(MACHINES)),
+        ]
         for name, folder in folders.items()
     ]
-    return markdown([*header, *(f"predicted, {name}" for name in MACHINES)], rows)
+    return markdown([*header, "cost, passes", *(f"predicted, {name}" for name in MACHINES)], rows)
 
 
 def table(results: Measured) -> str:
@@ -215,13 +229,14 @@ def table(results: Measured) -> str:
         sums = {key: sum(turn[key] for turn in turns) for key in turns[0] if isinstance(turns[0][key], int)}
         differ = sum(len(turn.get("differ", ())) for turn in turns)
         same = "-" if options["temperature"] else f"{sums['prompts'] - differ} of {sums['prompts']}"
-        accepted = _accepted(turns, generator)
+        accepted, cost = _accepted(turns, generator), _cost(results, name)
         rows.append([
             name, sums["prompts"], same, f"{accepted.value:.3f} ({accepted.interval})",
             f"{sums['draft_tokens'] / sums['steps']:.3f}",
             f"{sums['accepted_tokens'] / sums['draft_tokens']:.3f}" if sums["draft_tokens"] else "-",
             f"{1 + sums['accepted_tokens'] / sums['drafts']:.3f}" if sums["drafts"] else "-",
             f"{sums['repeated_4_grams'] / max(sums['all_4_grams'], 1):.3f}",
+            *(("-", "-") if cost is None else (f"{cost:.3f}", f"{(1 + accepted.value) / (1 + cost):.2f}")),
         ])  # fmt: skip
     top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options["top_p"] < 1 else ""
     about = (

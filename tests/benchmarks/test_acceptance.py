@@ -73,14 +73,15 @@ def test_table(options: Callable[..., AcceptanceOptions]) -> None:
     found = stored(Path(options().out))
     found[-1].run["predicted"] = [["heads", "1.5 (n 3)", "2 (n 2)"]]
     header, *rows = cells_of(headline(found))
-    assert header == ["drafts from", "accepted, greedy", "accepted, T 0.8", "predicted, H100", "predicted, L4"]
-    assert rows == [["ngram", "1.00 (1.000-1.000)", "1.00 (1.000-1.000)", "-", "-"]]
+    assert header[1:] == ["accepted, greedy", "accepted, T 0.8", "cost, passes", "predicted, H100", "predicted, L4"]
+    assert rows == [["ngram", "1.00 (1.000-1.000)", "1.00 (1.000-1.000)", "0.00", "-", "-"]]
+    assert greedy[1][-2:] == ["-", "-"] and greedy[2][-2:] == ["0.000", "2.00"]
     found[-1].contenders["ngram"]["speculative_config"] = {"model": "somewhere/heads"}
     assert cells_of(headline(found))[1][-2:] == ["1.5 (n 3)", "2 (n 2)"]
     for one in (found[-1].run, *found[-1].earlier):  # measured at one temperature alone
         one["turns"] = [turn for turn in one["turns"] if turn["contender"] != "ngram"]
     del found[-1].contenders["ngram"]
-    assert cells_of(headline(found))[1] == ["ngram", "1.00 (1.000-1.000)", "-", "-", "-"]
+    assert cells_of(headline(found))[1] == ["ngram", "1.00 (1.000-1.000)", "-", "0.00", "-", "-"]
 
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
