@@ -249,14 +249,16 @@ def table(results: Measured) -> str:
 
 
 def predictions(heads: tuple[str, ...]) -> list[list[str]]:
-    """What `ppd plan` predicts for MACHINES from the calibration of each heads folder: a row of cells each."""
+    """What `ppd plan` predicts for MACHINES from each calibration: a row of cells a heads folder."""
     rows = []
     for folder in heads:
-        rows.append([Path(folder).name])
-        for hardware in MACHINES.values():
-            try:
+        cells = [Path(folder).name]
+        try:
+            for hardware in MACHINES.values():
                 best = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).ways[0]
-                rows[-1].append(f"{best.speedup:.2f} ({setting_of(best.way)})")
-            except HeadsError as error:
-                rows[-1].append(str(error))
+                cells.append(f"{best.speedup:.2f} ({setting_of(best.way)})")
+        except HeadsError as error:
+            tqdm.write(f"no prediction: {error}")
+            continue
+        rows.append(cells)
     return rows

@@ -54,6 +54,16 @@ NOTES = {
         'fast as alone; here they share the machine\'s memory ("stage slowed"). The second run shared the cores '
         "with other work."
     ),
+    "acceptance": (
+        '"cp + lookup" looks drafts up first (`prompt_lookup_min` 2, three drafts). All drafts of a step are of one '
+        "source: with `adaptive: false` it takes them only where each request of the batch, 16 here, has one, which is "
+        "seldom."
+    ),
+    "cp_conditions": (
+        "52 of the prompts, the 13 categories in turns. `none-r1`, `token-r1`, `chain-r1` and `none-r3`: one pass over "
+        "a million tokens and a quarter of the positions ([commands](../smollm/README.md#what-a-cp-head-reads)), "
+        "drafts from 8,192 tokens. `chain-r3` is the head in this repository: three such passes, drafts from 3,072."
+    ),
     "tables": (
         'The demo model inflated, on texts ("given data"). These tables are of an edition before tasks had names: '
         "compute / greedy of PPD's Table 3 followed from the match rate and was not counted, its Tables 7 and 8 are of "

@@ -262,6 +262,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "group": ("The worker group", group_runs),
     "group_cut_off": ("The worker group above its cut-off", decode),
     "acceptance": ("Spec-Bench: equal output, and accepted drafts", acceptances),
+    "cp_conditions": ("Spec-Bench: what a CP head reads beside the state", acceptances),
     "tables": ("The papers' tables", paper_tables),
     "tables_smollm": ("The papers' tables on SmolLM2-135M-Instruct", paper_tables),
     "cp_from_scratch": ("CP heads with a base model from scratch", any_rows),
