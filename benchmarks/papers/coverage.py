@@ -87,15 +87,16 @@ def page() -> str:
         for paper in items().values()
     ]
     parts.append(table(["paper", *STATES], rows))
-    by_model: dict[tuple[str, str], list[list[str]]] = {}
-    for title, model, row in claims():
-        by_model.setdefault((title, model), []).append(row)
+    by_model: dict[tuple[str, str], dict[tuple[str, ...], list[str]]] = {}
+    for title, model, (*claim, evidence) in claims():
+        by_model.setdefault((title, model), {}).setdefault(tuple(claim), []).append(evidence)
     for key, paper in items().items():
         shown = [[where, what, state, cell(state, reference)] for where, what, state, reference in paper["items"]]
         parts += [f"## {paper['title']}", table(["where", "what", "state", "here"], shown)]
         for (title, model), own in by_model.items():
             if title == PAPERS[key].PAPER:
-                parts += [f"Its claims on {Path(model).name}:", table(["table", "claim", "here", "measured"], own)]
+                found = [[*claim, "; ".join(evidence)] for claim, evidence in own.items()]
+                parts += [f"Its claims on `{model}`:", table(["table", "claim", "here", "measured"], found)]
     return "\n\n".join(parts) + "\n"
 
 
