@@ -69,7 +69,7 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace, c
         "verifier": "random", "target": target, "dtype": args.dtype, "draft_vocab_size": args.draft_vocab,
     }  # fmt: skip
     config: CPConfig | DynaMoConfig
-    given: dict[str, torch.Tensor] = {}
+    given: dict[str, torch.Tensor]  # counts, which must fit each other
     if kind == "cp":
         config = CPConfig(
             **shared,
@@ -79,7 +79,7 @@ def write_heads(folder: Path, kind: str, model: Any, args: argparse.Namespace, c
             token_counts=True,
             condition=condition,
         )
-        given["token_counts"] = torch.arange(1, 1 + args.vocab)
+        given = {"token_counts": torch.arange(1, 1 + args.vocab)}
     else:
         text = torch.randint(args.vocab, (4 * args.vocab,)).numpy()
         counts = CoOccurrence.from_tokens([text], args.vocab, args.tokens, 1000)  # a table that few candidates are in

@@ -12,65 +12,62 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ppd.benchmarks.harness.contenders import Contender
+from vllm_ppd.heads.base import is_count
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, load_config
 from vllm_ppd.heads.planning.machine import weights_of
+from vllm_ppd.vllm_plugins.registry import METHODS
 
 
-def costs(everyone: Iterable[Contender], target: str) -> dict[str, float]:
-    """`passes` of each contender, those left out that cannot be counted."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(target).get_text_config()
-    try:
-        found = {one.name: passes(one, target, config.num_hidden_layers, config.vocab_size) for one in everyone}
-    except HeadsError:  # a target that is not on this disk, or a mixture of experts
-        return {}
-    return {name: round(cost, 4) for name, cost in found.items() if cost is not None}
-
-
-def passes(contender: Contender, target: str, num_layers: int, vocab_size: int) -> float | None:
+def costs(everyone: Iterable[Contender], target: str, trust_remote_code: bool = False) -> dict[str, float]:
     """Weights that the drafts of a step read, over those of a pass.
 
     Args:
-        contender: its speculative_config names a method of vLLM or a heads folder, and the number of drafts.
+        everyone: contenders, the number of drafts in their speculative_config.
         target: folder.
-        num_layers, vocab_size: of the target.
+        trust_remote_code: run code that comes with the target.
 
     Returns:
-        None for vLLM alone, and for methods whose drafts are not counted here.
-
-    Raises:
-        HeadsError: if the target's weights are not on this disk, or it is a mixture of experts.
+        Passes by the contender's name: of heads, EAGLE, Medusa and n-gram; of none if the target is not on this disk,
+        or is a mixture of experts.
     """
-    config = contender.speculative_config
-    if config is None:
-        return None
-    (layer, _), (lm_head, _) = weights_of(target)
-    read = _read(config, layer, lm_head, vocab_size)
-    return None if read is None else read / (num_layers * layer + lm_head)
+    from transformers import AutoConfig
+
+    try:
+        (layer, _), (lm_head, _) = weights_of(target)
+    except HeadsError:
+        return {}
+    config = AutoConfig.from_pretrained(target, trust_remote_code=trust_remote_code).get_text_config()
+    of_a_pass = config.num_hidden_layers * layer + lm_head
+    drafting = [(one.name, one.speculative_config) for one in everyone if one.speculative_config is not None]
+    found = {name: _read(options, layer, lm_head, config.vocab_size) for name, options in drafting}
+    return {name: round(read / of_a_pass, 4) for name, read in found.items() if read is not None}
 
 
 def _read(config: dict[str, Any], layer: float, lm_head: float, vocab_size: int) -> float | None:
-    """Numbers that n drafts read."""
-    n, method, folder = config["num_speculative_tokens"], config.get("method"), config.get("model")
+    """Numbers that the drafts of a speculative_config read; None where that is not counted here."""
+    n, method, folder = config.get("num_speculative_tokens", 0), config.get("method"), config.get("model")
     if method == "ngram":
         return 0.0
     if folder is None:
         return None
     if method == "eagle":  # its layer and the LM head, token by token
-        return float(n * (_own_weights(folder, vocab_size) + lm_head))
+        return n * (_own_weights(folder, vocab_size) + lm_head)
     if method == "medusa":  # a block and an LM head each
         return _own_weights(folder, vocab_size) + n * lm_head
+    if method not in (None, *METHODS):
+        return None
     heads = load_config(folder)
     rows = lm_head * config.get("draft_vocab_size", heads.draft_vocab_size or vocab_size) / vocab_size
     if isinstance(heads, EarlyConfig):
-        transform = _own_weights(folder, vocab_size) / len(heads.exit_layers)
-        return float(n * (heads.serving_exits[0] * layer + transform + rows))
+        exit_layer = config.get("exit_layer", heads.serving_exits[0])
+        transform = heads.target.hidden_size**2 if heads.head == "transform" else 0
+        return n * (exit_layer * layer + transform + rows) if isinstance(exit_layer, int) else None
     if isinstance(heads, DynaMoConfig):
-        return _own_weights(folder, vocab_size) * n / (heads.tokens - 1) + rows
+        layers = sum(math.prod(shape) for name, shape in heads.shapes().items() if not is_count(name))
+        return layers * n / (heads.tokens - 1) + rows
     return _cp(heads, n, rows) if isinstance(heads, CPConfig) and heads.factorised else None
 
 
@@ -84,15 +81,13 @@ def _cp(heads: CPConfig, n: int, rows: float) -> float:
 
 
 def _own_weights(folder: str, vocab_size: int) -> float:
-    """Numbers of a checkpoint, apart from embeddings, LM heads and counts."""
+    """Numbers of a peer's checkpoint, apart from embeddings and LM heads."""
     from safetensors import safe_open
 
     numbers = 0
     for file in Path(folder).glob("*.safetensors"):
         with safe_open(str(file), "pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
-                part = opened.get_slice(name)
-                shape = part.get_shape()
-                if "F" in part.get_dtype() and vocab_size not in shape:
-                    numbers += math.prod(shape)
+                shape = opened.get_slice(name).get_shape()
+                numbers += 0 if vocab_size in shape else math.prod(shape)
     return float(numbers)

@@ -74,6 +74,22 @@ def test_peers(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     assert costs(everyone, str(model)) == expected
 
 
+def test_what_is_not_counted(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Nothing of it, and the others are: vLLM's other methods, drafts of several exits. An exit may be another one."""
+    model = tiny_model()
+    heads = {"model": str(make_heads(tmp_path / "early", "early", model)), "num_speculative_tokens": N}
+    others: dict[str, dict[str, Any]] = {
+        "suffix": {"method": "suffix"},
+        "eagle3": {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": N},
+        "draft model": {"method": "draft_model", "model": str(model), "num_speculative_tokens": N},
+        "no heads": {"method": "ppd", "num_speculative_tokens": N},
+        "exits": heads | {"exit_layer": [2, 4]},
+        "exit 2": heads | {"method": "ppd", "exit_layer": 2},
+    }
+    found = costs([Contender(name, config) for name, config in others.items()], str(model))
+    assert found == {"exit 2": passes(model, N * 64**2, N * 2, N)}
+
+
 def test_targets_that_are_not_counted(tiny_model: Callable[..., Path]) -> None:
     ngram = Contender("ngram", {"method": "ngram", "num_speculative_tokens": N})
     assert costs([ngram], str(tiny_model("mixtral"))) == {}
