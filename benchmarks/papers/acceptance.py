@@ -36,6 +36,7 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 
 # GB/s, TFLOP/s in bfloat16 and microseconds of a link, by the makers' data sheets.
 MACHINES = {"H100": (3350.0, 990.0, 10.0), "L4": (300.0, 121.0, 10.0)}
+PLANNED = {"model", "num_speculative_tokens", "adaptive"}  # options of what `ppd plan` predicts
 COLUMNS = (
     "contender", "prompts", "same as vLLM", "accepted a step (interval)", "drafted a step", "rate", "length",
     "repeated 4-grams", "cost", "predicted",
@@ -102,8 +103,10 @@ def run(options: AcceptanceOptions) -> str:
                 _measure(contender, options, runs, parts, progress)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
+    counted = costs(everyone, options.model, options.trust_remote_code)
+    predicted = predictions(options.heads)
     for results in runs:
-        results.run |= {"predicted": predictions(options.heads), "costs": costs(everyone, options.model)}
+        results.run |= {"predicted": predicted, "costs": counted}
         results.finish()
     return report(runs)
 
@@ -206,7 +209,9 @@ def headline(found: Sequence[Measured]) -> str:
             if name != BASE:
                 accepted = _accepted(turns, generator)
                 columns[-1][name] = f"{accepted.value:.2f} ({accepted.interval})"
-                folders[name] = Path((one.contenders[name]["speculative_config"] or {}).get("model", "")).name
+                config = one.contenders[name]["speculative_config"] or {}
+                # A plan knows nothing of further options, as prompt lookups.
+                folders[name] = Path(config.get("model", "")).name if config.keys() <= PLANNED else ""
                 cost[name] = "-" if (passes := _cost(one, name)) is None else f"{passes:.2f}"
     rows = [
         [

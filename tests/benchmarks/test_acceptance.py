@@ -78,6 +78,8 @@ def test_table(options: Callable[..., AcceptanceOptions]) -> None:
     assert greedy[1][-2:] == ["-", "-"] and greedy[2][-2:] == ["0.000", "2.00"]
     found[-1].contenders["ngram"]["speculative_config"] = {"model": "somewhere/heads"}
     assert cells_of(headline(found))[1][-2:] == ["1.5 (n 3)", "2 (n 2)"]
+    found[-1].contenders["ngram"]["speculative_config"]["prompt_lookup_min"] = 2  # of which no plan knows
+    assert cells_of(headline(found))[1][-2:] == ["-", "-"]
     for one in (found[-1].run, *found[-1].earlier):  # measured at one temperature alone
         one["turns"] = [turn for turn in one["turns"] if turn["contender"] != "ngram"]
     del found[-1].contenders["ngram"]
