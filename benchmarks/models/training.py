@@ -45,6 +45,7 @@ def fit(
     clipped: Sequence[Sequence[nn.Parameter]],
     first: int = 0,
     after: Callable[[int], None] = lambda step: None,
+    device: str = "cpu",
 ) -> None:
     """Minimise loss_of(step).
 
@@ -56,6 +57,7 @@ def fit(
         clipped: parameters whose gradient's norm is clipped to 1 together.
         first: step to begin with.
         after: is called with the number of steps that are done.
+        device: type of the device that computes.
 
     Raises:
         SystemExit: if the loss is not finite.
@@ -69,7 +71,7 @@ def fit(
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * scale
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             loss = loss_of(step)
         if not torch.isfinite(loss):
             sys.exit(f"training diverged at step {step}: loss {loss.item()}; lower the learning rate")

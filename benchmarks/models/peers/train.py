@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--states-cache", type=Path, metavar="DIR", help="as of ppd train, with --data")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the target")
     parser.add_argument("--position-share", type=float, default=1.0, help="share of positions in vocabulary losses")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu (default), cuda, ...")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     try:
@@ -65,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
     """
     out = args.out or Path("build/peers") / args.peer
     torch.manual_seed(args.seed)
-    target = Target(str(args.model), torch.device("cpu"), getattr(torch, args.precision))
+    target = Target(str(args.model), args.device, getattr(torch, args.precision))
     steps = args.steps or STEPS[args.peer]
     source: Corpus | Given
     if args.data:
@@ -73,7 +74,7 @@ def train(args: argparse.Namespace) -> None:
         steps = args.steps or source.steps
     else:
         source = Corpus(target, steps, args.batch, args.seed)
-    peer = made(args.peer, target, args.heads, args.position_share)
+    peer = made(args.peer, target, args.heads, args.position_share).to(args.device)
     if peer.by_muon:
         optimizers = muon_and_adamw(peer, peer.matrices, MUON_RATE, peer.learning_rate)
     else:
@@ -83,15 +84,15 @@ def train(args: argparse.Namespace) -> None:
 
     def loss_of(step: int) -> torch.Tensor:
         nonlocal tokens
-        batch = source.training(step)
+        batch = source.training(step).to(args.device)
         tokens += batch.num_tokens
         return peer.loss(batch, source.states(batch).float())
 
-    fit(loss_of, optimizers, steps, max(1, steps // 30), clipped)
+    fit(loss_of, optimizers, steps, max(1, steps // 30), clipped, device=args.device.type)
     seconds = round(time.monotonic() - started)
     peer.eval()
     with torch.no_grad():
-        batch = source.held_out()
+        batch = source.held_out().to(args.device)
         found = peer.held_out(batch, source.states(batch).float())
     held_out = {what: round(value, 4) for what, value in found.items()}
     out.mkdir(parents=True, exist_ok=True)
