@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FREE_TO_CHANGE = frozenset({"out", "number", "batch", "precision", "trust_remote_code"})
+FREE_TO_CHANGE = frozenset({"out", "number", "batch", "precision", "kv_cache_gib", "trust_remote_code"})
 
 
 class DataOptions(BaseModel):
@@ -34,6 +34,9 @@ class DataOptions(BaseModel):
     batch: int = Field(128, ge=1, description="chats computed at a time")
     precision: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="arithmetic; auto: the model's own, and float32 on CPUs without bfloat16 instructions"
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="GiB of KV cache, where others use the machine's memory, too (none: what is free)"
     )
     seed: int = Field(0, description="seed; each chat draws from its own")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")

@@ -138,3 +138,9 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(monkeypatch: pyt
     assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
     assert given["dtype"] == "bfloat16"
     assert 0 < given["kv_cache_memory_bytes"] <= generation.CPU_CACHE
+    generation.OfflineEngine(options.model_copy(update={"kv_cache_gib": 0.5}))
+    assert given["kv_cache_memory_bytes"] == 1 << 29
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    given.clear()
+    generation.OfflineEngine(options.model_copy(update={"kv_cache_gib": 2}))
+    assert (given["kv_cache_memory_bytes"], given["gpu_memory_utilization"]) == (2 << 30, 0.01)
