@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ def _always(one: Contender) -> Contender:
     """With drafts in every step, where a contender is ours."""
     config = one.speculative_config
     ours = config is not None and is_ours(config)
-    return Contender(one.name, {**(config or {}), "adaptive": False}, one.engine) if ours else one
+    return replace(one, speculative_config={**(config or {}), "adaptive": False}) if ours else one
 
 
 def between(others: Sequence[Contender], plain: Sequence[Contender], first: int) -> list[Contender]:

@@ -105,16 +105,17 @@ class _Decoding(OneByOne[EngineProcess, Load]):
         self.said: list[list[int]] = []  # by the base in this round
 
     def start(self, contender: Contender, log: Path) -> EngineProcess:
-        engine = EngineProcess(contender, self.arguments, log)
+        return EngineProcess(contender, self.arguments, log)
+
+    def ready(self, one: EngineProcess) -> None:
+        one.ready()
         needed = max(load.batch for load in self.loads) * self.arguments["max_model_len"]
-        room = engine.facts["kv_cache_tokens"]
+        room = one.facts["kv_cache_tokens"]
         if room < needed:
-            engine.close()
             raise BenchError(
-                f"{contender.name}: {self.options.kv_cache_gib} GiB of KV cache hold {room:,} of {needed:,} tokens; "
+                f"{one.name}: {self.options.kv_cache_gib} GiB of KV cache hold {room:,} of {needed:,} tokens; "
                 "give more with --kv-cache-gib"
             )
-        return engine
 
     def warm_up(self, one: EngineProcess, load: Load) -> None:
         one.turn(self.others[: load.batch], min(WARM_UP_TOKENS, self.new_tokens), load.temperature)

@@ -23,11 +23,12 @@ DRAFTS = 3  # of contenders that recommend no number
 
 @dataclass(frozen=True)
 class Contender:
-    """A speculative_config (None: without speculation), and engine arguments of its own."""
+    """A speculative_config (None: without speculation); engine arguments and environment variables of its own."""
 
     name: str
     speculative_config: dict[str, Any] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def contenders(options: BenchOptions) -> list[Contender]:
@@ -91,7 +92,7 @@ def _further(text: str, drafts: int | None) -> Contender:
         config = None
     if not equals or not isinstance(config, dict):
         raise BenchError(f'--also {text}: not NAME={{JSON}}, as \'ppd, exit 9={{"method": "ppd", "exit_layer": 9}}\'')
-    engine = config.pop("engine", {})
+    engine, environment = config.pop("engine", {}), config.pop("environment", {})
     if config and drafts is not None:
         config.setdefault("num_speculative_tokens", drafts)
-    return Contender(name, config or None, engine)
+    return Contender(name, config or None, engine, environment)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
 Plain = Literal["ppd", "ngram", "suffix"]
@@ -30,9 +30,11 @@ class BenchOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     benchmark: ClassVar[str]  # its name in files of results
-    apart: ClassVar[frozenset[str]] = frozenset(
-        {"heads", "plain", "medusa", "eagle", "draft_model", "also", "drafts", "rounds", "temperatures", "alive", "out"}
-    )  # what turns that are summarised together need not share
+    # What turns that are summarised together need not share.
+    apart: ClassVar[frozenset[str]] = frozenset({
+        "heads", "plain", "medusa", "eagle", "draft_model", "also", "drafts", "rounds", "temperatures", "alive",
+        "together", "out",
+    })  # fmt: skip
 
     model: str = Field(description="target")
     data: tuple[str, ...] = Field(
@@ -46,8 +48,9 @@ class BenchOptions(BaseModel):
     )
     draft_model: str | None = Field(None, description="small model, for vLLM's method draft_model")
     also: tuple[str, ...] = Field(
-        (), description="further contenders, NAME={speculative config as JSON}; its key 'engine' holds engine arguments"
-    )
+        (), description="further contenders, NAME={speculative config as JSON}; its keys 'engine' and 'environment' "
+        "hold engine arguments and environment variables"
+    )  # fmt: skip
     drafts: int | None = Field(
         None, ge=1, le=16, description="drafts a step of every contender (none: what heads recommend, else 3)"
     )
@@ -63,6 +66,10 @@ class BenchOptions(BaseModel):
     alive: int | None = Field(
         None, ge=2, description="engines alive at once (none: as many as memory allows); only one computes at a time"
     )
+    together: bool = Field(
+        False, description="start the engines that are alive at once together, where cores and memory suffice; those "
+        "that time their steps then do so beside the others' start"
+    )  # fmt: skip
     seed: int = Field(0, ge=0, description="seed of the engines, and of what is drawn")
     out: str = Field("bench.json", description="results; a run adds to those that are there")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
@@ -84,6 +91,12 @@ class BenchOptions(BaseModel):
         if min(value, default=0) < 0 or len(set(value)) < len(value):
             raise ValueError("temperatures must be 0 or more, each given once")
         return value
+
+    @model_validator(mode="after")
+    def _room_is_known(self) -> Self:
+        if self.together and self.alive is None:
+            raise ValueError("--together needs --alive: how many engines fit is not known before one has started")
+        return self
 
     @property
     def runs(self) -> list[Self]:

@@ -22,22 +22,19 @@ class EngineProcess:
     """The parent's side of a contender."""
 
     def __init__(self, contender: Contender, arguments: dict[str, Any], log: Path) -> None:
-        """Start it and wait until it has loaded and compiled.
+        """Start it; ready() waits until it has loaded and compiled.
 
         Args:
             contender: its speculative_config.
             arguments: of vLLM's LLM.
             log: where its output goes.
-
-        Raises:
-            BenchError: if it does not start; with the reason's last line.
         """
         self.name, self.log = contender.name, log
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         own = arguments | contender.engine
         self.ranks = own.get("pipeline_parallel_size", 1) * own.get("tensor_parallel_size", 1)
-        environment = IN_PROCESS | huge_pages()
+        environment = IN_PROCESS | huge_pages() | contender.environment
         kept = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
@@ -48,7 +45,15 @@ class EngineProcess:
             for name, value in kept.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         theirs.close()
-        self.facts: dict[str, Any] = self._receive()
+        self.facts: dict[str, Any] = {}
+
+    def ready(self) -> None:
+        """Wait until it can take turns; its facts are known then.
+
+        Raises:
+            BenchError: if it does not start; with the reason's last line.
+        """
+        self.facts = self._receive()
 
     def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
         """Decode the prompts as one batch; as decode_batch.

@@ -161,6 +161,7 @@ def _identity(contender: Contender) -> dict[str, Any]:
     return {
         "speculative_config": config,
         "engine": contender.engine,
+        **({"environment": contender.environment} if contender.environment else {}),
         "stamp": _stamp((config or {}).get("model")),
     }
 

@@ -63,6 +63,9 @@ class Session(ABC, Generic[Running, Load]):
     def start(self, contender: Contender, log: Path) -> Running:
         """Start a contender, or raise BenchError."""
 
+    def ready(self, one: Running) -> None:
+        """Wait until a contender can take turns, or raise BenchError."""
+
     @abstractmethod
     def warm_up(self, one: Running, load: Load) -> None:
         """Let it compute what is not measured, before the rounds at a load."""
@@ -113,24 +116,39 @@ class Session(ABC, Generic[Running, Load]):
     def _measure(self, everyone: list[Contender], logs: Path) -> None:
         """The base stays; the others come in groups of as many as there is room for."""
         base, *others = everyone
-        self._start(base, logs)
-        room = self.room(self.alive[0].facts)
+        together = self.options.together
+        if not together:
+            self._start([base], logs)
+        room = self.room({} if together else self.alive[0].facts)
         total = self.options.rounds * len(self.loads) * len(others)
         with tqdm(total=total, desc="turns", mininterval=1) as progress:
             for group, first in enumerate(range(0, len(others), room)):
-                for contender in others[first : first + room]:
-                    try:
-                        self._start(contender, logs)
-                    except BenchError as error:
-                        self._failed(contender.name, error)
+                chosen = others[first : first + room]
+                if together:
+                    self._start(chosen if self.alive else [base, *chosen], logs)
+                else:
+                    for contender in chosen:
+                        self._start([contender], logs)
                 for load in self.loads:
                     self._load(load, group, progress)
                 self._close(keep=1)
 
-    def _start(self, contender: Contender, logs: Path) -> None:
-        self.started += 1
-        print(f"starting {contender.name} ...", flush=True)
-        self.alive.append(self.start(contender, logs / f"{self.started}.log"))
+    def _start(self, chosen: list[Contender], logs: Path) -> None:
+        """Start contenders together; those that fail are left out, the base is not."""
+        begun: list[Running] = []
+        for contender in chosen:
+            self.started += 1
+            print(f"starting {contender.name} ...", flush=True)
+            try:
+                begun.append(self.start(contender, logs / f"{self.started}.log"))
+            except BenchError as error:
+                if not self.alive:
+                    raise
+                self._failed(contender.name, error)
+            else:
+                self.alive.append(begun[-1])
+        for one in begun:
+            self._tried(one, partial(self.ready, one))
 
     def room(self, facts: dict[str, Any]) -> int:
         """Contenders alive beside the base."""

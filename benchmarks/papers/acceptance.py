@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -123,7 +124,7 @@ def fixed(contender: Contender, drafts: int) -> Contender:
     config = contender.speculative_config
     if config is None or config.get("method", "ppd") not in METHODS:
         return contender
-    return Contender(contender.name, {"num_speculative_tokens": drafts, **config, "adaptive": False}, contender.engine)
+    return replace(contender, speculative_config={"num_speculative_tokens": drafts, **config, "adaptive": False})
 
 
 def _measure(
@@ -142,6 +143,7 @@ def _measure(
             longest = max(len(ids) for part in parts for ids in part) + options.new_tokens
             arguments = {**options.engine_arguments, "max_model_len": longest + 32}
             engine = EngineProcess(contender, arguments, Path(folder) / "log")
+            engine.ready()
         except BenchError as error:
             if contender.name == BASE:
                 raise

@@ -32,6 +32,9 @@ class Engine:
         if contender.name == "broken":
             raise BenchError("broken: does not start")
 
+    def ready(self) -> None:
+        pass
+
     def turn(self, prompts: list[list[int]], tokens: int, temperature: float, top_p: float) -> dict[str, Any]:
         if Engine.turns >= Engine.stop_after:
             raise KeyboardInterrupt

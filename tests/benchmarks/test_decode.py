@@ -140,6 +140,37 @@ def test_what_fails_is_left_out(tmp_path: Path) -> None:
     assert results.run["finished"]
 
 
+class Together(Shams):
+    """Contenders of which it is told when they start, and when they are waited for."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.events: list[str] = []
+
+    def start(self, contender: Contender, log: Path) -> Sham:
+        self.events.append(f"start {contender.name}")
+        return super().start(contender, log)
+
+    def ready(self, one: Sham) -> None:
+        self.events.append(f"ready {one.name}")
+        if one.name == "slow":
+            raise BenchError("slow: out of memory")
+
+
+def test_engines_that_start_together(tmp_path: Path) -> None:
+    """All of a group start before one is waited for; which fails is left out, and closed."""
+    everyone = [Contender(name) for name in (BASE, "a", "slow", "broken", "b")]
+    made = options(out=str(tmp_path / "bench.json"), rounds=1, alive=4, together=True)
+    shams = Together(made, {1: (results := Results(made, everyone))})
+    shams.measure(everyone)
+    first = [f"start {name}" for name in (BASE, "a", "slow", "broken")]
+    assert shams.events == [*first, *(f"ready {name}" for name in (BASE, "a", "slow")), "start b", "ready b"]
+    assert results.run["failures"] == {"broken": "broken: no such layer", "slow": "slow: out of memory"}
+    assert [turn["contender"] for turn in results.run["turns"]] == [BASE, "a", BASE, "b"]
+    with pytest.raises(ValueError, match="--together needs --alive"):
+        options(together=True)
+
+
 def _runs(folder: Path) -> dict[str, Any]:
     path = folder / "bench.json"
     return json.loads(path.read_text())["runs"][0] if path.exists() else {"turns": []}
@@ -251,6 +282,8 @@ def test_contenders(tmp_path: Path) -> None:
     assert found["cp"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
     assert found["ngram"].speculative_config["num_speculative_tokens"] == 16  # type: ignore[index]
     (further,) = contenders(options(also=('two={"method": "ppd", "engine": {"tensor_parallel_size": 2}}',)))[2:]
+    (alone,) = contenders(options(also=('V1={"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}',)))[2:]
+    assert (alone.speculative_config, alone.environment) == (None, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
     assert (further.speculative_config, further.engine) == ({"method": "ppd"}, {"tensor_parallel_size": 2})
     (tmp_path / "config.json").write_text('{"architectures": ["Eagle3LlamaForCausalLM"]}')
     (eagle,) = contenders(options(eagle=str(tmp_path)))[2:]
