@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from cases import generate, greedy, prompts
 from conftest import runner_of
 from small import demo_heads
@@ -69,6 +70,28 @@ def test_shallow_work_is_not_done_twice(
     cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
     width = speculator.width
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
+
+
+def test_a_captured_pass_attends_to_the_whole_sequence(
+    v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each replay of ours would repeat."""
+    speculator = runner_of(v2_engine(EARLY)).speculator
+    passes, rows, device = speculator.passes, 2, speculator.device
+    builder = type(speculator.attn_groups[0][0].get_metadata_builder())
+    monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
+    passes.prepare_capture(rows)
+    integers = torch.tensor([7, 9], device=device)
+    passes.one_token(1, integers, torch.full((rows,), -1, device=device), integers)
+    assert passes.seq_lens[:rows].tolist() == [1, 1]  # nobody's
+    passes.one_token(1, integers, torch.arange(rows, device=device), integers)
+    assert passes.seq_lens[:rows].tolist() == [9, 11]
+
+
+def as_triton_does(self: Any, common_attn_metadata: Any) -> Any:
+    metadata = self.build(0, common_attn_metadata)
+    common_attn_metadata.seq_lens.fill_(1)
+    return metadata
 
 
 def test_drafts_below_gamma_are_never_accepted(v2_engine: Callable[..., Any]) -> None:

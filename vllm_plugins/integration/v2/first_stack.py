@@ -118,7 +118,11 @@ class FirstStackPasses:
         positions: torch.Tensor,
         prefilling: torch.Tensor,
     ) -> dict[str, Any]:
-        """Of the first stack's layers; inside a CUDA graph it is made anew from the same buffers at every replay."""
+        """Of the first stack's layers; inside a CUDA graph it is made anew from the same buffers at every replay.
+
+        Hence never vLLM's metadata for capture: some backends (Triton's) set the sequence lengths to 1 for it, which
+        every replay would then do.
+        """
         return build_attn_metadata(
             attn_groups=self.speculator.attn_groups,
             num_reqs=len(seq_lens),
@@ -134,7 +138,6 @@ class FirstStackPasses:
             seq_lens_cpu_upper_bound=bounds,
             positions=positions,
             is_prefilling=prefilling,
-            for_cudagraph_capture=bounds is None,
         )
 
     # Within a step ---------------------------------------------------------------------------------------------------
