@@ -19,6 +19,7 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # on a GPU vLLM's attention would round float32 to TF32
 if os.environ.get("PPD_TEST_V2") == "1" and not os.path.exists(
     "/dev/nvidiactl"
 ):  # read where Triton itself is imported; see v2/interpreted.py
