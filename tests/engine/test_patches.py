@@ -133,6 +133,13 @@ def test_patch_lookahead() -> None:
     assert "vllm_config.num_lookahead_tokens" in source, "the scheduler reserves drafted positions some other way"
 
 
+def test_patch_asynchronous_scheduling() -> None:
+    source = inspect.getsource(original(VllmConfig, "__post_init__"))
+    assert "method not in get_args(NgramGPUTypes)" in source, (
+        "vLLM tells methods that schedule asynchronously otherwise"
+    )
+
+
 def test_patch_post_step() -> None:
     assert parameters(original(EngineCore, "post_step")) == ["self", "model_executed"]
     source = inspect.getsource(original(EngineCore, "post_step"))

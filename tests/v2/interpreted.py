@@ -12,7 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 COMPARISONS = ("create_icmp", "create_fcmp")
 
@@ -92,11 +92,9 @@ asynchronous = False  # whether engines that start now schedule asynchronously
 
 
 def allow_asynchronous() -> None:
-    """Let `asynchronous` decide: the CPU platform never schedules so, and vLLM 0.32 not with proposers of others."""
-    from vllm.config import vllm as config
+    """Let `asynchronous` decide: the CPU platform never schedules so."""
     from vllm.platforms import current_platform
 
-    config.NgramGPUTypes = Literal["ngram_gpu", "custom_class"]
     platform = type(current_platform)
     stock = platform.check_and_update_config.__func__
 

@@ -182,9 +182,6 @@ def check_scheduling(engine_args: Any, config: DraftingConfig) -> None:
     breakable = platform.breakable_graphs()
     refuse({
         f"--async-scheduling is not supported with runner V1{because}; leave it out": asked and not on_v2,
-        "--async-scheduling needs vLLM 0.33 with vllm-ppd: 0.32 has a closed list of methods; leave it out": (
-            asked and on_v2 and not platform.schedules_ahead()
-        ),
         "adaptive on runner V2 is vLLM's adaptive verification, which needs whole-model CUDA graphs: leave it out, or "
         "--enforce-eager, or give runner v1": (
             config.adaptive and on_v2 and (engine_args.enforce_eager or platform.is_cpu())

@@ -8,6 +8,7 @@
     VllmConfig.num_lookahead_tokens        KV slots for the drafted positions
     VllmConfig.use_v2_model_runner         our choice of model runner, see runner_choice.py
     VllmConfig._get_v2_model_runner_unsupported_features   runner V2 may draft with our methods
+    VllmConfig.__post_init__               ... and schedule asynchronously, which 0.32 grants its own methods alone
     InputProcessor._validate_params        the per-request switch: a bad value is the client's error
     Scheduler.__init__                     no placeholder drafts beside a prompt's last token (runner V1)
     AsyncLLM.generate                      the same before a streamed response begins, while its status can be 400
@@ -256,6 +257,7 @@ PATCHES: list[tuple[str, str, Callable[[Any], Any]]] = [
     ("vllm.config:VllmConfig", "num_lookahead_tokens", _num_lookahead_tokens),
     ("vllm.config:VllmConfig", "use_v2_model_runner", runner_choice.use_v2_model_runner),
     ("vllm.config:VllmConfig", "_get_v2_model_runner_unsupported_features", runner_choice.unsupported_features),
+    ("vllm.config:VllmConfig", "__post_init__", runner_choice.post_init),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", _validate_params),
     ("vllm.v1.core.sched.scheduler:Scheduler", "__init__", _scheduler),
     ("vllm.v1.engine.async_llm:AsyncLLM", "generate", _checked_before_streaming),

@@ -52,16 +52,6 @@ def has_triton() -> bool:
     return bool(HAS_TRITON)
 
 
-def schedules_ahead() -> bool:
-    """Whether this vLLM schedules asynchronously with a speculator of ours: 0.32 does with a closed list of methods."""
-    from packaging.version import Version
-    from vllm.config import vllm as config
-
-    from vllm_ppd.vllm_plugins.integration.patches import vllm_version
-
-    return Version(vllm_version()).release >= (0, 33) or "custom_class" in get_args(config.NgramGPUTypes)
-
-
 def breakable_graphs() -> bool:
     """Whether vLLM captures CUDA graphs that break at attention, which take no torch.compile."""
     from vllm import envs

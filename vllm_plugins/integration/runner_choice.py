@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches that carry our choice of model runner (config/runner.py) to the places where vLLM asks for its own."""
+"""Patches that carry our choice of model runner (config/runner.py) to the places where vLLM asks for its own, and
+what vLLM 0.32 grants its own methods on runner V2 alone."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
 
 
 def _config_of(vllm_config: Any) -> Any:
@@ -34,3 +36,28 @@ def unsupported_features(original: Callable[..., list[str]]) -> Callable[..., li
         return found if _config_of(self) is None else [feature for feature in found if "'custom_class'" not in feature]
 
     return _get_v2_model_runner_unsupported_features
+
+
+def post_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = _config_of(self)
+        if config is None or config.runner != "v2":
+            return original(self, *args, **kwargs)
+        with _asynchronous_methods():
+            return original(self, *args, **kwargs)
+
+    return __post_init__
+
+
+@contextmanager
+def _asynchronous_methods() -> Iterator[None]:
+    """While vLLM decides whether to schedule asynchronously: 0.32 does so with a closed list of methods."""
+    from vllm.config import vllm as module
+
+    stock = module.NgramGPUTypes
+    module.NgramGPUTypes = Literal[(*get_args(stock), "custom_class")]  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        module.NgramGPUTypes = stock

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from vllm import EngineArgs
@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.config.checks import WORKER, WORKER_V2, check_schedul
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.runner import Runners
-from vllm_ppd.vllm_plugins.integration import platform
+from vllm_ppd.vllm_plugins.integration import platform, runner_choice
 
 register()
 GPU = Runners(None, "v2", True)
@@ -140,9 +140,6 @@ def test_what_a_runner_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused(on_v1, async_scheduling=True).startswith(
         "--async-scheduling is not supported with runner V1 (several exit layers)"
     )
-    monkeypatch.setattr(platform, "schedules_ahead", lambda: False)
-    assert "needs vLLM 0.33" in refused(on_v2, async_scheduling=True)
-    monkeypatch.setattr(platform, "schedules_ahead", lambda: True)
     check_scheduling(SimpleNamespace(**{**NOTHING, "async_scheduling": True}), on_v2)
     adaptive = chosen({"method": "cp", "adaptive": True})
     assert "whole-model CUDA graphs" in refused(adaptive)  # on this platform
@@ -167,6 +164,19 @@ def test_vllm_asks_us(tiny_model: Callable[..., Path]) -> None:
         stock.additional_config = {CONFIG_KEY: config.model_dump(mode="json")}
         assert stock.use_v2_model_runner is (runner == "v2")
         assert not stock._get_v2_model_runner_unsupported_features()
+
+
+def test_asynchronous_scheduling_is_open_to_runner_v2() -> None:
+    """vLLM 0.32 grants it a closed list of methods, which it reads while a configuration is completed."""
+    import vllm.config.vllm as module
+
+    stock, seen = module.NgramGPUTypes, []
+    completed = runner_choice.post_init(lambda self: seen.append("custom_class" in get_args(module.NgramGPUTypes)))
+    for runner in (None, "v1", "v2"):
+        config = None if runner is None else chosen({"method": "cp", "runner": runner}).model_dump(mode="json")
+        completed(SimpleNamespace(additional_config={} if config is None else {CONFIG_KEY: config}))
+    assert seen == [False, False, True]
+    assert module.NgramGPUTypes is stock
 
 
 def test_parallel_schedule_warns_on_a_gpu(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
