@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from conftest import runner_of
+from replayed import Replayed, call_attention_directly
 from small import Small, demo_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -140,3 +141,25 @@ def test_hard_cut_off(v2_engine: Callable[..., Any], name: str) -> None:
     params = [greedy(4), greedy(4), greedy(24)]
     assert generate(llm, crowd, params) == generate(v2_engine(), crowd, params)
     assert (llm.counts - before)["drafted"] > 0  # once one is left
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
+@pytest.mark.parametrize("name", METHODS)
+def test_replayed_drafts_are_those_of_the_step(v2_engine: Callable[..., Any], name: str) -> None:
+    """As in CUDA graphs, padded batches included: what the host knew at the recording must not matter."""
+    requests, params = prompts(3), [greedy(max_tokens=n) for n in (6, 12, 20)]
+    expected, llm = generate(v2_engine(), requests, params), v2_engine(METHODS[name])
+    speculator, found = runner_of(llm).speculator, []
+    call_attention_directly(runner_of(llm).model)
+    for graphs in (None, Replayed(speculator, "greedy")):
+        if graphs is not None:
+            graphs.capture()
+        speculator.graphs = graphs
+        before = llm.counts.copy()
+        try:
+            assert generate(llm, requests, params) == expected
+        finally:
+            speculator.graphs = None
+        found.append((llm.counts - before)["accepted"])
+    assert found[0] == found[1] > 0
+    assert graphs is not None and graphs.replays > 4

@@ -56,7 +56,7 @@ def _asynchronous_methods() -> Iterator[None]:
     from vllm.config import vllm as module
 
     stock = module.NgramGPUTypes
-    module.NgramGPUTypes = Literal[(*get_args(stock), "custom_class")]  # type: ignore[misc]
+    module.NgramGPUTypes = Literal[(*get_args(stock), "custom_class")]
     try:
         yield
     finally:

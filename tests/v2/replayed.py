@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA graphs without CUDA: what drafting computes is recorded once a batch size, and computed again from there.
+
+As in a graph, a replay runs no Python of ours or of vLLM: the same operations and kernels read and write the same
+memory, and whatever the host decided at the recording stays decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
+from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+SIZES = (1, 2, 4)  # requests
+# The CPU's attention divides its work by the lengths, in a tensor whose size follows them; a GPU's does so in place.
+PLANNER = "get_scheduler_metadata"
+
+
+class Recording(TorchDispatchMode):
+    """Every operation and every Triton kernel that runs within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+        self.plans: dict[int, torch.Tensor] = {}  # by what stood in its place at the recording
+        self.kept: list[torch.Tensor] = []  # which no other tensor may be taken for
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outputs = function(*args, **(kwargs or {}))
+        if function.overloadpacket.__name__ == PLANNER:
+            self.calls.append(lambda: self.plans.update({id(outputs): function(*args, **(kwargs or {}))}))
+            self.kept.append(outputs)
+            return outputs
+
+        def again() -> None:
+            own = [self.plans.get(id(one), one) for one in args]
+            _write(outputs, function(*own, **(kwargs or {})))
+
+        self.calls.append(again)
+        return outputs
+
+    def __enter__(self) -> Any:
+        self._run, calls = InterpretedFunction.run, self.calls
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            def again() -> Any:
+                with _disable_current_modes():
+                    return self._run(kernel, *args, **kwargs)
+
+            calls.append(again)
+            return again()
+
+        InterpretedFunction.run = run
+        return super().__enter__()
+
+    def __exit__(self, *reason: Any) -> None:
+        InterpretedFunction.run = self._run
+        super().__exit__(*reason)
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+def _write(outputs: Any, found: Any) -> None:
+    """Bring a result to where the recorded one lies; one in place, or a view, is there already."""
+    if isinstance(outputs, torch.Tensor):
+        if outputs.data_ptr() != found.data_ptr():
+            outputs.copy_(found)
+    elif isinstance(outputs, tuple | list):
+        for one, other in zip(outputs, found, strict=True):
+            _write(one, other)
+
+
+class Replayed:
+    """In place of a speculator's graphs of one kind of drafting."""
+
+    def __init__(self, speculator: Any, kind: Any) -> None:
+        self.speculator, self.kind, self.replays = speculator, kind, 0
+        self.recorded: dict[int, Recording] = {}
+
+    def dispatch(self, num_reqs: int, *_: Any) -> BatchExecutionDescriptor:
+        size = next(size for size in SIZES if size >= num_reqs)
+        return BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size)
+
+    def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None:
+        self.recorded[desc.num_tokens].replay()
+        self.replays += 1
+
+    def capture(self) -> None:
+        """Record a draft of every size, as before a server takes requests: its rows are nobody's."""
+        for size in SIZES:
+            work = self.speculator._captured(self.kind)(self.dispatch(size), False)
+            with torch.inference_mode(), Recording() as recording:
+                work(CUDAGraphMode.FULL)
+            self.recorded[size] = recording
+
+
+def call_attention_directly(model: torch.nn.Module) -> None:
+    """Not as one operation, whose Python would look for the step's metadata at a replay."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.use_direct_call = True
