@@ -36,6 +36,22 @@ NOTES = {
         "Python and repeats itself, and greedy text of a small model does so even more, which favours every "
         "lookup. Batches of 8 keep two cores busy without drafts: contenders that draft regardless lose there."
     ),
+    "gpu_decode": (
+        "SmolLM2-135M-Instruct with its hidden size times 6 (`python -m vllm_ppd.benchmarks.models.inflate --model "
+        "build/smollm/model --parameters 4B --out build/smollm-4b`), 256 prompts of Spec-Bench of up to 256 tokens as "
+        "token IDs. Engines start together (`--alive 12 --together`). Of each batch two rounds: the spread of a cell "
+        "is that of two turns, and `cp, again` is `cp`. **At this commit drafting on vLLM 0.32 was scheduled "
+        "synchronously, vLLM alone asynchronously**: a step with drafts waits for the host. No method gained. Since "
+        "then runner V2 schedules asynchronously here, too, which has not been measured yet. `early` has fewer equal "
+        "tokens than the others; its two stacks are compiled apart from the whole model, so bfloat16 may round "
+        "otherwise, which was not taken apart."
+    ),
+    "gpu_acceptance": (
+        "192 of the prompts, in float32 without TF32 (`TRITON_F32_DEFAULT=ieee`): runner V1 without compilation, "
+        "runner V2 compiled and with CUDA graphs. vLLM alone says the same on both runners, on 192 of 192. Early "
+        "drafting on V2 with CUDA graphs and Triton attention gave wrong output at this commit (mended since, not run "
+        "on a GPU again); without graphs its tests passed on this GPU."
+    ),
     "closed_loop": (
         "Where drafts do not pay, an engine with heads is slower than vLLM alone by its host's work in a step "
         "without drafts and by its exploration. Both weigh most on a small model whose heads hardly pay, as here."

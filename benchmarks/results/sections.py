@@ -255,6 +255,7 @@ def any_rows(path: Path) -> Parts:
 
 KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "decode": ("Offline decoding", decode),
+    "gpu_decode": ("Offline decoding on a GPU", decode),
     "closed_loop": ("Never slower: batches", closed_loop),
     "open_loop": ("Never slower: requests that arrive", open_loop),
     "serve": ("Servers under load", serve),
@@ -262,6 +263,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "group": ("The worker group", group_runs),
     "group_cut_off": ("The worker group above its cut-off", decode),
     "acceptance": ("Spec-Bench: equal output, and accepted drafts", acceptances),
+    "gpu_acceptance": ("Spec-Bench on a GPU: equal output", acceptances),
     "cp_conditions": ("Spec-Bench: what a CP head reads beside the state", acceptances),
     "tables": ("The papers' tables", paper_tables),
     "tables_smollm": ("The papers' tables on SmolLM2-135M-Instruct", paper_tables),
