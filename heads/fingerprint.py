@@ -31,7 +31,8 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class TargetFingerprint(BaseModel):
     """Hashes in hexadecimal; None where the target is not at hand."""
 
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # of the file
+    vocabulary: str | None = None  # which token has which ID (None: not recorded, as in older heads)
     lm_head: str | None = None
     lm_head_bfloat16: str | None = None  # of the values rounded to bfloat16 (None: not recorded, as in older heads)
     # Of a target at hand, not recorded with heads: what lm_head would be for a copy of the same values in another
@@ -44,7 +45,11 @@ class TargetFingerprint(BaseModel):
 
         Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
         """
-        if self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
+        if self.vocabulary and target.vocabulary:
+            # The same tokenizer is another file when another version of transformers writes it.
+            if self.vocabulary != target.vocabulary:
+                return "the hash of its vocabulary differs"
+        elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
             return "the hash of its tokenizer differs"
         if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
             return None
@@ -55,15 +60,32 @@ class TargetFingerprint(BaseModel):
 
 
 def fingerprint(model_folder: str | Path) -> TargetFingerprint:
-    """Hash the tokenizer file and rows of the LM head of a model folder on this disk.
+    """Hash the tokenizer file, its vocabulary, and rows of the LM head of a model folder on this disk.
 
     The LM head's hashes cover its shape, dtype, first and last 64 rows: enough to tell two models apart, and read
     in milliseconds from files of any size. A folder without the files gives None for that hash.
     """
     folder = Path(model_folder)
     tokenizer = folder / "tokenizer.json"
-    words = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.is_file() else None
-    return TargetFingerprint(tokenizer=words, **_lm_head_hashes(folder))
+    content = tokenizer.read_bytes() if tokenizer.is_file() else None
+    return TargetFingerprint(
+        tokenizer=None if content is None else hashlib.sha256(content).hexdigest(),
+        vocabulary=None if content is None else _vocabulary_hash(content),
+        **_lm_head_hashes(folder),
+    )
+
+
+def _vocabulary_hash(tokenizer: bytes) -> str | None:
+    """Of a tokenizer.json; None for one that is written in another way."""
+    try:
+        found = json.loads(tokenizer)
+        known, added = found["model"]["vocab"], found.get("added_tokens") or []
+        pairs = list(known.items()) if isinstance(known, dict) else [(word, i) for i, (word, *_) in enumerate(known)]
+        pairs += [(one["content"], one["id"]) for one in added]
+        text = json.dumps(sorted({(int(number), str(word)) for word, number in pairs}))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lm_head_hashes(folder: Path) -> dict[str, Any]:

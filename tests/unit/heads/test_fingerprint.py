@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ def target(folder: Path, values: torch.Tensor) -> TargetFingerprint:
 def recorded(made: TargetFingerprint, old: bool) -> TargetFingerprint:
     """As a heads' config.json holds it; an old one has no lm_head_bfloat16."""
     fields = made.model_dump()
-    assert set(fields) == {"tokenizer", "lm_head", "lm_head_bfloat16"}
+    assert set(fields) == {"tokenizer", "vocabulary", "lm_head", "lm_head_bfloat16"}
     return TargetFingerprint(**fields | ({"lm_head_bfloat16": None} if old else {}))
 
 
@@ -57,6 +59,28 @@ def test_other_values_are_another_target(tmp_path: Path) -> None:
     for other in (changed, values.reshape(600, 8), values.T.bfloat16()):
         assert ours.difference(target(tmp_path / "other", other)) == "the hash of its lm_head differs"
     assert ours.difference(TargetFingerprint()) is None
+
+
+def test_a_tokenizer_written_otherwise_is_the_same(tmp_path: Path) -> None:
+    """Its vocabulary counts, where both sides know it; older heads know the file alone."""
+
+    def made(name: str, **content: Any) -> TargetFingerprint:
+        (folder := tmp_path / name).mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        return fingerprint(folder)
+
+    added = [{"id": 2, "content": "<end>", "special": True}]
+    ours = made("ours", model={"type": "BPE", "vocab": {"a": 0, "b": 1}}, added_tokens=added)
+    again = made("again", model={"vocab": {"b": 1, "a": 0}, "fuse_unk": True}, added_tokens=added, decoder=None)
+    listed = made("listed", model={"type": "Unigram", "vocab": [["a", -1.0], ["b", -2.0]]}, added_tokens=added)
+    assert ours.tokenizer != again.tokenizer
+    assert ours.difference(again) is None and ours.difference(listed) is None
+    other = made("other", model={"vocab": {"a": 1, "b": 0}}, added_tokens=added)
+    assert ours.difference(other) == "the hash of its vocabulary differs"
+    old = ours.model_copy(update={"vocabulary": None})
+    assert old.difference(again) == old.difference(other) == "the hash of its tokenizer differs"
+    strange = made("strange", model={"type": "BPE"})
+    assert (strange.vocabulary, ours.difference(strange)) == (None, "the hash of its tokenizer differs")
 
 
 @pytest.mark.parametrize("kind", ["early", "cp", "dynamo"])
