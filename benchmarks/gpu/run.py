@@ -34,7 +34,8 @@ CPU_TESTS = ["units", "kernels"]
 # What takes longer than a part may: by the names of its cases.
 SPLIT = {"exactness": ("cp", "dynamo", "parallel", "not (cp or dynamo or parallel)")}
 LIMIT = 480  # seconds of a part: lent machines end a command after ten minutes
-SHARE = 0.35  # of the GPU's memory for the weights: two engines are alive at once
+ENGINES = 3  # alive at once, which start together
+SHARE = 0.2  # of the GPU's memory for the weights of each
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 
@@ -63,7 +64,7 @@ def model_shape(cpu: bool) -> dict[str, Any]:
     layer = 2 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336)
     layers = int((SHARE * memory - 2 * 2 * 128_256 * 4096) / layer)
     if layers < 4:
-        raise SystemExit(f"this GPU has {memory >> 30} GiB; two engines of four layers of this width do not fit")
+        raise SystemExit(f"this GPU has {memory >> 30} GiB; {ENGINES} engines of four layers of this width do not fit")
     return {**shape, "num_hidden_layers": min(layers, 126)}
 
 
@@ -71,7 +72,7 @@ def kv_gib(shape: dict[str, Any]) -> float:
     """A KV cache of each engine that holds the largest batch, an eighth more for drafts and partly filled blocks."""
     token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     needed = max(BATCHES) * (PROMPT_TOKENS + NEW_TOKENS + 32) * token
-    return max(4.0, round(1.125 * needed / (1 << 30) + 0.05, 1))
+    return max(1.0, round(1.125 * needed / (1 << 30) + 0.05, 1))
 
 
 def usual_tests(cpu: bool) -> list[str]:
@@ -101,7 +102,7 @@ def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
         for cases in SPLIT.get(name, ("",)):
             chosen = ["-k", cases] if cases else []
             made.append(Part(" ".join(["tests:", name, *cases.split()]), [*command, *chosen], environment=environment))
-    made += decode(args, shape)
+    made.append(decode(args, shape))
     command = [sys.executable, "-m", "vllm_ppd.benchmarks.gpu.kernels", "--out", str(out / "kernels.json")]
     command += ["--cpu"] if args.cpu else []
     command += ["--bandwidth", str(args.bandwidth)] if args.bandwidth else []
@@ -110,28 +111,24 @@ def parts(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
     return made
 
 
-def decode(args: argparse.Namespace, shape: dict[str, Any]) -> list[Part]:
-    """The speed of decoding, each way beside vLLM alone: V2, V2 with synchronous scheduling, V1, n-gram."""
+def decode(args: argparse.Namespace, shape: dict[str, Any]) -> Part:
+    """The speed of decoding, in turns: vLLM alone on V2 and V1; drafts on V2, there without asynchrony, and on V1."""
     out, model = args.out.resolve(), args.out.resolve() / "model"
     sizes = ["--batch-sizes", "1", "--rounds", "1", "--new-tokens", "8", "--eager"] if args.cpu else []
     if not sizes:
         sizes = ["--batch-sizes", ",".join(map(str, BATCHES)), "--rounds", "3", "--kv-cache-gib", str(kv_gib(shape))]
-        sizes += ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS)]
+        sizes += ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(NEW_TOKENS), "--together"]
     command = [*PPD, "bench", "decode", "--model", str(model), "--data", str(model / "prompts.jsonl")]
-    command += ["--alive", "2", "--engine", json.dumps({"load_format": "dummy"}), *sizes]
+    command += ["--alive", str(ENGINES), "--engine", json.dumps({"load_format": "dummy"}), *sizes]
     # Random weights say the same over and over and accept nearly all drafts: what a step costs is what counts here.
     always = {"method": "ppd", "adaptive": False}
     also: dict[str, dict[str, Any]] = {"ppd, every draft": always}
     if not args.cpu:
+        also["ppd, synchronous"] = {**always, "engine": {"async_scheduling": False}}
         also["ppd, runner V1"] = {**always, "runner": "v1"}
-        also["ppd, synchronous"] = {"method": "ppd", "engine": {"async_scheduling": False}}
-    chosen = {name: ["--plain", "none", "--also", f"{name}={json.dumps(config)}"] for name, config in also.items()}
-    chosen = {"ppd": ["--plain", "ppd"], **chosen, "ngram": ["--plain", "ngram"]}
-    made = []
-    for name, words in chosen.items():
-        result = out / f"decode-{name.replace(', ', '-').replace(' ', '-')}.json"
-        made.append(Part(f"decode: {name}", [*command, *words, "--out", str(result)], result))
-    return made
+        also["vLLM, runner V1"] = {"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
+    command += ["--plain", "ngram", "--also", *(f"{name}={json.dumps(config)}" for name, config in also.items())]
+    return Part("decode", [*command, "--out", str(out / "decode.json")], out / "decode.json")
 
 
 def run_part(part: Part, log: Path, limit: float = LIMIT) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.gpu import kit, run
 from vllm_ppd.benchmarks.gpu.kernels import verdict
 from vllm_ppd.benchmarks.gpu.steps import per_step
+from vllm_ppd.benchmarks.harness.contenders import contenders
 from vllm_ppd.vllm_plugins.cli.arguments import options_from
 from vllm_ppd.vllm_plugins.cli.main import make_parser
 
@@ -43,28 +44,25 @@ def test_the_rule_of_80_percent(triton: float, floor: float, expected: str) -> N
 
 @pytest.mark.parametrize("gib", [24, 40, 80, 141])
 def test_the_kv_cache_holds_the_largest_batch(gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside two engines' weights, with the bytes that a token takes in so many layers."""
+    """Beside the weights of all that are alive, with the bytes that a token takes in so many layers."""
     properties = SimpleNamespace(total_memory=gib << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     args = argparse.Namespace(out=tmp_path, cpu=False, tests=None, bandwidth=None, peak=None)
     shape = run.write_model(tmp_path / "model", cpu=False)
     found = run.parts(args, shape)
-    decodes = [part for part in found if part.name.startswith("decode: ")]
-    others, kernels = [part for part in found if part.name.startswith("tests: ")], found[-1]
-    assert found == [*others, *decodes, kernels]
-    assert kernels.name == "kernel times" and others[0].name == "tests: v2_exactness"
+    *others, decode, kernels = found
+    assert all(part.name.startswith("tests: ") for part in others)
+    assert (decode.name, kernels.name) == ("decode", "kernel times") and others[0].name == "tests: v2_exactness"
     assert dict(others[0].environment) == {"PPD_TEST_V2": "1"}
-    names = ["ppd", "ppd, every draft", "ppd, runner V1", "ppd, synchronous", "ngram"]
-    assert [part.name.removeprefix("decode: ") for part in decodes] == names
-    for part in decodes:
-        options = options_from(DecodeOptions, make_parser().parse_args(part.command[3:]))
-        assert len(options.plain) + len(options.also or ()) == 1  # beside vLLM alone: short enough for a part
+    options = options_from(DecodeOptions, make_parser().parse_args(decode.command[3:]))
+    names = ["ngram", "ppd, every draft", "ppd, synchronous", "ppd, runner V1", "vLLM, runner V1"]
+    assert [one.name for one in contenders(options)][2:] == names
     token = 2 * 2 * 8 * 128 * shape["num_hidden_layers"]  # keys and values in bfloat16
     needed = max(options.batch_sizes) * options.engine_arguments["max_model_len"]
     cache = options.engine_arguments["kv_cache_memory_bytes"]
     assert cache > 1.1 * needed * token
-    assert 2 * (run.SHARE * (gib << 30) + cache) < 0.9 * (gib << 30) or gib < 80
+    assert options.together and options.alive * (run.SHARE * (gib << 30) + cache) < 0.85 * (gib << 30)
     assert [part.command[-1] for part in others if "exactness" in part.name][1:] == list(run.SPLIT["exactness"])
     assert all(Path(part.command[6]).exists() for part in others)
     assert "tests: tensor_parallel" not in [part.name for part in others]
