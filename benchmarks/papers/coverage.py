@@ -87,16 +87,15 @@ def page() -> str:
         for paper in items().values()
     ]
     parts.append(table(["paper", *STATES], rows))
-    by_model: dict[tuple[str, str], dict[tuple[str, ...], list[str]]] = {}
-    for title, model, (*claim, evidence) in claims():
-        by_model.setdefault((title, model), {}).setdefault(tuple(claim), []).append(evidence)
-    for key, paper in items().items():
+    for paper in items().values():
         shown = [[where, what, state, cell(state, reference)] for where, what, state, reference in paper["items"]]
         parts += [f"## {paper['title']}", table(["where", "what", "state", "here"], shown)]
-        for (title, model), own in by_model.items():
-            if title == PAPERS[key].PAPER:
-                found = [[*claim, "; ".join(evidence)] for claim, evidence in own.items()]
-                parts += [f"Its claims on `{model}`:", table(["table", "claim", "here", "measured"], found)]
+    by_model: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for title, model, (key, *claim, evidence) in claims():
+        by_model.setdefault(model, {}).setdefault((title, key, *claim), []).append(evidence)
+    for model, own in by_model.items():
+        found = [[*claim, "; ".join(evidence)] for claim, evidence in own.items()]
+        parts += [f"## The papers' claims on `{model}`", table(["paper", "table", "claim", "here", "measured"], found)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -89,8 +89,8 @@ NOTES = {
         "`ppd bench tables --model build/smollm/model --task spec-bench=FILE gsm8k=FILE chats=FILE --prompts 26 "
         "--new-tokens 64 --longest 512 --rounds 4 --batch 8` with our early heads, DynaMo's and CP's "
         "`none-r1` and `none-r3` ([commands](../smollm/README.md)); chats: 32 that the target wrote and no head was "
-        "trained on. Other work ran beside it, so speeds (PPD 3, ParaDecode 1, CP 1) are rough; engines are bfloat16, "
-        "where near-ties may round differently. CP's Tables 2 and 3 and DynaMo's were not measured on this model yet."
+        "trained on. Other work ran beside it, so speeds (PPD 3, ParaDecode 1 and Fig. 6, CP 1 and 3, DynaMo 4) are "
+        "rough; engines are compiled and bfloat16, where near-ties may round differently."
     ),
     "cp_from_scratch": (
         "CP, section 3.1, at a small size: Llamas of 4 layers and 345,024 parameters over bytes "
