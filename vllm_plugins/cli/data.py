@@ -49,6 +49,7 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     from transformers import AutoTokenizer
 
     from vllm_ppd.heads.data.files import expand
+    from vllm_ppd.heads.generation.journal import Journal
     from vllm_ppd.heads.generation.prompts import read_prompts
     from vllm_ppd.heads.generation.template import ChatTemplate
     from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter
@@ -61,8 +62,11 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     seen = {template.key(chat.prompt_token_ids) if template else b"" for chat in file.read()}
     if file.count >= wanted:
         return
-    with file, _Bar(file, wanted) as bar:
-        engine = OfflineEngine(options)
+    unwritten = file.path.with_name(f".{file.path.name}.unwritten.jsonl")
+    with (
+        file, _Bar(file, wanted) as bar,
+        Journal(OfflineEngine(options), unwritten, file.next_index, options.essence()) as engine,
+    ):  # fmt: skip
         if template is None:
             PromptWriter(options, engine, file, bar.show).answer(read_prompts(options, tokenizer), wanted)
         else:

@@ -14,7 +14,8 @@ import tiny
 import torch
 
 from vllm_ppd.heads.generation import write
-from vllm_ppd.heads.generation.engine import Continuation, Request
+from vllm_ppd.heads.generation.engine import Continuation, Engine, Request
+from vllm_ppd.heads.generation.journal import Journal
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.output import Chat, ChatFile
 from vllm_ppd.heads.generation.prompts import read_prompts
@@ -83,7 +84,7 @@ def nothing(_: Writer) -> None:
 Run = Callable[..., list[dict[str, Any]]]
 
 
-def write_prompts(path: Path, engine: FakeEngine, wanted: float = float("inf"), count: int = 40) -> list[Any]:
+def write_prompts(path: Path, engine: Engine, wanted: float = float("inf"), count: int = 40) -> list[Any]:
     file = ChatFile(path, options().essence())
     list(file.read())
     with file:
@@ -91,7 +92,7 @@ def write_prompts(path: Path, engine: FakeEngine, wanted: float = float("inf"), 
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_chats(path: Path, engine: FakeEngine, wanted: int = 12) -> list[Any]:
+def write_chats(path: Path, engine: Engine, wanted: int = 12) -> list[Any]:
     template = ChatTemplate(tokenizer(), None)
     file = ChatFile(path, options().essence())
     seen = {template.key(chat.prompt_token_ids) for chat in file.read()}
@@ -123,6 +124,41 @@ def test_a_stopped_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> N
     run(path, FakeEngine(order=5), 10)
     assert run(path, FakeEngine(order=3), 12) == whole
     assert (tmp_path / "whole.jsonl").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("run", [write_prompts, write_chats])
+def test_what_was_computed_is_kept(tmp_path: Path, run: Run) -> None:
+    """Also what ended before a chat that took longer; a cut line, and a journal of other options, are dropped."""
+    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 12)
+    path, journal = tmp_path / "stopped.jsonl", tmp_path / "journal"
+    asked: list[str] = []
+
+    class Counted(FakeEngine):
+        def submit(self, request: Request) -> None:
+            asked.append(request.key)
+            super().submit(request)
+
+    def once(engine: FakeEngine, **essence: Any) -> list[Any]:
+        file = ChatFile(path, options().essence())
+        list(file.read())
+        with Journal(engine, journal, file.next_index, essence) as kept:
+            return run(path, kept, 12)
+
+    for stop_after in (6, 3):
+        with pytest.raises(KeyboardInterrupt):
+            once(Counted(stop_after, stop_after))
+        with journal.open("a") as file:
+            file.write('{"key": "user 3"')
+    ended = [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:-1]]
+    before = len(asked)
+    assert once(Counted(order=4)) == whole
+    assert ended and not set(ended) & set(asked[before:])
+    assert not journal.exists()
+    kept = Journal(FakeEngine(), journal, 0, {"temperature": 1.0})
+    kept.submit(Request("user 1", [1], 1.0, 1.0, 4, 0))
+    while not kept.step():
+        continue
+    assert [len(Journal(FakeEngine(), journal, 0, {"temperature": t})._known) for t in (1.0, 0.5, 1.0)] == [1, 0, 0]
 
 
 def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
