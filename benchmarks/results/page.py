@@ -71,14 +71,15 @@ NOTES = {
         "with other work."
     ),
     "acceptance": (
-        '"cp + lookup" looks drafts up first (`prompt_lookup_min` 2, three drafts). All drafts of a step are of one '
-        "source: with `adaptive: false` it takes them only where each request of the batch, 16 here, has one, which is "
-        "seldom."
+        "`cp` is the head of this repository, trained on 3.2 million tokens. All others saw the first million of "
+        "these, `cp, 1M tokens` among them, which this repository had up to commit b483c9f. `+ lookup` looks drafts up "
+        "first (`prompt_lookup_min` 2, three drafts). All drafts of a step are of one source: with `adaptive: false` "
+        "it takes them only where each request of the batch, 16 here, has one, which is seldom."
     ),
     "cp_conditions": (
         "52 of the prompts, the 13 categories in turns. `none-r1`, `token-r1`, `chain-r1` and `none-r3`: one pass over "
         "a million tokens and a quarter of the positions ([commands](../smollm/README.md#what-a-cp-head-reads)), "
-        "drafts from 8,192 tokens. `chain-r3` is the head in this repository: three such passes, drafts from 3,072."
+        "drafts from 8,192 tokens. `chain-r3` is `cp, 1M tokens` above: three such passes, drafts from 3,072."
     ),
     "tables": (
         'The demo model inflated, on texts ("given data"). These tables are of an edition before tasks had names: '
