@@ -36,6 +36,10 @@ NOTES = {
         "Python and repeats itself, and greedy text of a small model does so even more, which favours every "
         "lookup. Batches of 8 keep two cores busy without drafts: contenders that draft regardless lose there."
     ),
+    "smollm_decode": (
+        "SmolLM2-135M-Instruct on prompts of Spec-Bench (256 of up to 256 tokens, as token IDs), runner V1, compiled; "
+        "adaptive drafting is on. EAGLE was trained on a third of what `cp` was trained on."
+    ),
     "gpu_decode": (
         "SmolLM2-135M-Instruct with its hidden size times 6 (`python -m vllm_ppd.benchmarks.models.inflate --model "
         "build/smollm/model --parameters 4B --out build/smollm-4b`), 256 prompts of Spec-Bench of up to 256 tokens as "

@@ -255,6 +255,7 @@ def any_rows(path: Path) -> Parts:
 
 KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "decode": ("Offline decoding", decode),
+    "smollm_decode": ("Offline decoding of SmolLM2", decode),
     "gpu_decode": ("Offline decoding on a GPU", decode),
     "closed_loop": ("Never slower: batches", closed_loop),
     "open_loop": ("Never slower: requests that arrive", open_loop),
