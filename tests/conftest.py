@@ -96,8 +96,8 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     """A vLLM engine in float32 with a small KV cache; ours always makes every draft, unless told to be adaptive."""
     from vllm import LLM
 
-    from vllm_ppd.benchmarks.harness.options import kv_cache
     from vllm_ppd.vllm_plugins.config.naming import is_ours
+    from vllm_ppd.vllm_plugins.integration.platform import kv_cache
 
     if speculative_config is not None and is_ours(speculative_config):
         speculative_config = {"adaptive": False, **speculative_config}

@@ -16,7 +16,6 @@ COMMAS = BeforeValidator(
     lambda value: tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
 )
 NONE = BeforeValidator(lambda value: () if value == "none" else value)
-GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
 
 
 PLAIN = (
@@ -122,15 +121,3 @@ class LoopOptions(BenchOptions):
         0.02, ge=0, le=1, description="share of the processors' time that a hypervisor may give to other machines; "
         "what had more is measured again"
     )  # fmt: skip
-
-
-def kv_cache(gib: float) -> dict[str, Any]:
-    """Engine arguments for a KV cache of so many GiB, with which engines start beside others on a GPU.
-
-    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by default, also where the size of
-    the KV cache is given and nothing else comes from that share.
-    """
-    import torch
-
-    gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
-    return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}

@@ -141,6 +141,7 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(monkeypatch: pyt
     generation.OfflineEngine(options.model_copy(update={"kv_cache_gib": 0.5}))
     assert given["kv_cache_memory_bytes"] == 1 << 29
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     given.clear()
     generation.OfflineEngine(options.model_copy(update={"kv_cache_gib": 2}))
     assert (given["kv_cache_memory_bytes"], given["gpu_memory_utilization"]) == (2 << 30, 0.01)

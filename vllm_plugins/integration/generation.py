@@ -13,7 +13,6 @@ from vllm_ppd.vllm_plugins.integration import platform
 TOP_P = "ppd_top_p"  # extra argument of a request
 PROCESSOR = "vllm_ppd.vllm_plugins.integration.cpu.top_p:TopP"
 CPU_CACHE = 4 << 30  # bytes of KV cache at most, and at most a quarter of what is free
-GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the size of the cache is given apart from it
 CPU_STEP = 1024  # tokens: prompts of more than that leave a core's cache, and take longer a token
 
 
@@ -28,9 +27,7 @@ class OfflineEngine:
         self._on_cpu = platform.is_cpu()
         arguments = _cpu_arguments(options) if self._on_cpu else {"dtype": options.precision}
         if options.kv_cache_gib is not None:
-            arguments["kv_cache_memory_bytes"] = int(options.kv_cache_gib * (1 << 30))
-            if not self._on_cpu:
-                arguments["gpu_memory_utilization"] = GATE
+            arguments |= platform.kv_cache(options.kv_cache_gib)
         self._engine = platform.offline_engine(
             model=options.model, max_model_len=options.max_length, seed=options.seed, max_num_seqs=options.batch,
             trust_remote_code=options.trust_remote_code, **arguments,

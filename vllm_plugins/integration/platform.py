@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+
 
 def is_cpu() -> bool:
     from vllm.platforms import current_platform
@@ -50,6 +52,18 @@ def has_triton() -> bool:
     from vllm.triton_utils import HAS_TRITON
 
     return bool(HAS_TRITON)
+
+
+def kv_cache(gib: float) -> dict[str, Any]:
+    """Engine arguments for a KV cache of so many GiB, with which engines start beside others on a GPU.
+
+    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by default, also where the size of
+    the KV cache is given and nothing else comes from that share.
+    """
+    import torch
+
+    gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
+    return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}
 
 
 def breakable_graphs() -> bool:
