@@ -55,7 +55,7 @@ NOTES = {
     "gpu_acceptance": (
         "192 of the prompts, in float32 without TF32 (`TRITON_F32_DEFAULT=ieee`): runner V1 without compilation, "
         "runner V2 compiled and with CUDA graphs. vLLM alone says the same on both runners, on 192 of 192. Early "
-        "drafting on V2 with CUDA graphs and Triton attention gave wrong output at this commit (mended since, not run "
+        "drafting on V2 with CUDA graphs and Triton attention gave wrong output at this commit (fixed since, not run "
         "on a GPU again); without graphs its tests passed on this GPU."
     ),
     "closed_loop": (
