@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -90,6 +91,14 @@ def bounded() -> Iterator[None]:
     yield
     assert time.process_time() - seconds < 120
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2 << 20  # KiB
+
+
+@pytest.fixture
+def our_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Our warnings, which vLLM's logger keeps from pytest's."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.WARNING, logger="vllm.vllm_ppd")
+    return caplog
 
 
 def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:

@@ -28,11 +28,13 @@ OVERRIDING = {
     f"{PLUGIN}.v1.runner:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.nonspeculative_steps:NonSpeculativeSteps": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.token_logprobs:TokenLogprobs": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.seeded_requests:SeededRequests": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.pipeline_runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.warm_up:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{PLUGIN}.v1.pipeline_scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
+    f"{PLUGIN}.v2.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",
 }
 # What is called or assumed beside: runner V2's step, and what stands around a speculator.
 ASSUMED = [
@@ -40,7 +42,11 @@ ASSUMED = [
         "execute_model", "sample_tokens", "sample", "postprocess_sampled", "capture_model", "prepare_attn",
         "gather_batch_req_state", "_dummy_run",
     )),
-    *(f"{V2}.spec_decode.rejection_sampler:RejectionSampler.{name}" for name in ("__call__", "_verify")),
+    f"{V2}.sample.sampler:Sampler._sample_random",
+    f"{V2}.model_runner:GPUModelRunner.load_model",
+    "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
+    "vllm.v1.sample.rejection_sampler:rejection_sample",
+    *(f"vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler.{name}" for name in ("forward_cpu", "forward_native")),
     *(f"{V2}.cudagraph_utils:CudaGraphManager.{name}" for name in (
         "__init__", "_init_candidates", "capture", "dispatch", "run_fullgraph",
     )),

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import preempted
 import pytest
 from cases import CASES, SCHEMA, generate, greedy, prompts
-from conftest import end_workers, our_counter, start_engine
+from conftest import DEMO, end_workers, our_counter, start_engine
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
@@ -125,6 +126,19 @@ def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Callable[..., Any],
     params = [SamplingParams(temperature=1.0, max_tokens=12, seed=5 + i, ignore_eos=True) for i in range(3)]
     expected = generate(engine(max_num_batched_tokens=512), prompts(3, 150), params)
     assert generate(group(VARIANTS["candidates"]), prompts(3, 150), params) == expected
+
+
+def test_output_with_a_seed_is_vllms_through_preemptions() -> None:
+    """A step whose output is dropped, as its requests were preempted meanwhile, has taken its draws all the same."""
+    alone = preempted.outputs(start_engine(DEMO, None, **preempted.SMALL_KV))
+    options = {"method": "ppd", "candidates": 3, "num_speculative_tokens": 3}
+    llm = start_engine(DEMO, options, pipeline_parallel_size=2, **preempted.SMALL_KV)
+    try:
+        answers, (hits, misses) = counted(lambda: preempted.outputs(llm), "group_hits", "group_misses")
+        preempted.check(answers, alone["alone"])
+        assert hits > 0 and misses > 0 and llm.counts["preempted"] > 6
+    finally:
+        end_workers(llm)
 
 
 # Two blocks and a token: read again, one token of it is left to compute.

@@ -18,7 +18,8 @@ from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions
 from vllm_ppd.vllm_plugins.drafting.exit_reader import sampled_reading
-from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.integration.invalid_drafts import InvalidDrafts
+from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS, Counters
 from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
 
 NAN, INF = float("nan"), float("inf")
@@ -120,9 +121,9 @@ def test_drafts_of_the_request_alone_are_dropped() -> None:
         load_model = draft_plan = None  # type: ignore[assignment]
 
         def __init__(self) -> None:
-            self.counters, self._warned = type("Counted", (dict,), {"add": dict.__setitem__})(), False
+            self.invalid = InvalidDrafts(Counters())
 
     proposer = Fixed()
     tokens = np.array([[5, 6, 7], [5, INVALID, 7], [5, 6, INVALID], [INVALID, 6, 7]])
     assert proposer._valid(tokens, np.array([3, 3, 2, 0])).tolist() == [3, 0, 2, 0]
-    assert proposer.counters == {"invalid_drafts": 1} and "invalid_drafts" in COUNTERS
+    assert proposer.invalid.counters.values.tolist() == [float(name == "invalid_drafts") for name in COUNTERS]

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, generate, greedy, prompts
+from cases import CASES, generate, greedy
 from conftest import our_counter
 from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shallow
-from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Found, find
@@ -90,7 +89,7 @@ class Sources(Simulation):
             self.seconds += cost(self.requests, int(self.drafts.max()))
             self.sources.observe(names, 1 + accepted)
             allowed = np.full(self.requests, MOST)
-            self.drafts, tokens = self.sources.choose(None, allowed, allowed, self.requests, sampled, self.fixed)
+            self.drafts, tokens = self.sources.choose(None, allowed, allowed, self.requests, sampled)
             self.looked_up = tokens is not None
             self.lookups += self.looked_up
             most.append(int(self.drafts.max()))
@@ -152,9 +151,9 @@ def test_without_measurements_all_must_have_found_something() -> None:
     sources = DraftSources(1, MOST, None)
     batch = SimpleNamespace(lengths=np.array([5, 4]), token_ids=np.array([[1, 2, 3, 1, 2]] * 2))
     most, no = np.array([MOST, MOST]), np.zeros(2, dtype=bool)
-    for ends, seeded, expected in (([5, 4], no, True), ([5, 3], no, False), ([3, 3], no, False), ([5, 4], ~no, False)):
+    for ends, expected in (([5, 4], True), ([5, 3], False), ([3, 3], False)):
         batch.lengths = np.array(ends)
-        drafts, tokens = sources.choose(batch, most, most, 2, no, seeded)
+        drafts, tokens = sources.choose(batch, most, most, 2, no)
         assert (tokens is not None) is expected
         assert drafts.tolist() == ([3, 3] if expected else most.tolist())
 
@@ -171,7 +170,7 @@ def test_agreements_of_different_lengths_are_known_apart() -> None:
         lengths = int(rng.choice([1, 10]))
         found = Found(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
         sources.find = lambda *_, found=found: found  # type: ignore[method-assign]
-        drafts, _ = sources.choose(None, np.array([MOST]), np.array([0]), 1, no, no)
+        drafts, _ = sources.choose(None, np.array([MOST]), np.array([0]), 1, no)
         chosen[lengths == 10].append(int(drafts[0]))
     assert np.mean(chosen[0][-500:]) < 0.2 and np.mean(chosen[1][-500:]) > 3.5
 
@@ -198,12 +197,3 @@ def test_lookups_are_drafted_and_accepted(engine: Callable[..., Any]) -> None:
 def test_same_tokens_with_lookups(engine: Callable[..., Any], adaptive: bool) -> None:
     case = CASES["more_than_fit"]
     assert case(engine({**OPTIONS, "adaptive": adaptive})) == case(engine())
-
-
-@pytest.mark.engine
-def test_seeded_requests_repeat_in_any_company(engine: Callable[..., Any]) -> None:
-    llm = engine({**OPTIONS, "adaptive": True})
-    seeded = SamplingParams(temperature=0.9, seed=11, max_tokens=30, ignore_eos=True)
-    requests = prompts(4, 60)  # vLLM's CPU runner takes no seed where a prompt is longer than a chunk
-    alone = generate(llm, requests[:1], seeded)
-    assert generate(llm, requests, [seeded, *[greedy(30)] * 3])[0] == alone[0]

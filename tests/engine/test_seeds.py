@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampling request with a seed gives the same output however its prompt is read, and beside whichever others."""
+"""A sampling request with a seed gives the output that vLLM alone gives it: whatever is drafted, however its prompt is
+read, beside whichever others, and through preemptions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import preempted
 import pytest
-from cases import generate
-from conftest import counter
+import torch
+from cases import generate, greedy, prompts
+from conftest import DEMO, counter, start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
+from vllm_ppd.vllm_plugins.integration.v1.seeded_requests import Draws, verify
+
 pytestmark = pytest.mark.engine
+HEADS = DEMO.parent / "heads"
+METHODS = {
+    "cp": {"method": "cp", "model": str(HEADS / "cp")},
+    "lookups": {"method": "cp", "model": str(HEADS / "cp"), "prompt_lookup_min": 2},
+    "early": {"method": "ppd", "model": str(HEADS / "early"), "draft_sample_method": "probabilistic"},
+    "several exits": {"method": "ppd", "model": str(HEADS / "early"), "exit_layer": [6, 9]},
+    "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo")},
+}
 LENGTHS = (5, 33, 64, 65, 100, 129, 150, 193)  # chunks of 64, some of which leave a single token
 
 
@@ -43,6 +56,62 @@ def test_prompts_in_chunks_give_the_output_of_whole_prompts(
     sampled, greedy = (SamplingParams(temperature=temperature, max_tokens=24) for temperature in (0.9, 0.0))
     among = generate(chunked, [prompt(90, 1), *requests, prompt(140, 2)], [sampled, *params, greedy])
     assert among[1:-1] == expected
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    """What vLLM says to the requests without speculation."""
+    answers = preempted.outputs(start_engine(DEMO, None, **preempted.SMALL_KV))
+    preempted.check(answers, answers["alone"])
+    return answers["alone"]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_output_is_vllms_through_preemptions(alone: list[list[int]], name: str) -> None:
+    """A step that is done again after a preemption has no drafts, and so had other random numbers."""
+    llm = start_engine(DEMO, METHODS[name], **preempted.SMALL_KV)
+    preempted.check(preempted.outputs(llm), alone)
+    assert llm.counts["preempted"] > 6 and llm.counts["accepted"] > 60
+
+
+@pytest.mark.parametrize("sampling", [{"top_k": 20, "top_p": 0.9}, {"presence_penalty": 1.5}, {"logprobs": 2}])
+def test_output_is_vllms_with_other_ways_of_sampling(engine: Callable[..., Any], sampling: dict[str, Any]) -> None:
+    llm = engine({"method": "ppd", "exit_layer": 5})
+    params = [seeded(i, temperature=0.7, **sampling) for i in range(4)]
+    company = [greedy(30), *params, SamplingParams(temperature=1.0, max_tokens=20)]
+    before = llm.counts.copy()
+    assert generate(llm, prompts(6, 30), company)[1:-1] == generate(engine(), prompts(6, 30)[1:-1], params)
+    assert (llm.counts - before)["accepted"] > 0
+
+
+def test_generators_end_behind_what_is_emitted() -> None:
+    """By hand: as many draws as tokens, whatever the rejection sampler drew meanwhile."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
+
+    def sample(rows: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> tuple[torch.Tensor, None]:
+        noise = torch.stack([torch.empty(50).exponential_(generator=generators[row]) for row in range(len(rows))])
+        return (rows.softmax(-1) / noise).argmax(-1), None
+
+    def stock(*args: Any) -> torch.Tensor:
+        torch.rand(9, generator=generator)
+        return torch.zeros(2, 4, dtype=torch.int32)
+
+    expected, reference = [], torch.Generator().manual_seed(7)
+    for row in range(4):
+        expected.append(int(sample(logits[row : row + 1], {0: reference}, None, None)[0]))
+    for accepted in range(4):
+        drafts = torch.tensor([expected[i] if i < accepted else (expected[i] + 1) % 50 for i in range(3)])
+        generator, after = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
+        draws = Draws(generator, 3, sample, torch.zeros(1, 50))
+        bonus, _ = sample(logits[3:], {0: generator}, None, None)
+        output = verify(stock, {1: draws})(
+            drafts, [0, 3], 3, torch.tensor([0, 3]), None, logits[:3], torch.stack([bonus, bonus])
+        )
+        assert output[0].tolist() == [0] * 4
+        assert output[1].tolist() == [*expected[: accepted + 1], *[-1] * (3 - accepted)]
+        for row in range(accepted + 1):
+            sample(logits[row : row + 1], {0: after}, None, None)
+        assert torch.equal(generator.get_state(), after.get_state())
 
 
 @pytest.mark.parametrize("regex", [None, "[a-z]{16}"], ids=["free", "structured"])

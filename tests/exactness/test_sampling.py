@@ -247,15 +247,3 @@ def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int,
     """A sampler that forgets the temperature is caught."""
     llm = engine(max_num_seqs=64, max_num_batched_tokens=512)
     assert worst(sample(llm, temperature=1.2), expected) < LEVEL
-
-
-@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
-def test_seeded_requests_repeat(engine: Callable[..., Any], method: str) -> None:
-    llm = engine(
-        {"method": "ppd", "draft_sample_method": method, "exit_layer": 5}, max_num_seqs=64, max_num_batched_tokens=512
-    )
-    params = [SamplingParams(temperature=0.8, max_tokens=20, seed=i, ignore_eos=True) for i in range(6)]
-    first = generate(llm, [PROMPT] * 6, params)
-    generate(llm, [PROMPT] * 3, SamplingParams(temperature=1.0, max_tokens=9))  # other draws in between
-    assert generate(llm, [PROMPT] * 6, params) == first
-    assert len({tuple(tokens) for tokens in first}) > 3

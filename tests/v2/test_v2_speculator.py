@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cases import generate, greedy, prompts
@@ -16,8 +14,6 @@ from conftest import runner_of
 from replayed import Replayed, call_attention_directly
 from small import Small, demo_heads
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from vllm_ppd.vllm_plugins.integration.v2.runner import Verification
 
 pytestmark = pytest.mark.engine
 
@@ -100,33 +96,6 @@ def test_request_that_opts_out_accepts_nothing(v2_engine: Callable[..., Any]) ->
         generate(Small(llm, 2, 24), prompts(2), greedy(extra_args={"ppd_draft": allowed}))
         accepted.append((llm.counts - before)["accepted"])
     assert accepted[0] > 0 == accepted[1]
-
-
-def test_vllms_warm_up_verifies_for_greedy_requests_too() -> None:
-    """Its own dummy requests ask for every way of sampling; without one, its kernels read logits of another type."""
-    calls, needed = [], np.array([True, False, True])
-
-    def sample(logits: torch.Tensor, batch: Any, draft_logits: Any, invalid: torch.Tensor) -> int:
-        calls.append((len(logits), needed.tolist()))
-        return len(calls)
-
-    sample.sampler = SimpleNamespace(needs_logits_processing=needed)  # type: ignore[attr-defined]
-    speculator: Any = SimpleNamespace(unusable=lambda batch: torch.zeros(1, dtype=torch.bool))
-    verification, batch = Verification(sample, speculator), SimpleNamespace(num_reqs=2)
-    assert verification(torch.zeros(2, 5), batch) == 1  # no drafts
-    assert verification(torch.zeros(6, 5), batch) == 3
-    assert verification(torch.zeros(6, 5), batch) == 4
-    asked = [True, False, True]
-    assert calls == [(2, asked), (6, [False] * 3), (6, asked), (6, asked)]
-
-
-def test_seeded_requests_repeat(v2_engine: Callable[..., Any]) -> None:
-    """Whatever else was drawn in between, and however the batch is made up."""
-    llm = v2_engine(METHODS["cp"])
-    seeded, free = greedy(12, temperature=0.9, seed=7), greedy(12, temperature=0.9)
-    first = generate(llm, prompts(1), seeded)
-    generate(llm, prompts(2), free)
-    assert generate(llm, prompts(1) + prompts(2), [seeded, free, free])[0] == first[0]
 
 
 @pytest.mark.full

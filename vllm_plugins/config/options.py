@@ -115,9 +115,9 @@ class DraftingOptions(BaseModel):
     adaptive: bool = Field(
         True,
         description="draft as many tokens as pay, down to none and back, by the acceptance that the engine counts and "
-        "step costs measured at start-up; false always drafts num_speculative_tokens. Sampling requests with a seed "
-        "always do, so that they repeat. On runner V2, where it is off unless given, vLLM's adaptive verification: it "
-        "leaves out the drafts that the drafter is least sure of (needs whole-model CUDA graphs)",
+        "step costs measured at start-up; false always drafts num_speculative_tokens. On runner V2, where it is off "
+        "unless given, vLLM's adaptive verification: it leaves out the drafts that the drafter is least sure of (needs "
+        "whole-model CUDA graphs)",
         json_schema_extra={"flag": True},
     )
     step_costs: Literal["cached", "measure"] = Field(

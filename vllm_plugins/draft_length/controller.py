@@ -92,22 +92,19 @@ class DraftLengthController:
             self._tried |= set(self.acceptance.kinds[verified > 0].tolist())
             self._paid = self.state is State.EXPLORING and emitted[verified > 0].mean() > self._cost
 
-    def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray, fixed: np.ndarray) -> np.ndarray:
+    def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> np.ndarray:
         """Drafts of each row for the next step: [rows], at most `allowed`.
 
         Args:
             allowed: [rows] drafts that each may make.
             emitting: rows that go on decoding.
             kinds: [rows] kind of each row's drafts, 0 and up; bool for two.
-            fixed: [rows] bool, requests that make all drafts they may, whatever pays.
         """
         self._steps += 1
         self.acceptance.kinds = kinds.astype(np.int64)
-        free, self.gain = np.where(fixed, 0, allowed), 1.0
-        drafts = self._choose(free, emitting) if free.any() else free
-        self.suppressed = int((free - drafts).sum())
-        self._drafts = np.where(fixed, allowed, drafts)
-        self._free = bool(allowed.any())
+        self.gain, self._free = 1.0, bool(allowed.any())
+        self._drafts = self._choose(allowed, emitting) if self._free else allowed
+        self.suppressed = int((allowed - self._drafts).sum())
         return self._drafts
 
     def retract(self) -> None:

@@ -18,13 +18,11 @@ class AcceptanceWatch:
         self.drafts = self.drafted = self.accepted = 0
         self.warned = False
 
-    def observe(self, sampled_token_ids: list[list[int]], num_draft_tokens: list[int] | None) -> None:
-        """Count a step: what each request emitted, and how many drafts of it were verified."""
-        for emitted, drafted in zip(sampled_token_ids, num_draft_tokens or (), strict=False):
-            if drafted and emitted:
-                self.drafts += 1
-                self.drafted += drafted
-                self.accepted += len(emitted) - 1
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Count what was verified of a request in a step: drafted tokens, and how many of them were accepted."""
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
         if self.drafts < WINDOW:
             return
         rate = self.accepted / self.drafted

@@ -48,7 +48,6 @@ class DraftPlanner:
         self._max_output = np.zeros(0, dtype=np.int64)
         self._allowed = np.zeros(0, dtype=bool)
         self._greedy = np.zeros(0, dtype=bool)
-        self._seeded = np.zeros(0, dtype=bool)  # sampled with a seed: as many drafts on every run
         self.structured = np.zeros(0, dtype=bool)  # [batch rows] what they say follows a grammar
         self.several_at_once = np.zeros(0, dtype=bool)  # [batch rows] may be given unverified n-grams
         # Options of a request that drafters read, by name: [batch rows], NaN where it has none.
@@ -73,10 +72,10 @@ class DraftPlanner:
         elif self.sources is not None:
             self.sources.observe(batch.req_ids, counts)
             every, _ = self.most_drafts(emitted, reserved=1, most=config.most_lookup_drafts)
-            drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy, self._seeded)
+            drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, self._greedy)
         elif self.controller is not None:
             self.controller.observe(batch.req_ids, counts)
-            drafts = self.controller.choose(drafts, emitting, self._greedy, self._seeded)
+            drafts = self.controller.choose(drafts, emitting, self._greedy)
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
@@ -129,7 +128,6 @@ class DraftPlanner:
         extra = [getattr(p, "extra_args", None) for p in params]
         self._allowed = np.array([drafting_allowed(args) for args in extra], dtype=bool)
         self._greedy = np.array([p is None or p.temperature < GREEDY_BELOW for p in params], dtype=bool)
-        self._seeded = np.array([p is not None and p.seed is not None for p in params], dtype=bool) & ~self._greedy
         self.structured = np.array([p is not None and p.structured_outputs is not None for p in params], dtype=bool)
         self.several_at_once = np.array([not one_token_at_a_time(p) for p in params], dtype=bool)
         thresholds = [back_off_threshold(args) for args in extra]

@@ -84,7 +84,6 @@ class DraftSources:
         able: np.ndarray,
         emitting: int,
         greedy: np.ndarray,
-        seeded: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Drafts of each row for the next step.
 
@@ -94,20 +93,19 @@ class DraftSources:
             able: [rows] drafts that the method can make.
             emitting: rows that go on decoding.
             greedy: [rows] bool, whether the request decodes greedily.
-            seeded: [rows] bool, requests whose drafts are the method's, whatever is measured or stands in the text.
 
         Returns:
             (drafts [rows], their tokens [rows, N] where they were looked up).
         """
-        found = self.find(batch, np.where(seeded.any(), 0, allowed))
+        found = self.find(batch, allowed)
         drafts = np.minimum(found.counts, allowed)
         if self.lookup is None or self.method is None:
             everyone = drafts.any() and drafts[able > 0].all()
             return (drafts, found.tokens) if everyone else (able, None)
         kinds = greedy + 2 * np.searchsorted(LENGTHS, found.lengths, side="right")
-        drafts = self.lookup.choose(drafts, emitting, kinds, np.zeros_like(seeded))
+        drafts = self.lookup.choose(drafts, emitting, kinds)
         if drafts.any() and self.lookup.gain >= self.method.expected(able, emitting, greedy):
             self.method.retract()
             return drafts, found.tokens
         self.lookup.retract()
-        return self.method.choose(able, emitting, greedy, seeded), None
+        return self.method.choose(able, emitting, greedy), None

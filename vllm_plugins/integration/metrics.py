@@ -28,7 +28,7 @@ COUNTERS = {
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
     "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",
-    "drafting_seconds": "Seconds spent in drafting (shallow passes, early heads and their host work).",
+    "drafting_seconds": "Seconds spent in drafting (shallow passes, heads, host work); on runner V2 the host's alone.",
     "group_micro_steps": "Micro-steps of a worker group: passes of the last stage within group steps.",
     "group_hits": "Tokens that a worker group had started before the target chose them.",
     "group_misses": "Tokens that no candidate of a worker group had started.",

@@ -13,7 +13,8 @@
     Scheduler.__init__                     no placeholder drafts beside a prompt's last token (runner V1)
     AsyncLLM.generate                      the same before a streamed response begins, while its status can be 400
     OpenAIServingResponses._generate_with_builtin_tools   the same of /v1/responses, which asks the engine later
-    Scheduler.update_from_output, make_stats   counters on the way of vLLM's statistics, see stats_path.py
+    Scheduler.update_from_output, make_stats   counters on the way of vLLM's statistics, and a watch on acceptance, see
+                                           stats_path.py
     StatLoggerManager.__init__, record     the same, in the front end
     EngineCore.post_step                   no wait for drafts that a worker group does not propose
     EngineCore.sleep                       no level that discards the heads, see sleep.py
@@ -182,11 +183,12 @@ def _scheduler(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         ahead = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
+        if config.stages == 1:  # what a worker group emits in a step is scheduled as drafts, and never verified
+            stats_path.watch_acceptance(self)
         # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
-        # placeholder drafts, unless the number of drafts follows the batch size. The rejection sampler would draw for
-        # them from the request's own generator, so that a seeded request could not repeat, and having no q(x) for them
-        # it would take that of no request of the batch. Here the number is the same for every batch size.
-        # (Runner V2 marks placeholders itself, and its random numbers depend on seed and position alone.)
+        # placeholder drafts, unless the number of drafts follows the batch size. Having no q(x) for them, the
+        # rejection sampler would take that of no request of the batch. Here the number is the same for every batch
+        # size. (Runner V2 marks placeholders itself.)
         if config.runner == "v1" and self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
 

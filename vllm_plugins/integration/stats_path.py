@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapped calls of vLLM's statistics, on whose way our counters travel (metrics.py)."""
+"""The wrapped calls of vLLM's statistics, on whose way our counters travel (metrics.py) and acceptance is watched."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
+from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.integration.metrics import ATTRIBUTE, Counts, Published, count_in_process
 
 KEY = "vllm_ppd"  # among the statistics of KV connectors
-_PENDING, _PUBLISHED = "_vllm_ppd_pending", "_vllm_ppd_published"
+_PENDING, _PUBLISHED, _WATCH = "_vllm_ppd_pending", "_vllm_ppd_published", "_vllm_ppd_watch"
+
+
+def watch_acceptance(scheduler: Any) -> None:
+    """Have a scheduler warn where hardly any draft is accepted, on either runner."""
+    setattr(scheduler, _WATCH, AcceptanceWatch())
 
 
 def update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,9 +34,20 @@ def update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
             for name, amount in counts.items() if self.log_stats else ():
                 pending[name] = pending.get(name, 0.0) + amount
             setattr(self, _PENDING, pending)
+        watch: AcceptanceWatch | None = getattr(self, _WATCH, None)
+        if watch is not None and scheduler_output.scheduled_spec_decode_tokens:
+            _observe(watch, self.requests, scheduler_output, model_runner_output)
         return original(self, scheduler_output, model_runner_output, *args, **kwargs)
 
     return update_from_output
+
+
+def _observe(watch: AcceptanceWatch, requests: Any, scheduler_output: Any, output: Any) -> None:
+    for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+        emitted, request = len(output.sampled_token_ids[output.req_id_to_index[req_id]]), requests.get(req_id)
+        # On runner V2 a request that opted out is given drafts, too, which are rejected.
+        if drafts and emitted and request is not None and drafting_allowed(request.sampling_params.extra_args):
+            watch.observe(len(drafts), emitted - 1)
 
 
 def make_stats(original: Callable[..., Any]) -> Callable[..., Any]:

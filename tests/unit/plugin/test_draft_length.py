@@ -63,7 +63,7 @@ class Simulation:
         self.cost, self.requests, self.layers, self.life, self.switch = cost, requests, layers, life, switch
         self.controller = DraftLengthController(costs_of(cost) if costs is None else costs)
         self.rng, self.kind, self.bypass = np.random.default_rng(seed), 0, bypass
-        self.drafts, self.fixed = np.zeros(requests, dtype=np.int64), np.zeros(requests, dtype=bool)
+        self.drafts = np.zeros(requests, dtype=np.int64)
         self.steps = self.tokens = self.skipped = self.left = self.bypassed = 0
         self.seconds, self.missed, self.drafted = 0.0, False, False
         self.chosen: list[list[int]] = []
@@ -90,7 +90,7 @@ class Simulation:
                 controller.observe([f"{i} of {self.steps // self.life}" for i in range(self.requests)], 1 + accepted)
                 allowed = np.full(self.requests, 0 if self.missed else MOST)
                 kinds = np.full(self.requests, self.kind)
-                self.drafts = controller.choose(allowed, self.requests, kinds, self.fixed)
+                self.drafts = controller.choose(allowed, self.requests, kinds)
                 self.left, self.bypassed = controller.steps_off() if self.bypass else 0, 0
             self.chosen.append(self.drafts.tolist())
         return [max(drafts) for drafts in self.chosen[-steps:]]
@@ -194,7 +194,7 @@ def test_comes_back_when_the_load_changes() -> None:
     engine = Simulation(cost)
     for requests, pays in ((2, True), (16, False), (2, True), (16, False)):
         engine.requests, engine.drafts = requests, np.zeros(requests, dtype=np.int64)
-        engine.fixed, engine.left = np.zeros(requests, dtype=bool), 0
+        engine.left = 0
         engine.run(200, 0.7)
         assert bool(np.mean(engine.run(500, 0.7)) > 2) is pays
 
@@ -263,20 +263,12 @@ def test_bypassed_steps_change_no_choice(layers: float) -> None:
     assert bypassed.chosen == stepped.chosen and bypassed.skipped == stepped.skipped
 
 
-def test_fixed_requests_always_draft() -> None:
-    engine = Simulation(shallow(1.0), 2)
-    engine.fixed = np.array([True, False])
-    engine.run(500, 0.0)
-    assert {drafts[0] for drafts in engine.chosen} == {MOST}
-    assert not engine.controller.off
-
-
 def test_what_is_suppressed_is_counted() -> None:
     controller, none = DraftLengthController(costs_of(shallow(1.0))), np.zeros(2, dtype=np.int64)
     controller.observe(["a", "b"], np.array([1, 1]))
-    drafts = controller.choose(np.array([4, 2]), 2, none, none > 0)
+    drafts = controller.choose(np.array([4, 2]), 2, none)
     assert not drafts.any() and controller.suppressed == 6 and controller.off
-    controller.choose(none, 2, none, none > 0)
+    controller.choose(none, 2, none)
     assert controller.suppressed == 0 and controller.off and controller.steps_off() > 10_000
 
 

@@ -6,6 +6,7 @@ Overrides, each of which calls vLLM's:
     execute_model              a group step becomes a step of one token a request
     _model_forward             the first stage has that token's state already if the step before ran ahead
     sample_tokens, _sample     the micro-steps that follow, on either stage; see also token_logprobs.py
+    _update_states             see seeded_requests.py
     initialize_kv_cache        room for the candidates' tail blocks
     profile_run                candidates take memory, too, and compile their kernels
     propose_draft_token_ids    nothing: what the group emits is final
@@ -22,13 +23,14 @@ from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
+from vllm_ppd.vllm_plugins.integration.v1.seeded_requests import SeededRequests
 from vllm_ppd.vllm_plugins.integration.v1.step import with_counts
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.pipeline.last_stage import LastStage
 
 
-class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
+class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
     """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
 
     drafter: FirstStage | LastStage
@@ -48,7 +50,7 @@ class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
                 batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
                 dtype=self.model_config.dtype,
-                device=self.device,  # type: ignore[attr-defined]
+                device=self.device,
             )
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:

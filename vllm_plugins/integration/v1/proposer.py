@@ -9,7 +9,6 @@ draft           tokens were emitted: draft those that may follow
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +19,16 @@ from vllm.distributed import get_tp_group
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 from vllm_ppd.vllm_plugins.config.activation import own_config
-from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding, measured
+from vllm_ppd.vllm_plugins.integration.invalid_drafts import InvalidDrafts
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.target import Target, language_model
 from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
 from vllm_ppd.vllm_plugins.integration.v1.bypass import Bypass
 from vllm_ppd.vllm_plugins.integration.v1.step import Step
-
-logger = logging.getLogger("vllm.vllm_ppd")
 
 
 class Proposer:
@@ -49,9 +46,8 @@ class Proposer:
         self.vllm_config = vllm_config
         self.config = own_config(vllm_config, self)
         self.counters = Counters()
-        self.watch = AcceptanceWatch()
+        self.invalid = InvalidDrafts(self.counters)
         self.bypass = Bypass()
-        self._warned = False  # of drafts that were dropped as INVALID
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
 
     def bind(self, runner: Any) -> None:
@@ -137,7 +133,6 @@ class Proposer:
         if controller is not None and bypassed:
             controller.skip(bypassed)
             self.counters.add("suppressed_drafts", controller.suppressed * bypassed)
-        self.watch.observe(step.sampled_token_ids, step.num_draft_tokens)
         plan = planner.plan(step.sampled_token_ids, self.drafting_rows())
         self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
@@ -227,14 +222,7 @@ class Proposer:
         invalid = ((tokens == INVALID) & (np.arange(tokens.shape[1]) < made[:, None])).any(axis=1)
         if not invalid.any():
             return made
-        self.counters.add("invalid_drafts", int(invalid.sum()))
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "vllm-ppd: dropped drafts, as what they were taken from is not a distribution (NaN or infinite "
-                "logits): the heads are damaged, or of another model; train or copy them anew, see ppd inspect. "
-                "Said once, ppd:invalid_drafts counts on"
-            )
+        self.invalid.add(int(invalid.sum()))
         return np.where(invalid, 0, made)
 
     def index(self, values: np.ndarray) -> torch.Tensor:

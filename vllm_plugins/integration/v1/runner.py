@@ -6,7 +6,8 @@ Overrides, each of which calls vLLM's unless we draft:
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
     sample_tokens              our counters go with the step's output
-    _sample                    tokens that a method adds to the sampled ones; see also token_logprobs.py
+    _sample                    tokens that a method adds to the sampled ones; see also token_logprobs.py and
+                               seeded_requests.py
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
     take_draft_token_ids       nothing where nobody drafts
@@ -24,11 +25,12 @@ import torch
 from vllm_ppd.vllm_plugins.integration.v1.dummy_drafts import draft_for_dummies
 from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.integration.v1.seeded_requests import SeededRequests
 from vllm_ppd.vllm_plugins.integration.v1.step import Step, with_counts
 from vllm_ppd.vllm_plugins.integration.v1.token_logprobs import TokenLogprobs
 
 
-class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
+class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer
@@ -45,7 +47,7 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs):
         self.drafter.begin_step(scheduler_output)
         # A bypassed step is what it is without speculation, and the drafter is not called after it.
         self.speculative_config = None if self.drafter.bypass.active else self.vllm_config.speculative_config
-        return super()._update_states(scheduler_output)  # type: ignore[misc]
+        return super()._update_states(scheduler_output)
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
         if num_tokens > num_reqs:

@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.draft_length.measure import counts_of, measure_table
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, PRIOR_WEIGHT
 from vllm_ppd.vllm_plugins.integration.kv_connector import unseen_by_connectors
 from vllm_ppd.vllm_plugins.integration.v1.dummy_steps import most_requests, time_steps
-from vllm_ppd.vllm_plugins.integration.v1.proposer import AcceptanceWatch, Proposer
+from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -74,7 +74,6 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
     if largest < 1:
         return None
     largest = min(largest, config.disable_by_batch_size or largest)  # larger batches never draft
-    watch, drafter.watch = drafter.watch, AcceptanceWatch()
     counted = drafter.counters.values.copy()
     drafter.draft_all(True)
     try:
@@ -88,7 +87,7 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
             ]
     finally:
         drafter.draft_all(False)
-        drafter.watch, drafter.counters.values[:] = watch, counted
+        drafter.counters.values[:] = counted
     costs = MeasuredCosts(method=tables[0], lookup=tables[1] if lookup else None)
     logger.info("vllm-ppd: step costs measured in %.1f s: %s", time.perf_counter() - started, summary(costs.method))
     if group.is_first_rank:

@@ -11,6 +11,7 @@ confidence, back-off) is a mask that outlives the draft by a step.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,10 @@ from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.activation import own_config
 from vllm_ppd.vllm_plugins.drafting.buckets import buckets
 from vllm_ppd.vllm_plugins.drafting.drafter import DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.integration.invalid_drafts import InvalidDrafts
 from vllm_ppd.vllm_plugins.integration.metrics import Counters
 from vllm_ppd.vllm_plugins.integration.target import Target
+from vllm_ppd.vllm_plugins.integration.v2.device_counts import DeviceCounts
 from vllm_ppd.vllm_plugins.integration.v2.requests import RequestOptions
 from vllm_ppd.vllm_plugins.integration.v2.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
 
@@ -56,6 +59,8 @@ class Speculator(DraftModelSpeculator):
             self.draft_logits = self.q_rows[:-1]
         self.requests = RequestOptions(self.max_num_reqs)
         self.counters = Counters()
+        self.invalid = InvalidDrafts(self.counters)
+        self.device_counts = DeviceCounts(("invalid_drafts", "confidence_stops"), device)
         self.staging = Staging(self)
         self.graphs: CudaGraphManager | None = None  # vLLM looks for such attributes when it measures their memory
         self.sampled_graphs: CudaGraphManager | None = None
@@ -151,7 +156,7 @@ class Speculator(DraftModelSpeculator):
         num_speculative_tokens: int | None = None,
     ) -> torch.Tensor:
         """Draft token IDs [requests, K]."""
-        requests = input_batch.num_reqs
+        started, requests = time.perf_counter(), input_batch.num_reqs
         kinds = self.kinds[::-1] if dummy_run else (self.staging.kind(input_batch),)
         self.staging.gather(
             input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, kinds[0], dummy_run
@@ -160,6 +165,8 @@ class Speculator(DraftModelSpeculator):
         for size in buckets(requests) if is_profile else (requests,):
             for kind in kinds:
                 self._run(size, kind, is_profile)
+        if not dummy_run:
+            self.counters.add("drafting_seconds", time.perf_counter() - started)
         return self.draft_tokens[:requests]
 
     def _run(self, requests: int, kind: Kind, eager: bool) -> None:
@@ -197,6 +204,10 @@ class Speculator(DraftModelSpeculator):
         if drafts.counts is not None:
             counts = torch.minimum(drafts.counts, counts)
         usable = ((self.ordinals < counts[:, None]) & (drafts.token_ids >= 0)).cumprod(dim=1).bool()
+        requests = rows >= 0
+        self.device_counts.add("invalid_drafts", requests & (usable.sum(dim=1) < counts))
+        if self.shallow is not None and drafts.counts is not None:
+            self.device_counts.add("confidence_stops", requests & (counts < inputs.max_drafts))
         self.usable[rows] = usable
         # vLLM embeds whatever stands here, so that an INVALID draft must be some token.
         self.draft_tokens[: len(rows)] = drafts.token_ids.clamp(min=0)
@@ -213,6 +224,13 @@ class Speculator(DraftModelSpeculator):
             self.q_rows[rows[:, None, None], self.ordinals[:, None], self.drafter.vocabulary.token_ids] = logits
         else:
             self.q_rows[rows] = logits
+
+    def take_counts(self) -> None:
+        """Take in what the device has counted so far."""
+        counted = self.device_counts.take()
+        self.invalid.add(counted.pop("invalid_drafts", 0))
+        for name, number in counted.items():
+            self.counters.add(name, number)
 
     def unusable(self, batch: Any) -> torch.Tensor:
         """Of the step's logits [logits] bool: whether it is of a draft that its request must not use."""

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runner V2 counts and logs what V1 does: steps, confidence, invalid drafts, time, and acceptance near zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import generate, greedy, prompts
+from conftest import our_counter, runner_of
+from test_v2_speculator import METHODS
+
+from vllm_ppd.vllm_plugins.drafting import acceptance_watch
+from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.integration.v2.device_counts import DeviceCounts
+
+pytestmark = pytest.mark.engine
+
+
+def counted(run: Callable[[], Any]) -> dict[str, float]:
+    """By how much our counters grew in a run."""
+    before = {name: our_counter(name) for name in COUNTERS}
+    run()
+    return {name: our_counter(name) - value for name, value in before.items() if our_counter(name) != value}
+
+
+def test_steps_confidence_and_time_are_counted(v2_engine: Callable[..., Any]) -> None:
+    llm = v2_engine({**METHODS["early"], "gamma": 0.5})
+    grown = counted(lambda: generate(llm, prompts(2), greedy(12)))
+    assert set(grown) == {"deferred_steps", "fallback_steps", "confidence_stops", "drafting_seconds"}
+    assert grown["deferred_steps"] > grown["fallback_steps"] > 0
+    assert 0 < grown["confidence_stops"] <= 24 and grown["drafting_seconds"] > 0
+    assert set(counted(lambda: generate(v2_engine(METHODS["cp"]), prompts(2), greedy(12)))) == {"drafting_seconds"}
+
+
+def test_invalid_drafts_are_counted_and_logged_once(
+    v2_engine: Callable[..., Any], our_log: pytest.LogCaptureFixture
+) -> None:
+    """Heads with a NaN: nothing of theirs is accepted, the output is the target's, and the log says why."""
+    llm, expected = v2_engine(METHODS["cp"]), generate(v2_engine(), prompts(2), greedy(12))
+    weights = runner_of(llm).speculator.drafter.gate
+    sound = weights.clone()
+    weights.fill_(float("nan"))
+    before = llm.counts.copy()
+    try:
+        grown = counted(lambda: generate(llm, prompts(2), greedy(12)))
+        assert generate(llm, prompts(2), greedy(12)) == expected
+    finally:
+        weights.copy_(sound)
+    assert 10 < grown["invalid_drafts"] <= 24
+    assert (llm.counts - before)["accepted"] == 0
+    assert len([message for message in our_log.messages if "not a distribution" in message]) == 1
+
+
+def test_hardly_any_accepted_draft_is_a_warning(
+    v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, our_log: pytest.LogCaptureFixture
+) -> None:
+    llm = v2_engine(METHODS["cp"])
+    stock = runner_of(llm).speculator.propose
+    monkeypatch.setattr(runner_of(llm).speculator, "propose", lambda *args, **kwargs: stock(*args, **kwargs).fill_(3))
+    monkeypatch.setattr(acceptance_watch, "WINDOW", 20)
+    generate(llm, prompts(2), greedy(16, extra_args={"ppd_draft": False}))
+    assert not our_log.messages  # who opts out is given drafts all the same, which are rejected
+    generate(llm, prompts(2), greedy(16))
+    assert len(our_log.messages) == 1 and "0 of " in our_log.messages[0]
+
+
+def test_counts_on_the_device() -> None:
+    counts = DeviceCounts(("a", "b"), torch.device("cpu"))
+    counts.add("b", torch.tensor([True, False, True]))
+    assert counts.take() == {"a": 0, "b": 2}
+    counts.add("a", torch.tensor([True]))
+    assert counts.take() == {"a": 1, "b": 0}
