@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, Field, model_validator
@@ -13,19 +13,47 @@ from typing_extensions import Self
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+LIMIT = 0.25  # of a step; a wrong number of drafts loses no more than the error of the costs that it follows
+
 
 class CostTable(BaseModel):
     """Seconds at the batch sizes and numbers of drafts that were measured."""
 
     sizes: list[int] = Field(min_length=1)  # requests, ascending
     counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
-    seconds: list[list[Seconds]]  # [sizes, counts]
+    seconds: list[list[Seconds]]  # [sizes, counts], of the fastest round
+    second_fastest: list[list[Seconds]] | None = None  # [sizes, counts], of the round after it
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:
-        if [len(row) for row in self.seconds] != [len(self.counts)] * len(self.sizes):
-            raise ValueError(f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers")
+        for table in (self.seconds, self.seconds if self.second_fastest is None else self.second_fastest):
+            if [len(row) for row in table] != [len(self.counts)] * len(self.sizes):
+                raise ValueError(f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers")
         return self
+
+    def implausible(self) -> str:
+        """What shows that something else ran on the machine during the measurement; empty if nothing does.
+
+        Rounds of the same step differ by more than LIMIT, or a step takes longer by more than that than the second
+        round of one with no fewer requests and drafts.
+        """
+        if self.second_fastest is None:
+            return "the spread of their rounds is not recorded"
+        fastest, second = np.array(self.seconds), np.array(self.second_fastest)
+        spread, fall = second / fastest, fastest / _least_of_larger(second)
+        i, j = np.unravel_index(spread.argmax(), spread.shape)
+        if spread[i, j] > 1 + LIMIT:
+            return f"{self._step(i, j)}, and {1000 * second[i, j]:.1f} ms in the next fastest round"
+        i, j = np.unravel_index(fall.argmax(), fall.shape)
+        if fall[i, j] > 1 + LIMIT:
+            more, longer = np.unravel_index(second[i:, j:].argmin(), second[i:, j:].shape)
+            return f"{self._step(i, j)}, {self._step(i + more, j + longer)}"
+        return ""
+
+    def _step(self, i: Any, j: Any) -> str:
+        requests, drafts = self.sizes[i], self.counts[j]
+        name = f"{requests} request{'s' * (requests > 1)} with {drafts} draft{'s' * (drafts != 1)}"
+        return f"{name} {1000 * self.seconds[i][j]:.1f} ms"
 
 
 class MeasuredCosts(BaseModel):
@@ -33,6 +61,10 @@ class MeasuredCosts(BaseModel):
 
     method: CostTable
     lookup: CostTable | None = None
+
+    def implausible(self) -> str:
+        """As of a table: the first reason."""
+        return self.method.implausible() or (self.lookup.implausible() if self.lookup else "")
 
     def save(self, path: Path) -> None:
         """Write a file, as a whole or not at all."""
@@ -52,8 +84,7 @@ class StepCosts:
     def __init__(self, table: CostTable) -> None:
         self.most = table.counts[-1]
         self._sizes, drafts = np.array(table.sizes, dtype=float), np.arange(1 + self.most)
-        measured = np.array(table.seconds)[::-1, ::-1]
-        ascending = np.minimum.accumulate(np.minimum.accumulate(measured, axis=0), axis=1)[::-1, ::-1]
+        ascending = _least_of_larger(np.array(table.seconds))
         self._seconds = np.array([np.interp(drafts, table.counts, row) for row in ascending])  # [sizes, 1 + N]
         self._relative: dict[int, np.ndarray] = {}
 
@@ -70,3 +101,8 @@ class StepCosts:
             slope = np.maximum(seconds[-1] - seconds[-2], 0.0) / (sizes[-1] - sizes[-2])
             return seconds[-1] + slope * (requests - sizes[-1])
         return np.array([np.interp(requests, sizes, column) for column in seconds.T])
+
+
+def _least_of_larger(seconds: np.ndarray) -> np.ndarray:
+    """Of each step, the least seconds of those with no fewer requests and drafts: [sizes, counts] of such."""
+    return np.minimum.accumulate(np.minimum.accumulate(seconds[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]

@@ -329,3 +329,32 @@ def test_costs_never_fall_with_requests_or_drafts() -> None:
     assert StepCosts(clean).relative(1).tolist() == [1.0, 1.5, 1.75, 2.0]
     assert StepCosts(noisy).relative(1).tolist() == [1.0, 1.0, 1 + 1 / 6, 4 / 3]
     assert StepCosts(noisy).relative(4).tolist() == [1.0, 1.5, 1.5, 1.5]
+
+
+def test_a_table_of_a_busy_machine_is_implausible() -> None:
+    """The first one was measured while other programs ran, and every later start read it."""
+    cached = [[20.3, 20.3 * 18.51], [23.3, 23.3 * 1.48], [17.1, 17.1 * 4.48]]
+    table = CostTable(sizes=[1, 4, 16], counts=[0, 3], seconds=cached, second_fastest=cached)
+    assert table.implausible().startswith("1 request with 3 drafts 375")
+    table = CostTable(sizes=[1, 4, 16], counts=[0, 3], seconds=cached)
+    assert "not recorded" in table.implausible()
+    rising = [[5.0, 6.0], [6.0, 8.0]]
+    for slow, said in (
+        ([[5.2, 6.1], [6.3, 8.2]], ""),
+        ([[5.2, 6.1], [9.0, 8.2]], "4 requests with 0 drafts 6000.0 ms, and"),
+    ):
+        table = CostTable(sizes=[1, 4], counts=[0, 1], seconds=rising, second_fastest=slow)
+        assert table.implausible().startswith(said) and bool(table.implausible()) is bool(said)
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.3])
+def test_a_table_of_noisy_rounds_is_plausible(growth: float) -> None:
+    """Rounds that are a few per cent too slow, and now and then one that takes twice its time."""
+    rng, truth = np.random.default_rng(0), 1 + growth * np.add.outer(np.arange(4), np.arange(3))
+    for _ in range(300):
+        late = rng.exponential(0.04, (5, 4, 3)) + (rng.random((5, 4, 3)) < 0.02)
+        fastest, second = np.sort(truth * (1 + late), axis=0)[:2]
+        table = CostTable(
+            sizes=[1, 4, 16, 64], counts=[0, 1, 3], seconds=fastest.tolist(), second_fastest=second.tolist()
+        )
+        assert not table.implausible()

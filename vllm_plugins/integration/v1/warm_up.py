@@ -91,19 +91,35 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
     costs = MeasuredCosts(method=tables[0], lookup=tables[1] if lookup else None)
     logger.info("vllm-ppd: step costs measured in %.1f s: %s", time.perf_counter() - started, summary(costs.method))
     if group.is_first_rank:
-        try:
-            costs.save(path)
-        except OSError as error:
-            logger.warning("vllm-ppd: step costs are not kept for the next start (%s)", error)
+        save(costs, path)
     return costs
 
 
 def load(path: Path) -> MeasuredCosts | None:
-    """What a file keeps; None if there is none, or it is damaged."""
+    """What a file keeps; None if there is none, or it is damaged, or what it keeps cannot be."""
     try:
-        return MeasuredCosts.model_validate_json(path.read_bytes())
+        costs = MeasuredCosts.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
+    if reason := costs.implausible():
+        logger.info("vllm-ppd: step costs of %s are measured again, as they are implausible: %s", path, reason)
+        return None
+    return costs
+
+
+def save(costs: MeasuredCosts, path: Path) -> None:
+    """Write a file for later starts, unless the machine was busy."""
+    if reason := costs.implausible():
+        logger.warning(
+            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start alone; "
+            "start with --ppd-step-costs measure while it is idle",
+            reason,
+        )
+        return
+    try:
+        costs.save(path)
+    except OSError as error:
+        logger.warning("vllm-ppd: step costs are not kept for the next start (%s)", error)
 
 
 def cache_file(folder: str, vllm_config: Any, options: dict[str, Any]) -> Path:
