@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as int8_kernels
 
 GROUP = 32  # weights that share a scale, of the formats of 4 bits
 _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ's places of eight columns in a number
@@ -85,6 +86,15 @@ FORMATS: Mapping[str, tuple[Callable[[str, torch.Tensor], Tensors], dict[str, An
     "gptq": (gptq, _GPTQ | {"lm_head": False}, False),
     "gptq-head": (gptq, _GPTQ | {"lm_head": True}, True),
 }
+
+
+def dtype(kind: str) -> str:
+    """float32, in which tokens are compared exactly, where vLLM's kernels of a format take it on this processor.
+
+    Those of 4 bits take 16-bit activations alone, as does that of 8 bits which vLLM chooses where there is AMX.
+    """
+    sixteen = int8_kernels.check_cpu_sgl_kernel(64, 64, torch.int8) if kind.startswith("w8a8") else True
+    return "bfloat16" if sixteen else "float32"
 
 
 def quantise(model: Path, folder: Path, kind: str) -> Path:
