@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -93,12 +94,17 @@ def bounded() -> Iterator[None]:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2 << 20  # KiB
 
 
-@pytest.fixture
-def our_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """Our warnings, which vLLM's logger keeps from pytest's."""
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    caplog.set_level(logging.WARNING, logger="vllm.vllm_ppd")
-    return caplog
+@contextlib.contextmanager
+def our_log() -> Iterator[list[str]]:
+    """Our warnings in a block, which vLLM's logger does not hand on; an engine that starts in it ends this."""
+    messages: list[str] = []
+    logger, handler = logging.getLogger("vllm.vllm_ppd"), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:

@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts
+from conftest import our_log
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
 
 pytestmark = pytest.mark.engine
 
 
-def test_hardly_any_accepted_draft_is_a_warning(
-    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, our_log: pytest.LogCaptureFixture
-) -> None:
+def test_hardly_any_accepted_draft_is_a_warning(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine({"method": "ppd", "exit_layer": 5})
     monkeypatch.setattr(acceptance_watch, "WINDOW", 20)
-    generate(llm, prompts(2, 30), greedy(30))
-    assert not our_log.messages  # enough are accepted
-    monkeypatch.setattr(acceptance_watch, "NEAR_ZERO", 1.1)
-    before = llm.counts.copy()
-    generate(llm, prompts(2, 30), greedy(30))
-    counted = llm.counts - before
-    assert counted["drafts"] > 20
-    assert len(our_log.messages) == 1 and "drafted tokens were accepted over the last 2" in our_log.messages[0]
+    with our_log() as messages:
+        generate(llm, prompts(2, 30), greedy(30))
+        assert not messages  # enough are accepted
+        monkeypatch.setattr(acceptance_watch, "NEAR_ZERO", 1.1)
+        before = llm.counts.copy()
+        generate(llm, prompts(2, 30), greedy(30))
+        assert (llm.counts - before)["drafts"] > 20
+    assert len(messages) == 1 and "drafted tokens were accepted over the last 2" in messages[0]
