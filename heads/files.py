@@ -109,7 +109,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: if it cannot be written; a file that was there stays as it was.
     """
-    with _replaced(path) as part:
+    with replaced(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -120,14 +120,14 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
         OSError: if it cannot be written; a file that was there stays as it was.
     """
     try:
-        with _replaced(path) as part:
+        with replaced(path) as part:
             save_file(tensors, part, metadata=metadata)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
 
 
 @contextlib.contextmanager
-def _replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path) -> Iterator[Path]:
     """A new file to write; where that ends without an error, it takes the place of `path` and is on the disk."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)  # of a run that was killed, or a link, which is not followed

@@ -2,5 +2,4 @@
 """On-policy data: what the target itself writes, kept as token ids.
 
 template.py (prompts, the beginning of a user turn) -> write.py (requests and answers, by an engine) -> output.py (file)
-journal.py keeps what the engine has ended and the file does not hold yet
 """

@@ -32,6 +32,8 @@ class Continuation(NamedTuple):
 class Engine(Protocol):
     """Many requests at once, each ended on its own."""
 
+    generated: int  # tokens so far, those of requests that go on included
+
     def submit(self, request: Request) -> None:
         """Queue a request."""
 

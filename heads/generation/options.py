@@ -16,7 +16,7 @@ class DataOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str = Field(description="target: a causal LM folder or hub name that vLLM can load")
-    out: str = Field(description=".jsonl file to write; a stopped run continues after the last chat in it")
+    out: str = Field(description=".jsonl file to write; a stopped run continues with the chats that it lacks")
     prompts: tuple[str, ...] = Field(
         (), description="files of prompts to answer (chats, prompts, token ids, text); without them the model writes "
         "the user turns itself, after the beginning of its chat template (Magpie, arXiv 2406.08464)",

@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of chats: a line each, in the order of their numbers, so that a run continues after the last one."""
+"""The file of chats: a line each, appended as a chat ends, and put in the order of their numbers where a run ends.
+
+Which numbers a run begins depends on the options alone (write.py), and what it says of each on its seed. A run that
+continues leaves out what is in the file and the user turns that were dropped, which stand in a hidden file beside it:
+however often a run was killed, it ends with the file of a run that was not.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_ppd.heads.files import replaced
 from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.heads.quote import place, quoted
 from vllm_ppd.heads.training import TrainingError
 
@@ -31,82 +38,110 @@ class Chat(BaseModel):
     index: int = Field(ge=0)  # of the prompt, or of the attempt at a user turn
 
 
+class _Line(NamedTuple):
+    """Where a chat stands in the file."""
+
+    number: int
+    start: int  # byte
+    size: int  # bytes
+
+
 class ChatFile:
-    """A file that chats are appended to; a line that a kill has cut is dropped.
+    """A file that chats are appended to, with one writer at a time; a line that a kill has cut is dropped.
+
+    with ChatFile(path, essence) as file: read() to its end, then write() and drop().
 
     Args:
         path: the .jsonl file.
         essence: options that all its chats share; kept in a hidden file beside it.
-
-    Raises:
-        TrainingError: if the file was written with other options, or is not of `ppd data`.
     """
 
     def __init__(self, path: Path, essence: dict[str, Any]) -> None:
-        self.path, self.count, self.tokens, self.next_index = path, 0, 0, 0
+        self.path, self.count, self.tokens = path, 0, 0
+        self.decided: set[int] = set()  # numbers whose chat is in the file, or that have none
         self._options, self._essence = path.with_name(f".{path.name}.options.json"), essence
-        self._whole = 0  # bytes of lines that were read
-        if path.exists() and path.stat().st_size:
-            self._check_options()
+        self._dropped = path.with_name(f".{path.name}.dropped")  # numbers, a line each
+        self._lines: list[_Line] = []
+        self._end, self._is_read = 0, False
+
+    def __enter__(self) -> ChatFile:
+        """Open the file for reading and further chats.
+
+        Raises:
+            InUse: if another process writes it.
+            TrainingError: if it was written with other options, or is not of `ppd data`.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(writing_file(self.path))
+            fresh = not self.path.exists() or not self.path.stat().st_size
+            if not fresh:
+                self._check_options()
+            write_text(self._options, json.dumps(self._essence, indent=2) + "\n")
+            self._file = stack.enter_context(self.path.open("ab"))
+            self._drops = stack.enter_context(self._dropped.open("wb" if fresh else "ab", buffering=0))
+            self._stack = stack.pop_all()
+        return self
 
     def read(self) -> Iterator[Chat]:
-        """The chats of earlier runs, which are counted.
+        """The chats of earlier runs, in the order of the file; they are counted.
 
         Raises:
             TrainingError: on a line that is not a chat.
         """
-        if not self.path.exists():
-            return
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
-                    return
+                    break
                 try:
                     chat = Chat.model_validate_json(line)
                 except ValidationError:
                     raise TrainingError(
-                        f"{place(self.path, number)} is damaged; delete this line and those after it to continue there"
+                        f"{place(self.path, number)} is damaged; delete this line and run the command again"
                     ) from None
-                self._whole += len(line)
-                self._count(chat)
+                self._count(chat, len(line))
                 yield chat
-
-    def __enter__(self) -> ChatFile:
-        """Open the file for further chats.
-
-        Raises:
-            TrainingError: if another run writes to it.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise TrainingError(f"--out {place(self.path)} is written by another run; give another file") from None
-        write_text(self._options, json.dumps(self._essence, indent=2) + "\n")
-        self._file.truncate(self._whole)
-        return self
+        self._file.truncate(self._end)
+        *numbers, cut = self._dropped.read_bytes().split(b"\n")
+        self.decided |= {int(number) for number in numbers if number.isdigit()}
+        self._drops.truncate(self._dropped.stat().st_size - len(cut))
+        self._is_read = True
 
     def write(self, chat: Chat) -> None:
         """Append a chat."""
-        self._file.write(chat.model_dump_json().encode() + b"\n")
-        self._count(chat)
+        line = chat.model_dump_json().encode() + b"\n"
+        self._file.write(line)
+        self._file.flush()
+        self._count(chat, len(line))
         if self.count % SYNC_EVERY == 0:
-            self._sync()
+            os.fsync(self._file.fileno())
+
+    def drop(self, index: int) -> None:
+        """Note that a number has no chat."""
+        self._drops.write(b"%d\n" % index)
+        self.decided.add(index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sync()
-        self._file.close()
+        with self._stack:
+            os.fsync(self._file.fileno())
+            if self._is_read and (kind is None or issubclass(kind, KeyboardInterrupt)):
+                self._sort()
 
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    def _sort(self) -> None:
+        ordered = sorted(self._lines)
+        if ordered == self._lines:
+            return
+        with replaced(self.path.resolve()) as part, self.path.open("rb") as file, part.open("wb") as sorted_file:
+            for line in ordered:
+                file.seek(line.start)
+                sorted_file.write(file.read(line.size))
 
-    def _count(self, chat: Chat) -> None:
-        self.count, self.next_index = self.count + 1, chat.index + 1
+    def _count(self, chat: Chat, size: int) -> None:
+        self._lines.append(_Line(chat.index, self._end, size))
+        self._end += size
+        self.decided.add(chat.index)
+        self.count += 1
         self.tokens += len(chat.prompt_token_ids) + len(chat.token_ids)
 
     def _check_options(self) -> None:

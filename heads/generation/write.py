@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer: user turns and responses as one stream of requests, results kept in order."""
+"""The writer: user turns and responses as one stream of requests; a chat is in the file as soon as it has ended.
+
+Numbers are begun in order, and only while the chats in the file and those that are begun are fewer than wanted. So the
+file ends with the first numbers that give a chat, in whatever order they ended and wherever earlier runs were killed.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
@@ -32,11 +37,9 @@ class Writer:
     def __init__(self, options: DataOptions, engine: Engine, file: ChatFile, report: Report) -> None:
         self.options, self.engine, self.file, self.report = options, engine, file, report
         self.running = 0  # requests in the engine
-        self.open = 0  # chats that were begun, and are neither written nor given up
+        self.open = 0  # chats that were begun, and are neither written nor dropped
         self.prompts: deque[tuple[int, list[int]]] = deque()  # to be answered, with their numbers
         self._answering: dict[int, list[int]] = {}
-        self._ended: dict[int, Chat | None] = {}  # None: nothing is written for this number
-        self._cursor = file.next_index  # the first number that is not decided
 
     def write(self, more: Callable[[], bool], wanted: float) -> None:
         """Write until so many chats are in the file, or there are no more.
@@ -56,16 +59,11 @@ class Writer:
             for ended in self.engine.step():
                 self.running -= 1
                 self._take(ended)
-            self._write_in_order()
             self.report(self)
 
     def begin(self, index: int, prompt: list[int]) -> None:
         """Queue a prompt."""
         self.prompts.append((index, prompt))
-
-    def give_up(self, index: int) -> None:
-        """Leave a number out."""
-        self._ended[index] = None
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request)
@@ -80,18 +78,12 @@ class Writer:
 
     def _take(self, ended: Continuation) -> None:
         index = int(ended.key.removeprefix(ASSISTANT))
-        self._ended[index] = Chat(
+        chat = Chat(
             prompt_token_ids=self._answering.pop(index), token_ids=ended.ids, index=index,
             finish_reason="stop" if ended.finish_reason == "stop" else "length",
         )  # fmt: skip
-
-    def _write_in_order(self) -> None:
-        while self._cursor in self._ended:
-            chat = self._ended.pop(self._cursor)
-            if chat is not None:
-                self.file.write(chat)
-            self.open -= 1
-            self._cursor += 1
+        self.file.write(chat)
+        self.open -= 1
 
 
 class PromptWriter(Writer):
@@ -99,7 +91,7 @@ class PromptWriter(Writer):
 
     def answer(self, prompts: Iterator[list[int]], wanted: float) -> None:
         """Answer prompts in order, those that the file has left out, until so many chats are in it."""
-        rest = ((index, ids) for index, ids in enumerate(prompts) if index >= self._cursor)
+        rest = ((index, ids) for index, ids in enumerate(prompts) if index not in self.file.decided)
 
         def more() -> bool:
             found = next(rest, None)
@@ -129,21 +121,21 @@ class ChatWriter(Writer):
             TrainingError: if the model writes no usable user turn.
         """
         self._template, self._seen, self._turn = template, seen, template.user_turn()
-        self._asked = self._known = self._cursor  # the next number to ask for, and to look at
-        self._turns: dict[int, Continuation] = {}
+        self._numbers = (number for number in itertools.count() if number not in self.file.decided)
+        self._asked: deque[int] = deque()  # user turns that are not known yet, in order
+        self._turns: dict[int, Continuation] = {}  # those of them that have ended
         self.refused: Counter[str] = Counter()
         self._refused_in_a_row = 0
         self.write(self._ask, wanted)
 
     def _ask(self) -> bool:
-        options, turn = self.options, self._turn
+        options, turn, number = self.options, self._turn, next(self._numbers)
         request = Request(
-            f"{USER} {self._asked}", turn.prefix, options.user_temperature, options.user_top_p,
-            options.user_max_tokens, seed_of(options.seed, self._asked, USER), turn.stop_ids, turn.stop_text,
-            wants_text=True,
+            f"{USER} {number}", turn.prefix, options.user_temperature, options.user_top_p, options.user_max_tokens,
+            seed_of(options.seed, number, USER), turn.stop_ids, turn.stop_text, wants_text=True,
         )  # fmt: skip
         self.submit(request)
-        self._asked += 1
+        self._asked.append(number)
         self.open += 1
         return True
 
@@ -152,17 +144,18 @@ class ChatWriter(Writer):
             super()._take(ended)
             return
         self._turns[int(ended.key.removeprefix(USER))] = ended
-        while self._known in self._turns:
-            turn = self._turns.pop(self._known)
+        while self._asked and self._asked[0] in self._turns:
+            number = self._asked.popleft()
+            turn = self._turns.pop(number)
             prompt = self._template.prompt([{"role": USER, "content": turn.text.strip()}])
             refusal = self._refusal(turn, prompt)
             if refusal is None:
-                self.begin(self._known, prompt)
+                self.begin(number, prompt)
             else:
-                self.give_up(self._known)
+                self.file.drop(number)
+                self.open -= 1
                 self.refused[refusal] += 1
             self._refused_in_a_row = 0 if refusal is None else self._refused_in_a_row + 1
-            self._known += 1
         if self._refused_in_a_row >= MOST_REFUSED:
             reasons = ", ".join(f"{number} {reason}" for reason, number in self.refused.most_common(3))
             raise TrainingError(f"the last {MOST_REFUSED} user turns are not usable ({reasons}); give --prompts")

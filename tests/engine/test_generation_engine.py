@@ -70,6 +70,16 @@ def test_requests_are_sampled_as_they_ask(engine: generation.OfflineEngine, mode
     assert {len(ended.ids) for ended in found.values() if ended.finish_reason == "length"} == {12}
 
 
+def test_tokens_are_counted_as_they_are_generated(engine: generation.OfflineEngine) -> None:
+    before = engine.generated
+    engine.submit(Request("counted", PROMPT, 0.0, 1.0, 6, 1))
+    counts, ended = [], []
+    while not ended:
+        ended = engine.step()
+        counts.append(engine.generated - before)
+    assert counts == sorted(counts) and counts[0] < counts[-1] == len(ended[0].ids)
+
+
 def test_requests_end_as_they_ask(engine: generation.OfflineEngine) -> None:
     words = run(engine, Request("text", PROMPT, 0.0, 1.0, 12, 1, wants_text=True))["text"]
     stop = words.ids[4]

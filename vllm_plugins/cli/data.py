@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from vllm_ppd.heads.quote import place
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     from transformers import AutoTokenizer
 
     from vllm_ppd.heads.data.files import expand
-    from vllm_ppd.heads.generation.journal import Journal
     from vllm_ppd.heads.generation.prompts import read_prompts
     from vllm_ppd.heads.generation.template import ChatTemplate
     from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter
@@ -59,22 +59,24 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     wanted = options.number or (math.inf if options.prompts else NUMBER)
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     template = None if options.prompts else ChatTemplate(tokenizer, options.system)
-    seen = {template.key(chat.prompt_token_ids) if template else b"" for chat in file.read()}
-    if file.count >= wanted:
-        return
-    unwritten = file.path.with_name(f".{file.path.name}.unwritten.jsonl")
-    with (
-        file, _Bar(file, wanted) as bar,
-        Journal(OfflineEngine(options), unwritten, file.next_index, options.essence()) as engine,
-    ):  # fmt: skip
-        if template is None:
-            PromptWriter(options, engine, file, bar.show).answer(read_prompts(options, tokenizer), wanted)
-        else:
-            ChatWriter(options, engine, file, bar.show).converse(template, seen, int(wanted))
+    with file:
+        seen = {template.key(chat.prompt_token_ids) if template else b"" for chat in file.read()}
+        if file.count >= wanted:
+            return
+        if file.count:
+            continued = f"continues after {file.count:,} chats, {file.tokens:,} tokens with their prompts"
+            print(f"vllm-ppd: {place(file.path)} {continued}", file=sys.stderr, flush=True)
+        with _Bar(file, wanted) as bar:
+            engine = OfflineEngine(options)
+            bar.start()
+            if template is None:
+                PromptWriter(options, engine, file, bar.show).answer(read_prompts(options, tokenizer), wanted)
+            else:
+                ChatWriter(options, engine, file, bar.show).converse(template, seen, int(wanted))
 
 
 class _Bar:
-    """Chats, tokens and tokens a second; seldom where nobody watches."""
+    """Chats that have ended, and tokens as they are generated; seldom where nobody watches."""
 
     def __init__(self, file: ChatFile, wanted: float) -> None:
         every = 0.5 if sys.stderr.isatty() else 20
@@ -82,7 +84,7 @@ class _Bar:
         self._bar = tqdm(
             desc="writing chats", initial=file.count, total=total, unit=" chats", mininterval=every, miniters=0
         )
-        self._before, self._started = file.tokens, 0.0
+        self._started = 0.0
 
     def __enter__(self) -> _Bar:
         self._bar.set_postfix_str("loading the model")
@@ -91,9 +93,14 @@ class _Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
+    def start(self) -> None:
+        """Count seconds from now on."""
+        self._started = time.monotonic()
+        self._bar.set_postfix_str("0 tokens")
+
     def show(self, writer: Writer) -> None:
-        self._started = self._started or time.monotonic()
-        tokens = writer.file.tokens
-        rate = (tokens - self._before) / max(time.monotonic() - self._started, 1e-3)
+        """Tell what the engine has generated in this run, user turns included."""
+        tokens = writer.engine.generated
+        rate = tokens / max(time.monotonic() - self._started, 1e-3)
         self._bar.set_postfix_str(f"{tokens:,} tokens, {rate:.0f}/s, {writer.open} begun", refresh=False)
         self._bar.update(writer.file.count - self._bar.n)

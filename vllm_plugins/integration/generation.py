@@ -24,6 +24,8 @@ class OfflineEngine:
     """
 
     def __init__(self, options: DataOptions) -> None:
+        self.generated = 0
+        self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of requests that go on
         self._on_cpu = platform.is_cpu()
         arguments = _cpu_arguments(options) if self._on_cpu else {"dtype": options.precision}
         if options.kv_cache_gib is not None:
@@ -40,17 +42,22 @@ class OfflineEngine:
             temperature=request.temperature, top_p=1.0 if own else request.top_p, max_tokens=request.max_tokens,
             seed=request.seed, stop_token_ids=list(request.stop_ids) or None,
             stop=[request.stop_text] if request.stop_text else None, detokenize=request.wants_text,
-            extra_args={TOP_P: request.top_p} if own else None, output_kind=platform.final_output_only(),
+            extra_args={TOP_P: request.top_p} if own else None, output_kind=platform.new_output_only(),
         )  # fmt: skip
         self._engine.add_request(request.key, {"prompt_token_ids": request.prompt}, params)
 
     def step(self) -> list[Continuation]:
-        return [_continuation(output) for output in self._engine.step() if output.finished]
-
-
-def _continuation(output: Any) -> Continuation:
-    written = output.outputs[0]
-    return Continuation(output.request_id, list(written.token_ids), written.text, str(written.finish_reason))
+        ended = []
+        for output in self._engine.step():
+            new = output.outputs[0]
+            ids, text = self._written.setdefault(output.request_id, ([], []))
+            ids += new.token_ids
+            text.append(new.text)
+            self.generated += len(new.token_ids)
+            if output.finished:
+                del self._written[output.request_id]
+                ended.append(Continuation(output.request_id, ids, "".join(text), str(new.finish_reason)))
+        return ended
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:

@@ -122,11 +122,11 @@ def sampling_params(**settings: Any) -> Any:
     return SamplingParams(**settings)
 
 
-def final_output_only() -> Any:
-    """The output kind of a request whose tokens are wanted once it has ended."""
+def new_output_only() -> Any:
+    """The output kind of a request whose tokens are handed out as they are generated, each once."""
     from vllm.sampling_params import RequestOutputKind
 
-    return RequestOutputKind.FINAL_ONLY
+    return RequestOutputKind.DELTA
 
 
 def invalid_request(message: str, parameter: str) -> Exception:

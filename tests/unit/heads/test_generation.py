@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import random
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,12 @@ import torch
 
 from vllm_ppd.heads.generation import write
 from vllm_ppd.heads.generation.engine import Continuation, Engine, Request
-from vllm_ppd.heads.generation.journal import Journal
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.output import Chat, ChatFile
 from vllm_ppd.heads.generation.prompts import read_prompts
 from vllm_ppd.heads.generation.template import ChatTemplate
 from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter, Writer
+from vllm_ppd.heads.locking import InUse
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.kernels.sampling import Sampling, truncated
 from vllm_ppd.kernels.top_p import BEST, mask_top_p
@@ -47,6 +50,7 @@ class FakeEngine:
     def __init__(self, order: int = 0, stop_after: int | None = None) -> None:
         self.requests: dict[str, tuple[int, Request]] = {}
         self.order, self.stop_after, self.steps, self.most = random.Random(order), stop_after, 0, 0
+        self.generated = 0
 
     def submit(self, request: Request) -> None:
         assert request.key not in self.requests
@@ -55,6 +59,7 @@ class FakeEngine:
 
     def step(self) -> list[Continuation]:
         self.steps += 1
+        self.generated += len(self.requests)
         if self.steps == self.stop_after:
             raise KeyboardInterrupt
         self.requests = {key: (left - 1, request) for key, (left, request) in self.requests.items()}
@@ -85,23 +90,21 @@ Run = Callable[..., list[dict[str, Any]]]
 
 
 def write_prompts(path: Path, engine: Engine, wanted: float = float("inf"), count: int = 40) -> list[Any]:
-    file = ChatFile(path, options().essence())
-    list(file.read())
-    with file:
+    with ChatFile(path, options().essence()) as file:
+        list(file.read())
         PromptWriter(options(), engine, file, nothing).answer(iter([[i + 1, 5] for i in range(count)]), wanted)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_chats(path: Path, engine: Engine, wanted: int = 12) -> list[Any]:
     template = ChatTemplate(tokenizer(), None)
-    file = ChatFile(path, options().essence())
-    seen = {template.key(chat.prompt_token_ids) for chat in file.read()}
-    with file:
+    with ChatFile(path, options().essence()) as file:
+        seen = {template.key(chat.prompt_token_ids) for chat in file.read()}
         ChatWriter(options(), engine, file, nothing).converse(template, seen, wanted)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_prompts_are_answered_in_order(tmp_path: Path) -> None:
+def test_a_file_is_in_the_prompts_order_in_the_end(tmp_path: Path) -> None:
     engine = FakeEngine()
     chats = write_prompts(tmp_path / "a.jsonl", engine)
     assert engine.most == 7
@@ -127,38 +130,71 @@ def test_a_stopped_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> N
 
 
 @pytest.mark.parametrize("run", [write_prompts, write_chats])
-def test_what_was_computed_is_kept(tmp_path: Path, run: Run) -> None:
-    """Also what ended before a chat that took longer; a cut line, and a journal of other options, are dropped."""
-    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 12)
-    path, journal = tmp_path / "stopped.jsonl", tmp_path / "journal"
-    asked: list[str] = []
+def test_what_has_ended_is_in_the_file_and_is_not_asked_for_again(tmp_path: Path, run: Run) -> None:
+    """Whatever began before it and has not ended yet; dropped user turns are not written again either."""
+    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 15)
+    path, asked, ended = tmp_path / "stopped.jsonl", [], []
 
     class Counted(FakeEngine):
         def submit(self, request: Request) -> None:
             asked.append(request.key)
             super().submit(request)
 
-    def once(engine: FakeEngine, **essence: Any) -> list[Any]:
-        file = ChatFile(path, options().essence())
-        list(file.read())
-        with Journal(engine, journal, file.next_index, essence) as kept:
-            return run(path, kept, 12)
+        def step(self) -> list[Continuation]:
+            found = super().step()
+            ended.extend(one.key for one in found)
+            return found
 
-    for stop_after in (6, 3):
-        with pytest.raises(KeyboardInterrupt):
-            once(Counted(stop_after, stop_after))
-        with journal.open("a") as file:
-            file.write('{"key": "user 3"')
-    ended = [json.loads(line)["key"] for line in journal.read_text().splitlines()[1:-1]]
-    before = len(asked)
-    assert once(Counted(order=4)) == whole
-    assert ended and not set(ended) & set(asked[before:])
-    assert not journal.exists()
-    kept = Journal(FakeEngine(), journal, 0, {"temperature": 1.0})
-    kept.submit(Request("user 1", [1], 1.0, 1.0, 4, 0))
-    while not kept.step():
-        continue
-    assert [len(Journal(FakeEngine(), journal, 0, {"temperature": t})._known) for t in (1.0, 0.5, 1.0)] == [1, 0, 0]
+    with pytest.raises(KeyboardInterrupt):
+        run(path, Counted(6, 5 if run is write_prompts else 12), 15)
+    answered = {int(key.split()[1]) for key in ended if key.startswith(write.ASSISTANT)}
+    chats = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {chat["index"] for chat in chats} == answered
+    assert 0 < len(answered) <= max(answered), "a chat was held back by one before it"
+    dropped = set(map(int, (tmp_path / ".stopped.jsonl.dropped").read_text().split()))
+    assert bool(dropped) == (run is write_chats)
+    asked.clear()
+    assert run(path, Counted(order=4), 15) == whole
+    assert not (answered | dropped) & {int(key.split()[1]) for key in asked}
+
+
+@pytest.mark.parametrize("run", [write_prompts, write_chats])
+def test_a_killed_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> None:
+    """SIGKILL after some steps of the engine, again and again: processes that end without a word."""
+    whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 12)
+    path, kills = tmp_path / "killed.jsonl", 0
+
+    class Killed(FakeEngine):
+        def step(self) -> list[Continuation]:
+            if self.steps == 3 * (kills + 1):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().step()
+
+    def is_killed() -> bool:
+        if not (child := os.fork()):
+            try:
+                run(path, Killed(kills), 12)
+            finally:
+                os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    while is_killed():
+        kills += 1
+    assert kills
+    assert [json.loads(line) for line in path.read_text().splitlines()] == whole
+
+
+def test_tokens_are_counted_before_the_first_chat_has_ended(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with ChatFile(tmp_path / "a.jsonl", options().essence()) as file:
+        list(file.read())
+        writer = PromptWriter(
+            options(), FakeEngine(3), file, lambda writer: seen.append((writer.engine.generated, writer.file.count))
+        )
+        writer.answer(iter([[i + 1, 5] for i in range(40)]), 40)
+    assert seen[0][0] == 7, "the first step of seven requests"
+    assert any(tokens and not count for tokens, count in seen)
+    assert all(after[0] > before[0] for before, after in itertools.pairwise(seen))
 
 
 def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
@@ -246,29 +282,36 @@ def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:
         list(read_prompts(options(prompts=(str(path),), max_length=60), words))
 
 
-def chat_file(path: Path, **changes: Any) -> Iterator[Chat]:
-    return ChatFile(path, options(**changes).essence()).read()
+def chats_of(path: Path, **changes: Any) -> list[Chat]:
+    with ChatFile(path, options(**changes).essence()) as file:
+        return list(file.read())
 
 
 def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_prompts(path, FakeEngine(), 5)
-    assert len(list(chat_file(path, number=9, batch=1, precision="float32"))) == 5
+    assert len(chats_of(path, number=9, batch=1, precision="float32")) == 5
     with pytest.raises(TrainingError, match=r"was written with temperature=0\.8, and this run has 0\.5: give the same"):
-        chat_file(path, temperature=0.5)
+        chats_of(path, temperature=0.5)
     good = path.read_bytes()
     path.write_bytes(good.replace(b'"stop"', b'"what"', 1))
-    with pytest.raises(TrainingError, match=r"a\.jsonl:\d is damaged; delete this line and those after it"):
-        list(chat_file(path))
+    with pytest.raises(TrainingError, match=r"a\.jsonl:\d is damaged; delete this line and run the command again"):
+        chats_of(path)
     path.write_bytes(good)
-    first = ChatFile(path, options().essence())
-    list(first.read())
-    with first, pytest.raises(TrainingError, match="is written by another run"), ChatFile(path, options().essence()):
-        pass
-    assert path.read_bytes() == good
     (tmp_path / ".a.jsonl.options.json").unlink()
     with pytest.raises(TrainingError, match="is not of this command; give another file"):
-        chat_file(path)
+        chats_of(path)
+
+
+def test_a_file_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_prompts(path, FakeEngine(), 5)
+    with ChatFile(path, options().essence()) as first:
+        list(first.read())
+        with pytest.raises(InUse, match=rf"a\.jsonl is being written by process {os.getpid()} \(.*; wait for it"):
+            write_prompts(path, FakeEngine(), 9)
+        first.write(Chat(prompt_token_ids=[6, 5], token_ids=[1], finish_reason="length", index=5))
+    assert len(chats_of(path)) == 6
 
 
 @pytest.mark.parametrize("vocabulary", [40, 5 * BEST])

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One writer for a folder or a file: a lock beside what is written, which ends with the process that holds it.
+
+Readers take no lock. The kernel drops it with its process, so that a kill leaves at most a file that locks nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
+
+LONGEST_HOLDER = 150  # characters of what a message says of the process that writes
+
+_locks: set[int] = set()  # descriptors that this process holds
+
+
+class InUse(HeadsError):
+    """A folder or file that another process is writing."""
+
+
+@contextlib.contextmanager
+def writing_folder(folder: str | os.PathLike[str], named: str = "--out") -> Iterator[None]:
+    """Be the only writer of a folder, which is made if it is missing, and removed again if it stays empty.
+
+    Args:
+        folder: what is written.
+        named: what a message calls it, before its path.
+
+    Raises:
+        InUse: if another process is writing it.
+        OSError: if the folder cannot be made or written.
+    """
+    folder = Path(folder)
+    fresh = not folder.exists()
+    try:
+        with _locked(folder / ".lock", f"{named} {place(folder)}", "folder"):
+            yield
+    finally:
+        if fresh:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def writing_file(path: str | os.PathLike[str], named: str = "--out") -> Iterator[None]:
+    """Be the only writer of a file; its folder is made if it is missing.
+
+    Raises:
+        InUse, OSError: as writing_folder.
+    """
+    path = Path(path)
+    real = path.resolve()
+    with _locked(real.with_name(f".{real.name}.lock"), f"{named} {place(path)}", "file"):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(lock: Path, what: str, kind: str) -> Iterator[None]:
+    descriptor = _take(lock, what, kind)
+    _locks.add(descriptor)
+    try:
+        yield
+    finally:
+        if descriptor in _locks:  # not in a child that was forked meanwhile
+            _locks.discard(descriptor)
+            with contextlib.suppress(OSError):
+                lock.unlink()
+            os.close(descriptor)
+
+
+def _take(lock: Path, what: str, kind: str) -> int:
+    """A descriptor that holds the lock, with a note of who holds it in the file."""
+    while True:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except FileNotFoundError:  # whoever held it has removed an empty folder
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise InUse(f"{what} is being written by {holder}; wait for it, or give another {kind}") from None
+        except OSError:
+            pass  # a file system without locks
+        # Whoever held it may have removed the file since it was opened.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, _note().encode(errors="replace"), 0)
+                return descriptor
+        os.close(descriptor)
+
+
+def _note() -> str:
+    """This process, for those that find the lock taken: its host, and what it is."""
+    words = list(sys.orig_argv)
+    if len(words) > 1 and not words[1].startswith("-"):  # a script, and no `python -m`
+        del words[0]
+    words[0] = Path(words[0]).name
+    command = shortened(shlex.join(words), LONGEST_VALUE)
+    return f"{platform.node()}\nprocess {os.getpid()} ({command}, since {time.strftime('%Y-%m-%d %H:%M')})"
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds a lock, as its note says."""
+    host, _, process = os.pread(descriptor, 1024, 0).decode(errors="replace").partition("\n")
+    if not process:
+        return "another process"
+    return shortened(process if host == platform.node() else f"{process} on {host}", LONGEST_HOLDER)
+
+
+def _release_in_child() -> None:
+    """A forked child, such as an engine that outlives its parent, must not hold the parent's locks."""
+    for descriptor in _locks:
+        os.close(descriptor)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
