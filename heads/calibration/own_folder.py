@@ -10,25 +10,37 @@ import torch
 
 from vllm_ppd.heads.card import NAME as CARD
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.files import check_is_folder
 from vllm_ppd.heads.hub import folder_of, hub_name
 from vllm_ppd.heads.io import CONFIG_NAME, WEIGHTS_NAME, load_tensors
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
 
 
+def check_own_folder(heads: str, out: str | None) -> None:
+    """Refuse heads that cannot be calibrated in place, where no copy is asked for.
+
+    Raises:
+        HeadsError: if they are on the Hub, or no folder.
+    """
+    if out is not None:
+        return
+    if hub_name(heads) is not None:
+        raise HeadsError(f"heads {quoted(heads)} are on the Hub; give --out DIR for a copy with their calibration")
+    check_is_folder(heads)
+
+
 def own_folder(heads: str, out: str | None) -> str:
     """Where to calibrate heads; a copy that an earlier run made is gone on with.
 
     Args:
-        heads: a folder, or a name on the Hub, whose cache is not written to.
+        heads: a folder, or with `out` a name on the Hub, whose cache is not written to.
         out: folder of the copy (None: no copy).
 
     Raises:
-        HeadsError: if heads on the Hub have no `out`, or if that holds anything else.
+        HeadsError: if `out` holds anything else.
     """
     if out is None:
-        if hub_name(heads) is not None:
-            raise HeadsError(f"heads {quoted(heads)} are on the Hub; give --out DIR for a copy with their calibration")
         return heads
     config, tensors = load_tensors(heads)
     folder = Path(out)

@@ -14,7 +14,7 @@ import torch
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.own_folder import own_folder
+from vllm_ppd.heads.calibration.own_folder import check_own_folder, own_folder
 from vllm_ppd.heads.calibration.recommend import recommend
 from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
@@ -23,6 +23,7 @@ from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
+from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_check import check_on_disk
@@ -178,14 +179,22 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     """Measure heads and write calibration.json into their folder; finished parts of a stopped run are kept.
 
     Raises:
+        InUse: if another process writes the folder.
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
-    options = options.model_copy(update={"heads": own_folder(options.heads, options.out)})
+    check_own_folder(options.heads, options.out)
+    with writing_folder(options.out or options.heads, "--out" if options.out else "heads folder"):
+        return _calibrate(options.model_copy(update={"heads": own_folder(options.heads, options.out)}))
+
+
+def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
     calibration = Calibration(options)
     path = Path(options.heads) / NAME
     essence = options.model_dump(mode="json", exclude={"out", "recommend", "device", "batch"})
     stamp = os.stat(Path(options.heads) / "model.safetensors").st_mtime_ns
     result = continued(path, {"options": essence, "heads_stamp": stamp, "parts": {}, "digests": {}})
+    if result["parts"]:
+        print(f"continues after {', '.join(result['parts'])}", flush=True)
     for name, part in HEADS[calibration.config.kind].parts.items():
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)

@@ -16,11 +16,13 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.files import expand
-from vllm_ppd.heads.io import CONFIG_NAME, save_heads, write_text
+from vllm_ppd.heads.io import save_heads, write_text
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.curve import POINTS, Curve, Point
 from vllm_ppd.heads.training.evaluation import BEST, Evaluation, Progress, evaluate
+from vllm_ppd.heads.training.folder import unfinished_run
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.order import Order
@@ -34,10 +36,7 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.token_files import check_same_tokens
 from vllm_ppd.heads.training.tokens import TokenStore
 
-WORK = ".training"  # inside the heads folder while a run is unfinished
 DIVERGED = 3.0  # times the best smoothed loss
-# A run may continue with these changed.
-FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
 
 
 def train(options: TrainingOptions) -> dict[str, Any]:
@@ -47,14 +46,18 @@ def train(options: TrainingOptions) -> dict[str, Any]:
         The provenance that was written beside the heads, evaluation included.
 
     Raises:
+        InUse: if another run writes the folder.
         TrainingError: on bad input or a diverging loss; what was trained so far stays on disk.
         Stopped: after Ctrl-C or a termination signal, with the checkpoint written.
     """
-    out = Path(options.out)
-    work = out / WORK
-    _check_folder(options, out, work)
-    expand(options.data)  # a missing file is told before the target loads
     processes = Processes(options.device)
+    with unfinished_run(options, processes.is_main) as work:
+        return _train(options, processes, work)
+
+
+def _train(options: TrainingOptions, processes: Processes, work: Path) -> dict[str, Any]:
+    out = work.parent
+    expand(options.data)  # a missing file is told before the target loads
     if processes.is_main:
         print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
     dtype = getattr(torch, options.precision)
@@ -100,22 +103,6 @@ def _store(options: TrainingOptions, target: Target, work: Path) -> TokenStore:
     )  # fmt: skip
 
 
-def _check_folder(options: TrainingOptions, out: Path, work: Path) -> None:
-    """Refuse a folder that holds finished heads or a run with other options."""
-    facts = peek_facts(work)
-    if facts is None:
-        if (out / CONFIG_NAME).exists():
-            raise TrainingError(f"--out {str(out)!r} already holds heads or a model; delete it or give another folder")
-        return
-    ours, theirs = options.essence(), facts.options
-    for name in sorted(set(ours) | set(theirs)):
-        if ours.get(name) != theirs.get(name) and name not in FREE_TO_CHANGE:
-            raise TrainingError(
-                f"--out {str(out)!r} holds an unfinished run with {name}={theirs.get(name)!r}, and this one has "
-                f"{ours.get(name)!r}: give the same options to continue it, or another folder"
-            )
-
-
 class _Run:
     """One training run over its steps."""
 
@@ -147,9 +134,17 @@ class _Run:
             check_same_tokens(work / NAME, facts.tokens, store.manifest.digest)
             self.step, self.seconds, self.before = facts.step, facts.seconds, facts.before
             self.smoothed, self.best, self.held_out = facts.smoothed, facts.best, facts.held_out
+            self._say_where()
         self.saved = self.step
         self.curve = Curve(work.parent, self.step, processes.is_main)
         self.losses: list[float] = []  # since the curve's last line
+
+    def _say_where(self) -> None:
+        """Where a run continues."""
+        if self.processes.is_main:
+            tokens = self.step * self.options.batch_size * self.options.sequence_length
+            where = f"step {self.step} of {self.steps}, after {tokens:,} tokens"
+            print(f"vllm-ppd: {place(self.work.parent)} continues at {where}", file=sys.stderr, flush=True)
 
     def train(self) -> dict[str, Any]:
         """All remaining steps, and the evaluation before the first and after the last."""
@@ -172,7 +167,7 @@ class _Run:
                     if stop or (self.step % options.save_every == 0 and self.step > self.saved):
                         self._save(self.seconds + time.monotonic() - started)
                     if stop:
-                        raise Stopped(f"stopped at step {self.step} of {self.steps}; the same command continues it")
+                        raise Stopped(self.step, self.steps)
                     self._update(optimizer, loss)
                     progress.set_postfix(step=f"{self.step}/{self.steps}", loss=f"{loss:.4f}")
                     if options.evaluate_every and self.step % options.evaluate_every == 0:

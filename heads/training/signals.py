@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and termination signals that end a run after its current step."""
+"""Ctrl-C and termination signals: they end a run after its current step, or at once where nothing is to be saved."""
 
 from __future__ import annotations
 
@@ -11,6 +11,29 @@ from typing import Any
 
 class Stopped(KeyboardInterrupt):
     """The user stopped the run; its checkpoint is on disk."""
+
+    def __init__(self, step: int, steps: int | None = None) -> None:
+        """Args: the step that the run continues from, and how many it has (None: not known yet)."""
+        of = "" if steps is None else f" of {steps}"
+        super().__init__(f"stopped at step {step}{of}; the same command continues it")
+
+
+@contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does: a KeyboardInterrupt, after which files and processes are closed."""
+
+    def interrupt(number: int, _: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        previous = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 GROUP_LACKS = frozenset({"plain", "medusa", "eagle", "draft_model", "also", "drafts", "temperatures"})
@@ -80,7 +81,8 @@ def add(subparsers: Any) -> None:
 
 def run(kind: Kind, args: argparse.Namespace) -> int:
     options = options_from(_of_benchmarks(kind.options), args)
-    text = _of_benchmarks(kind.run)(options)
+    with writing_file(options.out):  # runs add to what earlier ones have left there
+        text = _of_benchmarks(kind.run)(options)
     print(text if text is not None else "nothing was measured")
     print(f"\nwrote {options.out}" if text is not None else "")
     return int(text is None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point of `ppd`. Bad input ends with one line and exit code 2, a stopped run with 130."""
+"""The entry point of `ppd`. Bad input ends with one line and exit code 2, Ctrl-C or SIGTERM with one line and 130."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from vllm_ppd.heads.training.signals import termination_as_interrupt
+
     args = make_parser().parse_args(argv)
     try:
-        return args.run(args)
+        with termination_as_interrupt():
+            return args.run(args)
     except KeyboardInterrupt as stopped:
         print(f"ppd: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
         return 130

@@ -25,6 +25,7 @@ from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.evaluation import Evaluation
+from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Train = Callable[..., Path]
@@ -198,7 +199,7 @@ def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_p
     """kill -9 at any moment, here in the middle of saving after every step."""
     out = tmp_path / "heads"
     argv = command(tiny_model(), data, out, "--steps", "400", "--save-every", "1")
-    state = out / loop.WORK / "state.safetensors"
+    state = out / WORK / "state.safetensors"
     run = subprocess.Popen(
         [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *argv], stderr=subprocess.DEVNULL, cwd=tmp_path
     )
@@ -227,7 +228,7 @@ def test_diverging_loss_stops_and_keeps_the_last_good(
     stop_at(monkeypatch, 6)
     with pytest.raises(loop.Stopped):
         train()
-    state = tmp_path / "heads" / loop.WORK / "state.safetensors"
+    state = tmp_path / "heads" / WORK / "state.safetensors"
     good = state.read_bytes()
     with pytest.raises(TrainingError, match=r"diverged at step 6.*checkpoint of step 5 is kept.*lower --learning-rate"):
         train(learning_rate=1e9, gradient_clip=1.0, save_every=1)
@@ -253,7 +254,7 @@ def test_full_disk_loses_nothing(
     monkeypatch.setattr(files, "save_file", full)
     assert main(argv) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("ppd: error: the disk is full")
-    state = tmp_path / "heads" / loop.WORK / "state.safetensors"
+    state = tmp_path / "heads" / WORK / "state.safetensors"
     assert json.loads(_facts(state))["step"] == 2
     assert not list(state.parent.glob("*.part"))
     assert main(argv) == 0

@@ -22,6 +22,7 @@ from torch import nn
 
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
 from vllm_ppd.heads.training.tokens import FILES, TokenStore
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -172,7 +173,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     write_texts(data, patterned_texts(61, 6))
     with pytest.raises(TrainingError, match="was trained on other tokens: the data or the tokenizer has changed"):
         loop.train(options)
-    state = out / loop.WORK / NAME
+    state = out / WORK / NAME
     good = state.read_bytes()
     state.write_bytes(good[: len(good) // 2])
     argv = [
@@ -187,7 +188,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     assert "delete the folder .training there to start again" in line
     state.write_bytes(good)
     data.write_text(text)
-    (out / loop.WORK / "train.ids").write_bytes(b"")
+    (out / WORK / "train.ids").write_bytes(b"")
     assert main(argv) == 0
     facts = json.loads((out / "provenance.json").read_text())
     assert facts["documents_in_data"] == 60
