@@ -10,8 +10,26 @@ gpu/      everything to measure on a machine with a GPU
 results/  the kept results, and the page made of them
 """
 
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_ppd.heads.locking import InUse, writing_file, writing_folder
 from vllm_ppd.vllm_plugins.cli.arguments import UsageError
 
 
 class BenchError(UsageError):
     """Bad input, or an engine that did not start; the message is one line: what, where, what to do instead."""
+
+
+@contextlib.contextmanager
+def only_writer(out: Path, is_file: bool = False) -> Iterator[None]:
+    """What a script writes, locked against others; where another writes it, the script ends with one line."""
+    try:
+        with writing_file(out) if is_file else writing_folder(out):
+            yield
+    except InUse as error:
+        sys.exit(f"error: {error}")

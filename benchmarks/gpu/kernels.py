@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.gpu.entries import Entries
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -170,6 +171,12 @@ def main() -> None:
         args.batch, args.vocab, args.hidden, args.layers, args.repetitions = [1, 3], 1000, 64, 2, 3
     elif not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
+    with only_writer(args.out, is_file=True):
+        run(args)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure what the file lacks."""
     device = torch.device("cpu" if args.cpu else "cuda")
     results = Entries(args.out, {key: value for key, value in vars(args).items() if key != "out"})
     cold = torch.empty((1 if args.cpu else 512) << 20, dtype=torch.uint8, device=device)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.gpu.entries import Entries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -174,6 +175,12 @@ def main() -> int:
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
+    with only_writer(args.out):
+        return run_parts(args, parser)
+
+
+def run_parts(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Run what is missing or failed; 1 if a part fails."""
     kept = {key: value for key, value in vars(args).items() if key in ("cpu", "bandwidth", "peak")}
     results = Entries(args.out / "results.json", kept)
     planned = parts(args, write_model(args.out / "model", args.cpu))

@@ -14,6 +14,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_ppd.benchmarks import only_writer
+from vllm_ppd.heads.files import write_text
+
 # Tables, generated data and deliberately broken files teach a language model nothing.
 SKIPPED_PARTS = {"site-packages", "encodings", "pydoc_data", "cjkencodings", "lib2to3", "__pycache__"}
 SKIPPED_PREFIXES = ("bad", "badsyntax")
@@ -55,14 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for name, texts in zip(("train", "validation"), split(), strict=True):
-        lines = (json.dumps({"text": text}) + "\n" for text in texts)
-        part = args.out / f"{name}.jsonl.part"
-        with part.open("w") as file:
-            file.writelines(lines)
-        part.replace(args.out / f"{name}.jsonl")  # whole or not at all
-        print(f"{args.out / name}.jsonl: {len(texts)} documents")
+    with only_writer(args.out):
+        for name, texts in zip(("train", "validation"), split(), strict=True):
+            write_text(args.out / f"{name}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+            print(f"{args.out / name}.jsonl: {len(texts)} documents")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.stored import digest
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
@@ -270,8 +271,7 @@ def _tell(out: Path, **facts: Any) -> None:
 
 def count(text: str) -> int:
     """300M, 1.5B or 300000000."""
-    units = {"K": 1e3, "M": 1e6, "B": 1e9}
-    unit = units.get(text[-1:].upper(), 1)
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1)
     return round(float(text[:-1] if unit != 1 else text) * unit)
 
 
@@ -286,11 +286,12 @@ def main() -> None:
     args = parser.parse_args()
     try:
         model = args.out / "model"
-        widths, total = inflate_model(args.model, model, lambda own: args.parameters or round(args.factor * own))
-        print(f"{model}: {total:,} parameters, width x {widths.times}, {widths.neurons} neurons")
-        for folder in args.heads:
-            out = args.out / "heads" / folder.name
-            print(f"{out}: {inflate_heads(folder, model, out, widths).describe()}")
+        with only_writer(args.out):
+            widths, total = inflate_model(args.model, model, lambda own: args.parameters or round(args.factor * own))
+            print(f"{model}: {total:,} parameters, width x {widths.times}, {widths.neurons} neurons")
+            for folder in args.heads:
+                out = args.out / "heads" / folder.name
+                print(f"{out}: {inflate_heads(folder, model, out, widths).describe()}")
     except (ValueError, OSError) as error:
         sys.exit(f"inflate: {error}")
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.models.train import DEMO
 
 KINDS = ("early", "cp", "dynamo")
@@ -106,11 +107,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="show the commands that are left, and run none")
     args = parser.parse_args()
     try:
-        for step in steps(args.target, args.out):
-            if args.list and not step.done:
-                print(shlex.join(step.words))
-            elif not step.done:
-                step.run()
+        if args.list:
+            print(*(shlex.join(step.words) for step in steps(args.target, args.out) if not step.done), sep="\n")
+            return
+        with only_writer(args.out):
+            for step in steps(args.target, args.out):
+                if not step.done:
+                    step.run()
     except subprocess.CalledProcessError as error:
         sys.exit(f"{shlex.join(error.cmd)} ended with code {error.returncode}; the same command goes on there")
     except KeyboardInterrupt:

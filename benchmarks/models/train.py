@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.benchmarks.models.training import fit, muon_and_adamw, spaced, window
 from vllm_ppd.heads.training.provenance import provenance
@@ -87,7 +88,12 @@ def main() -> None:
     parser.add_argument("--muon-lr", type=float, default=0.02, help="peak rate of Muon: the layers' matrices")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    with only_writer(args.out):
+        train(args)
 
+
+def train(args: argparse.Namespace) -> None:
+    """Train and write the folder."""
     torch.manual_seed(args.seed)
     train_texts, validation_texts = split()
     tokenizer = build_tokenizer(train_texts, args.vocabulary)
@@ -98,7 +104,6 @@ def main() -> None:
 
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     optimizers = muon_and_adamw(model, matrices, args.muon_lr, args.lr)
-    args.out.mkdir(parents=True, exist_ok=True)
     checkpoint = args.out / "training.ckpt"
     first, spent = 0, 0.0
     if checkpoint.exists():

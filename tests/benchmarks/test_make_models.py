@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from conftest import ROOT
 
 from vllm_ppd.benchmarks.models.make_models import Step, main, steps
+from vllm_ppd.heads.locking import writing_file, writing_folder
+from vllm_ppd.heads.quote import place
 from vllm_ppd.vllm_plugins.cli.main import make_parser
 
 KINDS = ("early", "cp", "dynamo")
@@ -71,10 +75,10 @@ def test_steps_run_and_a_failure_is_one_line(
         Step(tmp_path / "never", [*python, "raise SystemExit(3)"]),
     ]  # fmt: skip
     monkeypatch.setattr("vllm_ppd.benchmarks.models.make_models.steps", lambda *_: todo)
-    monkeypatch.setattr(sys, "argv", ["make_models", "bytes", "--list"])
+    monkeypatch.setattr(sys, "argv", ["make_models", "bytes", "--out", str(tmp_path), "--list"])
     main()
     assert not made.exists() and len(capfd.readouterr().out.splitlines()) == 3
-    monkeypatch.setattr(sys, "argv", ["make_models", "bytes"])
+    monkeypatch.setattr(sys, "argv", ["make_models", "bytes", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="ended with code 3; the same command goes on there"):
         main()
     assert made.exists() and marked.exists()
@@ -83,3 +87,29 @@ def test_steps_run_and_a_failure_is_one_line(
 def test_make_calls_the_script() -> None:
     said = subprocess.run(["make", "-n", "bytes"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "-m vllm_ppd.benchmarks.models.make_models bytes --out build" in said
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        ("models.make_models", "inflated"),
+        ("models.corpus",),
+        ("models.train",),
+        ("models.inflate", "--model", "any", "--factor", "2"),
+        ("models.peers.train", "eagle"),
+        ("models.recipes", "--model", "any", "--data", "any"),
+        ("gpu.run", "--cpu"),
+        ("gpu.kernels", "--cpu"),
+    ],
+    ids=lambda script: script[0],
+)
+def test_scripts_leave_alone_what_another_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], script: tuple[str, ...]
+) -> None:
+    name, *words = script
+    monkeypatch.setattr(sys, "argv", [name, *words, "--out", str(tmp_path)])
+    with writing_folder(tmp_path), writing_file(tmp_path), pytest.raises(SystemExit) as ended:
+        import_module(f"vllm_ppd.benchmarks.{name}").main()
+    told = f"{ended.value} {capsys.readouterr().err}"
+    assert f"{place(tmp_path)} is being written by process {os.getpid()} (" in told
+    assert not list(tmp_path.iterdir())

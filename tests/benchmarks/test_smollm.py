@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from conftest import ROOT
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models import smollm
+from vllm_ppd.heads.quote import place
 
 
 def wheel(out: Path, content: bytes = b"GGUF") -> Path:
@@ -49,6 +53,27 @@ def test_what_is_there_is_checked_and_kept(
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(BenchError, match="does not load"):
         smollm.make(tmp_path)
+
+
+def test_the_second_of_two_builders_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while the first one converts; what that reads stays there."""
+    wheel(tmp_path)
+    second: list[subprocess.CompletedProcess[str]] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        command = [sys.executable, "-m", "vllm_ppd.benchmarks.models.smollm", "--out", str(tmp_path)]
+        second.append(subprocess.run(command, capture_output=True, text=True))
+        assert gguf.read_bytes() == b"GGUF"
+        folder.mkdir()
+
+    monkeypatch.setattr(smollm, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
+    monkeypatch.setattr(smollm, "convert", convert)
+    monkeypatch.setattr(smollm, "check", lambda _: None)
+    assert smollm.make(tmp_path) == tmp_path / "model"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    told = f"error: --out {place(tmp_path)} is being written by process {os.getpid()} ("
+    assert second[0].returncode == 1 and second[0].stderr.startswith(told), second[0].stderr
+    assert second[0].stderr.endswith("); wait for it, or give another folder\n")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.models.inflate import (
     HIDDEN,
     QUERY,
@@ -97,14 +98,15 @@ def main() -> None:
     for folder in args.peers:
         out = args.out / folder.name
         try:
-            if (folder / "tokenizer.json").exists():
-                checkpoint = Checkpoint(original)
-                shapes = {name: checkpoint.shape(name) for name in checkpoint.files}
-                neurons = json.loads((original / "config.json").read_text())["intermediate_size"]
-                factor = told["parameters"] / parameters(shapes, Widths(1, neurons))
-                inflate_model(folder, out, partial(_times, factor))
-            else:
-                inflate(folder, target, out)
+            with only_writer(out):
+                if (folder / "tokenizer.json").exists():
+                    checkpoint = Checkpoint(original)
+                    shapes = {name: checkpoint.shape(name) for name in checkpoint.files}
+                    neurons = json.loads((original / "config.json").read_text())["intermediate_size"]
+                    factor = told["parameters"] / parameters(shapes, Widths(1, neurons))
+                    inflate_model(folder, out, partial(_times, factor))
+                else:
+                    inflate(folder, target, out)
         except (ValueError, OSError) as error:
             sys.exit(f"inflate: {error}")
         print(out)

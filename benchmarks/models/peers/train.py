@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.models.peers.draft_model import DraftModel
 from vllm_ppd.benchmarks.models.peers.eagle import Eagle
 from vllm_ppd.benchmarks.models.peers.medusa import Medusa
@@ -52,8 +53,10 @@ def main() -> None:
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu (default), cuda, ...")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.out = args.out or Path("build/peers") / args.peer
     try:
-        train(args)
+        with only_writer(args.out):
+            train(args)
     except TrainingError as error:
         sys.exit(f"peers.train: {error}")
 
@@ -64,7 +67,7 @@ def train(args: argparse.Namespace) -> None:
     Raises:
         TrainingError: if the target or the data cannot be read.
     """
-    out = args.out or Path("build/peers") / args.peer
+    out = args.out
     torch.manual_seed(args.seed)
     target = Target(str(args.model), args.device, getattr(torch, args.precision))
     steps = args.steps or STEPS[args.peer]
