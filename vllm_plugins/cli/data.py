@@ -84,7 +84,7 @@ class _Bar:
         self._bar = tqdm(
             desc="writing chats", initial=file.count, total=total, unit=" chats", mininterval=every, miniters=0
         )
-        self._started = 0.0
+        self._started, self._has_shown = 0.0, False
 
     def __enter__(self) -> _Bar:
         self._bar.set_postfix_str("loading the model")
@@ -102,5 +102,6 @@ class _Bar:
         """Tell what the engine has generated in this run, user turns included."""
         tokens = writer.engine.generated
         rate = tokens / max(time.monotonic() - self._started, 1e-3)
-        self._bar.set_postfix_str(f"{tokens:,} tokens, {rate:.0f}/s, {writer.open} begun", refresh=False)
+        self._bar.set_postfix_str(f"{tokens:,} tokens, {rate:.0f}/s, {writer.open} begun", refresh=not self._has_shown)
+        self._has_shown = True
         self._bar.update(writer.file.count - self._bar.n)

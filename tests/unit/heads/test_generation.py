@@ -27,6 +27,7 @@ from vllm_ppd.heads.locking import InUse
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.kernels.sampling import Sampling, truncated
 from vllm_ppd.kernels.top_p import BEST, mask_top_p
+from vllm_ppd.vllm_plugins.cli.data import _Bar
 from vllm_ppd.vllm_plugins.cli.main import main
 
 END = 0
@@ -195,6 +196,16 @@ def test_tokens_are_counted_before_the_first_chat_has_ended(tmp_path: Path) -> N
     assert seen[0][0] == 7, "the first step of seven requests"
     assert any(tokens and not count for tokens, count in seen)
     assert all(after[0] > before[0] for before, after in itertools.pairwise(seen))
+
+
+def test_the_bar_shows_tokens_from_the_first_step_on(tmp_path: Path, capsys: Any) -> None:
+    with ChatFile(tmp_path / "a.jsonl", options().essence()) as file, _Bar(file, 40) as bar:
+        list(file.read())
+        bar.start()
+        PromptWriter(options(), FakeEngine(3), file, bar.show).answer(iter([[i + 1, 5] for i in range(40)]), 40)
+    shown = capsys.readouterr().err.split("\r")
+    assert [line for line in shown if "0/40" in line and " 7 tokens, " in line and "7 begun" in line], shown
+    assert "40/40" in shown[-1]
 
 
 def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
