@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -22,6 +23,12 @@ PLAIN = (
     "contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding where "
     "arctic-inference is installed; 'none' leaves all out"
 )
+
+
+def named(text: str) -> tuple[str, str]:
+    """The name and the file of NAME=FILE, or of FILE."""
+    name, equals, path = text.partition("=")
+    return (name, path) if equals and "/" not in name else (Path(text).stem, text)
 
 
 class BenchOptions(BaseModel):
@@ -96,6 +103,11 @@ class BenchOptions(BaseModel):
         if self.together and self.alive is None:
             raise ValueError("--together needs --alive: how many engines fit is not known before one has started")
         return self
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The data, to be looked at before an engine starts."""
+        return self.data
 
     @property
     def runs(self) -> list[Self]:

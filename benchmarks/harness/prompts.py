@@ -8,13 +8,14 @@ from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.order import from_the_middle, in_turns
 
 STRIDE = 4  # prompts' lengths from one prompt to the next in a long document: what they lead to should differ
 SHORTEST = 4  # tokens
 
 
 def read_prompts(
-    data: tuple[str, ...], model: str, longest: int, count: int, trust_remote_code: bool
+    data: tuple[str, ...], model: str, longest: int, count: int | None, trust_remote_code: bool
 ) -> list[list[int]]:
     """At most count prompts: one a document, then a second of each that is long enough, and so on.
 
@@ -22,39 +23,31 @@ def read_prompts(
 
     Args:
         data: .jsonl or .json files of prompt_token_ids, text or chats, plain text, or folders of them.
-        model: whose tokenizer reads text.
+        model: whose tokenizer reads text; it is loaded when a document is not token ids already.
         longest: tokens of a prompt at most; longer documents are cut, and prompts that have a response left out.
-        count: prompts wanted.
+        count: prompts wanted (None: all).
         trust_remote_code: run a tokenizer's own code.
 
     Raises:
         BenchError, TrainingError: if a file is missing or malformed, or holds no prompt.
     """
-    pieces = []
-    documents = read_documents(data, model, trust_remote_code)
-    for document in itertools.islice(documents.tokens(), count):
-        if document.prompt is not None and document.responses is not None:  # of `ppd data`
-            prompts = [document.prompt] if len(document.prompt) <= longest else []
-        else:
-            prompts = documents.special.pieces(document.ids, longest, STRIDE, shorter=True)
-        middle = len(prompts) // 2  # the beginnings of documents resemble each other
-        pieces.append(prompts[middle:] + prompts[:middle])
-    rows = itertools.zip_longest(*pieces)
-    found = [ids for row in rows for ids in row if ids is not None and len(ids) >= min(SHORTEST, longest)][:count]
-    if not found:
-        raise BenchError(
-            f"{', '.join(data)}: no document has {min(SHORTEST, longest)} tokens, or a prompt of up to {longest}; give "
-            "longer documents, or more --prompt-tokens"
-        )
-    return found
-
-
-def read_documents(data: tuple[str, ...], model: str, trust_remote_code: bool) -> Documents:
-    """The documents of the data; the model's tokenizer is loaded when one of them is not token ids already."""
 
     def load() -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
 
-    return Documents(data, load)
+    pieces, documents = [], Documents(data, load)
+    for document in itertools.islice(documents.tokens(), count):
+        if document.prompt is not None and document.responses is not None:  # of `ppd data`
+            prompts = [document.prompt] if len(document.prompt) <= longest else []
+        else:
+            prompts = documents.special.pieces(document.ids, longest, STRIDE, shorter=True)
+        pieces.append(from_the_middle(prompts))
+    found = [ids for ids in in_turns(pieces) if len(ids) >= min(SHORTEST, longest)][:count]
+    if not found:
+        raise BenchError(
+            f"{', '.join(data)}: no document has {min(SHORTEST, longest)} tokens, or a prompt of up to {longest}; give "
+            "longer documents, or more --prompt-tokens"
+        )
+    return found

@@ -22,12 +22,13 @@ from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.batch import repeats
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio
-from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype
+from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype, named
 from vllm_ppd.benchmarks.harness.process import EngineProcess
+from vllm_ppd.benchmarks.harness.prompts import read_prompts as cut_prompts
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers.drafting_cost import costs
-from vllm_ppd.benchmarks.papers.tasks import read_prompts
+from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
 from vllm_ppd.heads.calibration.tables import table as markdown
 from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.heads.planning.options import PlanOptions
@@ -74,6 +75,10 @@ class AcceptanceOptions(DecodeOptions):
     out: str = Field("acceptance.json", description="results; a stopped run goes on")
 
     @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(named(task)[1] for task in self.data)
+
+    @property
     def engine_arguments(self) -> dict[str, Any]:
         own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
         return {**super().engine_arguments, **own, **json.loads(self.engine)}
@@ -86,14 +91,7 @@ def run(options: AcceptanceOptions) -> str:
         BenchError, HeadsError: on input that does not fit, or if vLLM alone does not start.
         Stopped: on Ctrl-C.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-    if len(options.data) != 1:
-        raise BenchError("--data: one file of chats or prompts")
-    task = read_prompts(options.data[0], tokenizer, options.prompts, options.prompt_tokens)
-    if task is None:
-        raise BenchError(f"--data {options.data[0]}: texts; give chats (messages) or prompt_token_ids")
+    task = task_of(options)
     everyone = [fixed(one, options.drafts) for one in contenders(options) if one.name != CONTROL]
     runs = all_runs(options, everyone, task=task.name, prompts=len(task.prompts), left_out=task.left_out)
     size = options.batch_sizes[0]
@@ -110,6 +108,25 @@ def run(options: AcceptanceOptions) -> str:
         results.run |= {"predicted": predicted, "costs": counted}
         results.finish()
     return report(runs)
+
+
+def task_of(options: AcceptanceOptions) -> Task:
+    """The prompts of the file; of texts, pieces of up to --prompt-tokens.
+
+    Raises:
+        BenchError, TrainingError: if the file is missing or malformed, or holds no prompt.
+    """
+    from transformers import AutoTokenizer
+
+    if len(options.data) != 1:
+        raise BenchError("--data: give one file of chats, prompts or texts")
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    found = read_prompts(options.data[0], tokenizer, options.prompts, options.prompt_tokens)
+    if found is not None:
+        return found
+    name, path = named(options.data[0])
+    limits = options.prompt_tokens, options.prompts, options.trust_remote_code
+    return Task(name, path, cut_prompts((path,), options.model, *limits), texts=True)
 
 
 def report(found: Sequence[Measured]) -> str:

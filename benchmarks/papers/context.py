@@ -20,7 +20,7 @@ from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.results import Row
 from vllm_ppd.benchmarks.papers import Missing
 from vllm_ppd.benchmarks.papers.options import TablesOptions
-from vllm_ppd.benchmarks.papers.tasks import Group, Task, answers, counterpart, named, read_task
+from vllm_ppd.benchmarks.papers.tasks import Group, Task, answers, counterpart, read_task
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration, data_windows
 from vllm_ppd.heads.calibration.text import Texts, generate
@@ -71,10 +71,8 @@ class Context:
         """
         if folder not in self._calibrations:
             same = self.settings("model", "batch", "seed", "device", "trust_remote_code")
-            files = tuple(named(task)[1] for task in self.options.task)
-            options = CalibrationOptions(
-                **{"heads": folder, "data": files, "precision": self.options.dtype, "recommend": False, **same}
-            )
+            own = {"heads": folder, "data": self.options.files, "precision": self.options.dtype, "recommend": False}
+            options = CalibrationOptions(**{**own, **same})
             first = next(iter(self._calibrations.values()), None)
             self._calibrations[folder] = Calibration(options, first)
         return self._calibrations[folder]

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from vllm_ppd.benchmarks.harness.options import named
+
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -54,6 +56,11 @@ class TablesOptions(BaseModel):
     def _split(cls, value: Any) -> Any:
         parts = [value] if isinstance(value, str) else value
         return tuple(name for part in parts for name in part.replace(" ", "").split(",") if name)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The tasks' files, to be looked at before the target loads."""
+        return tuple(named(task)[1] for task in self.task)
 
     def essence(self) -> dict[str, Any]:
         """What tables must share to be the same; model, tasks and heads are told apart by their files."""

@@ -10,12 +10,12 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers import Measure, PaperTable, cp, dynamo, paradecode, ppd
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.render import render
-from vllm_ppd.benchmarks.papers.tasks import named
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.training.provenance import provenance

@@ -1,31 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tables are measured on: named files of chats, prompts or texts, and their categories.
 
-A record with `messages` is a chat: its turns up to the last of the user, through the chat template, are the prompt. One
-with `prompt_token_ids` is a prompt, as `ppd data` writes them. Other records are texts, whose middle gives prompts of
-one length.
+Chats, prompts and token ids are answered as records ask. Where one is a text, all are: prompts of one length come from
+the middle of each.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.heads.calibration.text import Texts, padded, take_prompts
-from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, values
-from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.order import in_turns
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
-CHATS = ("messages", "conversations")
-IDS = "prompt_token_ids"
 # Our names of tasks and categories that stand for a data set of the papers.
 COUNTERPARTS = {
     "SQUAD": ("squad", "qa"),
@@ -96,12 +91,6 @@ def counterpart(data_set: str, tasks: list[Task]) -> Group | None:
     return next((by_name[name] for name in wanted if name in by_name), None)
 
 
-def named(text: str) -> tuple[str, str]:
-    """The name and the file of NAME=FILE, or of FILE."""
-    name, equals, path = text.partition("=")
-    return (name, path) if equals and "/" not in name else (Path(text).stem, text)
-
-
 def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> Task:
     """A task of prompts, or of texts.
 
@@ -137,50 +126,17 @@ def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> T
     name, path = named(text)
     found: dict[str, list[list[int]]] = defaultdict(list)
     left_out = 0
-    for where, record in records(path):
-        if not isinstance(record, dict) or not (any(column in record for column in CHATS) or IDS in record):
+    documents = Documents([path], lambda: tokenizer, report=False)
+    for document in documents.tokens(prompts=True):
+        if document.prompt is None:
             return None
-        ids = _prompt(record, where, tokenizer)
-        if len(ids) <= longest:
-            found[str(record.get("category", ""))].append(ids)
-        left_out += len(ids) > longest
-    turns = itertools.zip_longest(*([(category, ids) for ids in rows] for category, rows in found.items()))
-    taken = [pair for turn in turns for pair in turn if pair is not None][:most]
+        if len(document.prompt) <= longest:
+            found[document.category].append(document.prompt)
+        left_out += len(document.prompt) > longest
+    documents.tell_skips()
+    taken = in_turns([(category, ids) for ids in rows] for category, rows in found.items())[:most]
     if not taken:
         raise BenchError(f"--task {name}: none of {left_out} prompts has up to {longest} tokens; give more --longest")
     taken.sort(key=lambda pair: len(pair[1]))
     categories = {one: [at for at, (own, _) in enumerate(taken) if own == one] for one in found if len(found) > 1}
     return Task(name, path, [ids for _, ids in taken], {k: v for k, v in categories.items() if v}, left_out=left_out)
-
-
-def records(path: str) -> Iterator[tuple[str, Any]]:
-    """(file and line, record) of a file or folder; the record of plain text is None."""
-    for file in expand([path]):
-        if file.suffix in LINES_SUFFIXES:
-            for number, line in lines(file):
-                if line.strip():
-                    yield place(file, number), parse(line, place(file, number))
-        elif file.suffix == JSON_SUFFIX:
-            yield from ((place(file, number), value) for number, value in values(file))
-        else:
-            yield place(file), None
-
-
-def _prompt(record: dict[str, Any], where: str, tokenizer: Any) -> list[int]:
-    if IDS in record:
-        return list(record[IDS])
-    return list(tokenizer(rendered(record, where, tokenizer), add_special_tokens=False)["input_ids"])
-
-
-def rendered(record: dict[str, Any], where: str, tokenizer: Any) -> str:
-    """A chat through the model's template, up to the user's last turn.
-
-    Raises:
-        BenchError: if it is no chat for the template.
-    """
-    messages = next(record[column] for column in CHATS if column in record)
-    try:
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        return str(tokenizer.apply_chat_template(messages[: last + 1], add_generation_prompt=True, tokenize=False))
-    except (KeyError, TypeError, ValueError) as error:
-        raise BenchError(f"{where}: no chat for this model's template ({type(error).__name__}: {error})") from None

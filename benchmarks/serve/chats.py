@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose prompts are the data's own chats, as those of Spec-Bench and GSM8K."""
+"""Requests whose prompts are what the data's records ask, as the chats of Spec-Bench and GSM8K."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Any
 import numpy as np
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.papers.tasks import CHATS, records, rendered
 from vllm_ppd.benchmarks.serve.options import ServeOptions
 from vllm_ppd.benchmarks.serve.workload import READ, Request, Texts, draw_lengths
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.records import Document
 
 
 class Chats(Texts):
-    """Chats up to the user's last turn, in an order drawn from the seed; lengths of the answers are drawn, too.
+    """Chats up to the user's last turn, prompts, token ids, and beginnings of texts, in an order drawn from the seed.
 
-    The answers' texts are pieces of the data: vLLM's load generator reads of them how many tokens to ask for.
+    Lengths of the answers are drawn, too. Their texts are pieces of the data: vLLM's load generator reads of them how
+    many tokens to ask for.
     """
 
     def __init__(self, options: ServeOptions) -> None:
         """Read them.
 
         Raises:
-            BenchError, TrainingError: as Texts, or if a record is no chat, or none fits half of the context.
+            BenchError, TrainingError: as Texts, or if no prompt fits half of the context.
         """
         super().__init__(options)
-        found = [text for path in options.data for text in self._prompts(path)]
+        documents = Documents(options.data, lambda: self.tokenizer, report=False)
+        found = [self._bare(self._asked(document)) for document in documents]
         self.prompts = [text for text in found if READ <= self._count(text) <= options.context // 2]
         if not self.prompts:
             raise BenchError(
@@ -52,13 +55,14 @@ class Chats(Texts):
             if self._fits(text):
                 return text
 
-    def _prompts(self, path: str) -> list[str]:
-        found = []
-        for where, record in records(path):
-            if not isinstance(record, dict) or not any(column in record for column in CHATS):
-                raise BenchError(f"{where}: no chat (messages), which --chats takes; leave --chats out")
-            found.append(self._bare(rendered(record, where, self.tokenizer)))
-        return found
+    def _asked(self, document: Document) -> str:
+        if document.prompt is not None:
+            return document.prompt
+        if document.ids is not None:
+            return str(self.tokenizer.decode(document.ids[: document.prompt_tokens]))
+        half = self.options.context // 2
+        ids = self.tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
+        return document.text if len(ids) <= half else self._text(ids[:half], half)
 
     def _bare(self, text: str) -> str:
         """Without the beginning that the server's tokenizer adds to a prompt by itself."""

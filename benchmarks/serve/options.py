@@ -44,8 +44,8 @@ class ServeOptions(BenchOptions):
     )
     requests: int = Field(32, ge=2, description="requests of a turn")
     chats: bool = Field(
-        False, description="prompts are the data's own chats (messages), through the model's chat template up to the "
-        "user's last turn, rather than pieces of its text"
+        False, description="prompts are what the data's records ask (chats through the model's chat template up to the "
+        "user's last turn, prompts, token ids), rather than pieces of its text"
     )  # fmt: skip
     prompt_tokens: int = Field(96, ge=SHORTEST, description="median of a prompt's tokens, whose lengths are log-normal")
     prompt_spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a prompt's tokens")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.harness.prompts import read_documents
 from vllm_ppd.benchmarks.serve.options import SHORTEST, ServeOptions
+from vllm_ppd.heads.data.documents import Documents
 
 READ = 4  # vLLM's ShareGPT loader leaves out what is shorter
 TRIES = 100  # pieces of text a request, of which one has tokens enough
@@ -67,7 +67,7 @@ class Texts:
         name = options.tokenizer or options.model
         self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
         self.stream: list[int] = []
-        documents = read_documents(options.data, name, options.trust_remote_code)
+        documents = Documents(options.data, lambda: self.tokenizer)
         for ids in documents.token_ids():
             self.stream += documents.special.bare(ids)  # the server adds its own to each prompt
             if len(self.stream) >= MOST_TOKENS:

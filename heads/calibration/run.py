@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,17 +21,22 @@ from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.card import write_card
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.files import expand
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
+from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.training.data_files import trained_on
 from vllm_ppd.heads.training.parallel import Processes
-from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.heads.training.provenance import provenance, provenance_of
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -182,12 +188,14 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
         InUse: if another process writes the folder.
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
+    check_data(options.data, options.prompts)
     check_own_folder(options.heads, options.out)
     with writing_folder(options.out or options.heads, "--out" if options.out else "heads folder"):
         return _calibrate(options.model_copy(update={"heads": own_folder(options.heads, options.out)}))
 
 
 def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
+    _warn_of_training_data(options)
     calibration = Calibration(options)
     path = Path(options.heads) / NAME
     essence = options.model_dump(mode="json", exclude={"out", "recommend", "device", "batch"})
@@ -218,6 +226,21 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
         write_text(path, json.dumps(result, indent=1) + "\n")
     write_card(options.heads, result)
     return result
+
+
+def _warn_of_training_data(options: CalibrationOptions) -> None:
+    try:
+        facts = provenance_of(options.heads)
+    except HeadsError:
+        return
+    seen = trained_on(expand(options.data), facts.data_files, facts.options.get("data") or ())
+    if seen:
+        more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
+        print(
+            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}: what is measured on it flatters "
+            "them; give --data that they have not seen",
+            file=sys.stderr,
+        )
 
 
 def _write_config(folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]) -> None:

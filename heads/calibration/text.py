@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.order import from_the_middle, in_turns
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -118,13 +119,11 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, r
         if len(ids) and max(ids) >= target.vocab_size:
             raise TrainingError(f"the tokenizer makes token id {max(ids)}, and the model knows {target.vocab_size}")
         pieces = documents.special.pieces(ids, length)
-        middle = len(pieces) // 2
         if pieces:  # a document that is too short must not count as one that was taken
-            rows.append(pieces[middle:] + pieces[:middle])
+            rows.append(from_the_middle(pieces))
         if len(rows) >= 4 * count:
             break
-    depth = max((len(pieces) for pieces in rows), default=0)
-    found = [pieces[level] for level in range(depth) for pieces in rows if level < len(pieces)][:count]
+    found = in_turns(rows)[:count]
     if len(found) < count:
         raise TrainingError(
             f"the data holds {len(found)} prompts of {length} tokens, and {count} are needed: give more data, or "
@@ -140,7 +139,8 @@ def record_prompts(data: Sequence[str], target: Target, count: int, longest: int
         TrainingError: if the data holds too few of at most `longest` tokens.
     """
     found: list[list[int]] = []
-    for document in Documents(data, lambda: target.tokenizer, report=False).tokens(prompts=True):
+    documents = Documents(data, lambda: target.tokenizer, report=False)
+    for document in documents.tokens(prompts=True):
         if document.prompt is None:
             return None
         if document.prompt and max(document.prompt) >= target.vocab_size:
@@ -150,10 +150,12 @@ def record_prompts(data: Sequence[str], target: Target, count: int, longest: int
         if 0 < len(document.prompt) <= longest:
             found.append(document.prompt)
         if len(found) == count:
+            documents.tell_skips()
             return padded(found, target.device)
+    skips = f" ({documents.skips()})" if documents.skipped else ""
     raise TrainingError(
-        f"the data holds {len(found)} prompts of up to {longest} tokens, and {count} are needed: give more data, or "
-        "smaller --prompts"
+        f"the data holds {len(found)} prompts of up to {longest} tokens, and {count} are needed{skips}: give "
+        "more data, or smaller --prompts"
     )
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_ppd.heads.data.files import JSON_SUFFIX, LINES_SUFFIXES, expand, lines, parse, pieces, values
-from vllm_ppd.heads.data.records import Document, Skipped, read_record
+from vllm_ppd.heads.data.chats import render
+from vllm_ppd.heads.data.files import expand, records
+from vllm_ppd.heads.data.records import Chat, Document, Skipped, parse_record
 from vllm_ppd.heads.data.special_tokens import NONE, SpecialTokens
 from vllm_ppd.heads.data.token_documents import TokenDocument, given, mask_of
 from vllm_ppd.heads.quote import place, shortened
@@ -63,8 +64,8 @@ class Documents:
                 if self.count + self.skipped.total() == before:
                     self._skip("an empty file", place(file))
         finally:
-            if self.skipped and self._report:
-                self._say(f"{self.skips()}, of {self.count + self.skipped.total()} records")
+            if self._report and self.skipped.total() > len(self.skipped):  # else each has been told by itself
+                self.tell_skips()
 
     def token_ids(self) -> Iterator[list[int]]:
         """The token ids of each document: of text as vLLM's server reads prompts, special tokens included; of chats as
@@ -94,7 +95,8 @@ class Documents:
         asked = {i: d.prompt for i, d in enumerate(documents) if prompts and d.prompt}
         answered = dict(zip(asked, tokenizer(list(asked.values()), **how)["input_ids"] if asked else (), strict=True))
         for i, (document, ids, where) in enumerate(zip(documents, found["input_ids"], places, strict=True)):
-            yield TokenDocument(list(ids), mask_of(document.responses, where), prompt=answered.get(i))
+            mask = mask_of(document.responses, where, len(ids))
+            yield TokenDocument(list(ids), mask, prompt=answered.get(i), category=document.category)
 
     def tokenizer(self) -> Any:
         """The tokenizer, loaded once."""
@@ -111,6 +113,11 @@ class Documents:
     def _special(self) -> SpecialTokens:
         return SpecialTokens.of(self.tokenizer())
 
+    def tell_skips(self) -> None:
+        """Say on stderr how many records were skipped and why, if any was."""
+        if self.skipped:
+            self._say(f"{self.skips()}, of {self.count + self.skipped.total()} records")
+
     def skips(self) -> str:
         """How many records were skipped and why, in one line; empty if none was."""
         if not self.skipped:
@@ -121,22 +128,14 @@ class Documents:
         return shortened(found, LONGEST_SUMMARY)
 
     def _of(self, file: Path) -> Iterator[Document]:
-        if file.suffix in LINES_SUFFIXES:
-            for number, line in lines(file):
-                if line.strip("\ufeff \t\r\n"):
-                    where = place(file, number)
-                    yield from self._record(parse(line, where), where)
-        elif file.suffix == JSON_SUFFIX:
-            for number, value in values(file):
-                yield from self._record(value, place(file, number))
-        else:
-            yield from map(Document, pieces(file))
-
-    def _record(self, record: Any, where: str) -> Iterator[Document]:
-        try:
-            yield read_record(record, where, self.tokenizer, self._system)
-        except Skipped as skipped:
-            self._skip(str(skipped), where)
+        for where, record in records(file):
+            try:
+                parsed = parse_record(record, where)
+                document = render(parsed, where, self.tokenizer(), self._system) if isinstance(parsed, Chat) else parsed
+            except Skipped as skipped:
+                self._skip(str(skipped), where)
+            else:
+                yield document
 
     def _skip(self, reason: str, where: str) -> None:
         if reason not in self.skipped and len(self.skipped) >= MOST_REASONS:

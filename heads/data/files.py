@@ -72,6 +72,27 @@ def _check_format(file: Path) -> None:
         raise TrainingError(f"{place(file, line)} is not UTF-8 text (a NUL byte); convert the file or leave it out")
 
 
+def is_records(file: Path) -> bool:
+    """Whether a file holds records; others are plain text."""
+    return file.suffix in LINES_SUFFIXES or file.suffix == JSON_SUFFIX
+
+
+def records(file: Path) -> Iterator[tuple[str, Any]]:
+    """(file and line, JSON value) of each record; of plain text (file, {"text": piece}).
+
+    Raises:
+        TrainingError: on what is not JSON, not UTF-8 or too long; names file and line.
+    """
+    if file.suffix in LINES_SUFFIXES:
+        for number, line in lines(file):
+            if line.strip("\ufeff \t\r\n"):
+                yield place(file, number), parse(line, place(file, number))
+    elif file.suffix == JSON_SUFFIX:
+        yield from ((place(file, number), value) for number, value in values(file))
+    else:
+        yield from ((place(file), {"text": piece}) for piece in pieces(file))
+
+
 def lines(file: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines, from 1.
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A record of a data file: text, a chat in one of the usual layouts, a prompt with its completion, or token ids."""
+"""A record of a data file: text, a chat in one of the usual layouts, a prompt with or without completion, or ids."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
@@ -19,7 +18,7 @@ ROLES = {  # of ShareGPT and its relatives, as chat templates name them
 }  # fmt: skip
 CHAT_COLUMNS = ("messages", "conversations")
 MOST_IDS = 1 << 31
-WANTED = "'text' (a string), 'messages' or 'conversations' (a chat), or 'prompt' and 'completion'"
+NEEDED = "'text', 'messages' or 'conversations' (a chat), 'prompt', or 'prompt_token_ids'"
 
 
 class Skipped(Exception):
@@ -37,45 +36,70 @@ class Document:
     responses: tuple[tuple[int, int], ...] | None = None  # where the text is the model's to write; None: unknown
     prompt_tokens: int | None = None  # of `ids`, where the record says what follows its prompt
     cut_off: bool = False  # the response goes on where the document ends
+    category: str = ""  # of the record's column of that name
+
+    @property
+    def asks(self) -> bool:
+        """Whether it says what the model is to continue."""
+        return self.prompt is not None or self.ids is not None
 
 
-def read_record(record: Any, where: str, tokenizer: Callable[[], Any], system: str | None = None) -> Document:
-    """The document of a record; of several columns, the first of `prompt_token_ids`, `text` and the chats that is set.
+@dataclass(frozen=True)
+class Chat:
+    """Messages with `role` and `content` strings, which a chat template makes a document."""
+
+    messages: list[dict[str, Any]]
+    system: str | None = None  # system prompt, where the messages have none
+    tools: list[Any] | None = None
+    category: str = ""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it says what the model is to continue: it has a user's turn."""
+        return any(message["role"] == "user" for message in self.messages)
+
+
+def parse_record(record: Any, where: str) -> Document | Chat:
+    """What a record holds; of several columns, the first of `prompt_token_ids`, `text`, the chats and `prompt`.
 
     Args:
         record: a JSON value.
         where: file and line, for errors.
-        tokenizer: called for its chat template, if the record is a chat.
-        system: system prompt of chats that have none.
 
     Raises:
-        Skipped: if the record is well formed and has nothing to read, or the chat template refuses it.
-        TrainingError: if it is malformed, or a chat for a tokenizer without a template.
+        Skipped: if the record is well formed and has nothing to read.
+        TrainingError: if it is malformed.
     """
     columns = {name: value for name, value in record.items() if not _missing(value)} if isinstance(record, dict) else {}
+    found = _parse(columns, record, where)
+    return replace(found, category=str(columns["category"])) if "category" in columns else found
+
+
+def _parse(columns: dict[str, Any], record: Any, where: str) -> Document | Chat:
     if "prompt_token_ids" in columns:
         return _tokens(columns, where)
     if "text" in columns:
         if not isinstance(columns["text"], str):
             raise TrainingError(f"{where}: 'text' is of type {type(columns['text']).__name__}; it must be a string")
-        return Document(_readable(columns["text"]))
+        return Document(readable(columns["text"]))
     for column in CHAT_COLUMNS:
         if column in columns:
-            return _chat(_turns(columns[column], column, where), {"system": system} | columns, where, tokenizer)
-    if "prompt" in columns and "completion" in columns:
-        return _completion({"system": system} | columns, where, tokenizer)
+            return _chat(_turns(columns[column], column, where), columns)
     names = set(record) if isinstance(record, dict) else set()
-    if names & {"prompt_token_ids", "text", *CHAT_COLUMNS} or names >= {"prompt", "completion"}:
+    if "prompt" in columns and ("completion" in columns or "completion" not in names):
+        return _prompt(columns, where)
+    if names & {"prompt_token_ids", "text", "prompt", *CHAT_COLUMNS}:
         raise Skipped("the text is null")
     found = shortened(", ".join(map(repr, sorted(names))), LONGEST_VALUE) if names else "no columns"
-    raise TrainingError(f"{where} has {found}; each record needs {WANTED}")
+    raise TrainingError(f"{where} has {found}; each record needs {NEEDED}")
 
 
 def _missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))  # NaN is pandas' null
 
 
-def _readable(text: str) -> str:
+def readable(text: str) -> str:
+    """A text with characters that can be tokenised, or Skipped."""
     if not text:
         raise Skipped("the text is empty")
     try:
@@ -104,66 +128,23 @@ def _token_ids(columns: dict[str, Any], name: str, where: str) -> list[int]:
     return ids
 
 
-def _completion(columns: dict[str, Any], where: str, tokenizer: Callable[[], Any]) -> Document:
-    """A prompt and its completion: two strings, two lists of messages, or one of each."""
-    prompt, completion = columns["prompt"], columns["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        text = _readable(prompt + completion)
-        return Document(text, prompt=prompt, responses=((len(prompt), len(text)),))
+def _prompt(columns: dict[str, Any], where: str) -> Document | Chat:
+    """A prompt, alone or with its completion; each is a string or a list of messages."""
+    parts = {name: columns[name] for name in ("prompt", "completion") if name in columns}
+    if all(isinstance(value, str) for value in parts.values()):
+        prompt, text = parts["prompt"], readable("".join(parts.values()))
+        return Document(text, prompt=prompt, responses=((len(prompt), len(text)),) if len(parts) > 1 else ())
     messages = []
-    for name, role in (("prompt", "user"), ("completion", "assistant")):
-        value = columns[name]
+    for (name, value), role in zip(parts.items(), ("user", "assistant"), strict=False):
         if not isinstance(value, str | list):
             raise TrainingError(f"{where}: '{name}' is of type {type(value).__name__}; it must be a string or a chat")
         messages += _turns([{"role": role, "content": value}] if isinstance(value, str) else value, name, where)
-    return _chat(messages, columns, where, tokenizer)
+    return _chat(messages, columns)
 
 
-def _chat(
-    messages: list[dict[str, Any]], columns: dict[str, Any], where: str, tokenizer: Callable[[], Any]
-) -> Document:
-    """Messages in the words of the chat template."""
-    template = tokenizer()
-    if not getattr(template, "chat_template", None):
-        raise TrainingError(f"{where} is a chat, and this model's tokenizer has no chat template; give 'text' instead")
+def _chat(messages: list[dict[str, Any]], columns: dict[str, Any]) -> Chat:
     system, tools = columns.get("system"), columns.get("tools")
-    if isinstance(system, str) and system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    more = {"tools": tools} if isinstance(tools, list) and tools else {}
-
-    def rendered(count: int, asked: bool = False) -> str:
-        how = {"add_generation_prompt": True} if asked else {}
-        return str(template.apply_chat_template(messages[:count], tokenize=False, **how, **more))
-
-    try:
-        text = rendered(len(messages))
-    except Exception as error:  # a template is a program, and may raise anything
-        reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
-        raise Skipped(f"the chat template refuses it ({reason})") from None
-    last = max((i + 1 for i, message in enumerate(messages) if message["role"] == "user"), default=0)
-    try:
-        prompt = rendered(last, asked=True) if last else None
-        turns = [(rendered(i, asked=True), rendered(i + 1)) for i in _answers(messages)]
-    except Exception:  # it may refuse a chat that goes on
-        prompt, turns = None, []
-    return Document(_readable(text), is_chat=True, prompt=prompt, responses=_responses(text, turns))
-
-
-def _answers(messages: list[dict[str, Any]]) -> list[int]:
-    """The assistant's messages that follow another's."""
-    roles = [message["role"] for message in messages]
-    return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
-
-
-def _responses(text: str, turns: list[tuple[str, str]]) -> tuple[tuple[int, int], ...] | None:
-    """Where the responses of a rendered chat are: from what the server would read before each to the end of its turn.
-
-    None if there is none, or if the template changes a turn once the chat goes on (it may drop its reasoning).
-    """
-    ends = [(before, after.rstrip()) for before, after in turns]
-    if not all(after.startswith(before) and text.startswith(after) for before, after in ends):
-        return None
-    return tuple((len(before), len(after)) for before, after in ends) or None
+    return Chat(messages, system if isinstance(system, str) else None, tools if isinstance(tools, list) else None)
 
 
 def _turns(messages: Any, column: str, where: str) -> list[dict[str, Any]]:

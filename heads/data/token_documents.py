@@ -21,6 +21,7 @@ class TokenDocument:
     responses: np.ndarray | None = None  # [ids] bool; None: nothing says what is prompt and what is response
     cut_off: bool = False  # the response goes on where the document ends
     prompt: list[int] | None = None  # what the record says is to be answered, as vLLM's server reads it
+    category: str = ""  # of the record's column of that name
 
     def counted(self) -> np.ndarray:
         """Tokens whose prediction heads learn by default: [ids] bool."""
@@ -32,18 +33,22 @@ def given(document: Document) -> TokenDocument | None:
     if document.ids is None:
         return None
     if document.prompt_tokens is None:
-        return TokenDocument(document.ids, prompt=document.ids)
+        return TokenDocument(document.ids, prompt=document.ids, category=document.category)
     responses = np.arange(len(document.ids)) >= document.prompt_tokens
-    return TokenDocument(document.ids, responses, document.cut_off, document.ids[: document.prompt_tokens])
+    prompt = document.ids[: document.prompt_tokens]
+    return TokenDocument(document.ids, responses, document.cut_off, prompt, document.category)
 
 
-def mask_of(spans: Spans | None, offsets: Sequence[tuple[int, int]] | None) -> np.ndarray | None:
+def mask_of(spans: Spans | None, offsets: Sequence[tuple[int, int]] | None, count: int) -> np.ndarray | None:
     """Which tokens begin within spans of the text; those that stand for no text are as the one before.
 
     Args:
         spans: of characters.
         offsets: first and last character of each token.
+        count: of tokens.
     """
+    if spans == ():
+        return np.zeros(count, dtype=np.bool_)
     if spans is None or offsets is None:
         return None
     places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)

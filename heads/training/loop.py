@@ -15,12 +15,13 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.card import write_card
-from vllm_ppd.heads.data.files import expand
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.io import save_heads, write_text
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.curve import POINTS, Curve, Point
+from vllm_ppd.heads.training.data_files import data_files
 from vllm_ppd.heads.training.evaluation import BEST, Evaluation, Progress, evaluate
 from vllm_ppd.heads.training.folder import unfinished_run
 from vllm_ppd.heads.training.optimizer import Muon
@@ -50,14 +51,17 @@ def train(options: TrainingOptions) -> dict[str, Any]:
         TrainingError: on bad input or a diverging loss; what was trained so far stays on disk.
         Stopped: after Ctrl-C or a termination signal, with the checkpoint written.
     """
+    check_data(options.data)
+    files = [file.model_dump() for file in data_files(options.data)]  # they may be gone at the end
     processes = Processes(options.device)
     with unfinished_run(options, processes.is_main) as work:
-        return _train(options, processes, work)
+        return _train(options, processes, work, files)
 
 
-def _train(options: TrainingOptions, processes: Processes, work: Path) -> dict[str, Any]:
+def _train(
+    options: TrainingOptions, processes: Processes, work: Path, files: list[dict[str, Any]]
+) -> dict[str, Any]:
     out = work.parent
-    expand(options.data)  # a missing file is told before the target loads
     if processes.is_main:
         print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
     dtype = getattr(torch, options.precision)
@@ -88,7 +92,7 @@ def _train(options: TrainingOptions, processes: Processes, work: Path) -> dict[s
         config = recipe.config()
         config = config.model_copy(update={"verifier": stored_name(config.verifier, out)})
         save_heads(out, config, recipe.tensors())
-        facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), **facts)
+        facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), data_files=files, **facts)
         write_text(out / "provenance.json", json.dumps(facts, indent=2) + "\n")
         write_card(out)
         shutil.rmtree(work)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object
 from vllm_ppd.heads.io import first_problem
+from vllm_ppd.heads.training.data_files import DataFile
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes
@@ -73,6 +74,7 @@ class Provenance(BaseModel):
     held_out_before: dict[str, Any] = Field(default_factory=dict)
     held_out_after: dict[str, Any] = Field(default_factory=dict)
     options: dict[str, Any] = Field(default_factory=dict)
+    data_files: list[DataFile] = Field(default_factory=list)
 
 
 def provenance_of(folder: str | os.PathLike[str]) -> Provenance:

@@ -114,10 +114,10 @@ def test_lists_are_written_with_commas(options: Callable[..., AcceptanceOptions]
     assert (found.temperatures, found.batch_sizes) == ((0.0, 0.8), (4,))
 
 
-def test_texts_are_refused(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
+def test_texts_that_are_too_short_are_refused(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a"}\n')
-    with pytest.raises(BenchError, match=r"texts; give chats \(messages\) or prompt_token_ids"):
+    with pytest.raises(BenchError, match="no document has 4 tokens, or a prompt of up to 1536; give longer documents"):
         run(options(data=(str(texts),)))
 
 

@@ -13,6 +13,7 @@ import tiny
 from conftest import patterned_texts, write_texts
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers import Missing, PaperTable, Row, Verdict, ppd
 from vllm_ppd.benchmarks.papers.context import Context
@@ -21,7 +22,7 @@ from vllm_ppd.benchmarks.papers.paradecode_texts import predictions, unverified
 from vllm_ppd.benchmarks.papers.published import PARADECODE, PPD, rates_of
 from vllm_ppd.benchmarks.papers.render import render
 from vllm_ppd.benchmarks.papers.run import chosen, make_tables
-from vllm_ppd.benchmarks.papers.tasks import Task, named
+from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.text import generate
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.vllm_plugins.cli.main import main

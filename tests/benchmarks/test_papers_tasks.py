@@ -14,9 +14,10 @@ import torch
 from conftest import DEMO, patterned_texts, write_texts
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.papers.dynamo import recipe_of
 from vllm_ppd.benchmarks.papers.intervals import over_texts, rises
-from vllm_ppd.benchmarks.papers.tasks import Task, answers, counterpart, groups_of, named, read_task
+from vllm_ppd.benchmarks.papers.tasks import Task, answers, counterpart, groups_of, read_task
 from vllm_ppd.heads.calibration.text import Texts, generate
 from vllm_ppd.heads.training.target import Target
 

@@ -76,9 +76,12 @@ def test_beginning_that_the_server_adds_is_not_there_twice(tokenizer: str, tmp_p
     assert chats._bare(f"{tiny.END}[user] question") == "[user] question"
 
 
+def test_texts_are_cut_to_half_of_the_context(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "a long text " * 100}) + "\n")
+    chats = Chats(options(tokenizer, (str(tmp_path / "text.jsonl"),)))
+    assert [len(chats.tokenizer(text)["input_ids"]) for text in chats.prompts] == [128]
+
+
 def test_what_is_refused(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "no chat " * 100}) + "\n")
-    with pytest.raises(BenchError, match=r"text.jsonl:1: no chat \(messages\), which --chats takes"):
-        Chats(options(tokenizer, (str(tmp_path / "text.jsonl"),)))
     with pytest.raises(BenchError, match=r"none of 8 prompts has up to 32 tokens; give more --context"):
         Chats(options(tokenizer, data_of(tmp_path), context=64))

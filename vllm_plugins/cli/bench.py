@@ -8,6 +8,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
@@ -81,6 +82,7 @@ def add(subparsers: Any) -> None:
 
 def run(kind: Kind, args: argparse.Namespace) -> int:
     options = options_from(_of_benchmarks(kind.options), args)
+    check_data(getattr(options, "files", ()))
     with writing_file(options.out):  # runs add to what earlier ones have left there
         text = _of_benchmarks(kind.run)(options)
     print(text if text is not None else "nothing was measured")

@@ -49,13 +49,13 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     """Write the chats that the file lacks."""
     from transformers import AutoTokenizer
 
-    from vllm_ppd.heads.data.files import expand
+    from vllm_ppd.heads.data.check import check_data
     from vllm_ppd.heads.generation.prompts import read_prompts
     from vllm_ppd.heads.generation.template import ChatTemplate
     from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter
     from vllm_ppd.vllm_plugins.integration.generation import OfflineEngine
 
-    expand(options.prompts)  # a missing file is told before the model loads
+    check_data(options.prompts)
     wanted = options.number or (math.inf if options.prompts else NUMBER)
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     template = None if options.prompts else ChatTemplate(tokenizer, options.system)

@@ -207,7 +207,7 @@ def test_many_reasons(tmp_path: Path, capsys: Any) -> None:
     ("line", "message"),
     [
         ("{", "a.jsonl:2 is not JSON"),
-        ('{"prompt": "x", "chosen": "y"}', "a.jsonl:2 has 'chosen', 'prompt'; each record needs 'text'"),
+        ('{"question": "x", "chosen": "y"}', "a.jsonl:2 has 'chosen', 'question'; each record needs 'text'"),
         ('{"prompt": "x", "completion": 3}', "a.jsonl:2: 'completion' is of type int"),
         ("[1]", "a.jsonl:2 has no columns"),
         ('{"text": 3}', "a.jsonl:2: 'text' is of type int"),

@@ -26,6 +26,7 @@ from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
 from vllm_ppd.heads.training.evaluation import Evaluation
 from vllm_ppd.heads.training.folder import WORK
+from vllm_ppd.heads.training.provenance import provenance_of
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Train = Callable[..., Path]
@@ -88,6 +89,7 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     check_folder(folder, kind)
     files = ["README.md", "config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
     assert sorted(p.name for p in folder.iterdir()) == files
+    assert [file.name for file in provenance_of(folder).data_files] == ["data.jsonl"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
