@@ -15,6 +15,7 @@ from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.hub import hub_name
+from vllm_ppd.heads.in_words import in_words
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.training.provenance import Provenance, provenance_of
 
@@ -97,7 +98,7 @@ def _training(facts: Provenance | None) -> Iterator[str]:
     yield table(["", "value"], [[name, str(value)] for name, value in shown.items() if value is not None])
     if facts.held_out_after:
         rows = [
-            [name, json.dumps(facts.held_out_before.get(name)), json.dumps(after)]
+            [name, in_words(facts.held_out_before.get(name)), in_words(after)]
             for name, after in facts.held_out_after.items()
         ]
         yield table(["held out", "before", "after"], rows)

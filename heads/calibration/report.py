@@ -6,21 +6,39 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.in_words import setting_in_words
 from vllm_ppd.heads.registry import HEADS
+
+LABELS = {
+    "default_exit_layers": "exit layer", "num_speculative_tokens": "drafts a step",
+    "draft_vocab_size": "draft vocabulary", "cycle_in_passes": "passes a step",
+}  # fmt: skip
+APART = {"predicted_speedup", "acceptance_length", "calibration"}
 
 
 def report(result: dict[str, Any]) -> str:
     """Markdown: every part's tables, then the recommendation."""
     parts, blocks = result["parts"], [f"{result['kind']} heads for {result['target']}; {result['machine']}"]
     blocks += [*HEADS[result["kind"]].tables(parts, result["options"]), _timing(parts["timing"])]
-    chosen = result["recommendation"]
-    settings = {k: v for k, v in chosen.items() if k not in ("predicted_speedup", "acceptance_length")}
-    blocks.append(
-        f"Recommended (sampled texts, batch 1): {settings}; acceptance length {chosen.get('acceptance_length')}, "
-        f"predicted speed-up {chosen['predicted_speedup']}x"
-        + ("" if chosen["predicted_speedup"] > 1 else ": no setting of these heads gains on this text")
-    )
+    blocks.append(_recommended(result["recommendation"]))
     return "\n\n".join(blocks)
+
+
+def _recommended(chosen: dict[str, Any]) -> str:
+    gains = chosen["predicted_speedup"] > 1
+    blame = "" if gains else ": no setting of these heads gains on this text"
+    if "acceptance_length" not in chosen:
+        return f"Recommended: no drafting{blame}"
+    settings = [
+        f"{LABELS.get(name, name)} {setting_in_words(name, value)}"
+        for name, value in chosen.items() if name not in APART
+    ]  # fmt: skip
+    text = (
+        f"Recommended (sampled texts, batch 1): {'; '.join(settings)}; acceptance length "
+        f"{chosen['acceptance_length']:.3f}, predicted speed-up {chosen['predicted_speedup']:.2f}x{blame}"
+    )
+    measured = chosen.get("calibration")
+    return text if measured is None else f"{text}\n\nBy load: {setting_in_words('calibration', measured)}"
 
 
 def _timing(found: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
     from vllm_ppd.heads.calibration.stored import NAME as CALIBRATION
+    from vllm_ppd.heads.in_words import in_words, setting_in_words
     from vllm_ppd.heads.io import WEIGHTS_NAME, HeadsError, described
     from vllm_ppd.heads.target_path import find_target
     from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     lines: dict[str, Any] = {"kind": f"{config.kind} ({config.architecture})", "target": config.verifier}
     if args.target is None and target != config.verifier:
         lines["target found at"] = target
-    lines |= {f"target {name}": value for name, value in config.target.model_dump().items()}
+    lines |= {f"target {name}": in_words(value) for name, value in config.target.model_dump().items()}
     own = config.to_json()
     lines |= {
-        name: json.dumps(value)
+        name: setting_in_words(name, value)
         for name, value in own.items()
         if name in type(config).model_fields and name not in ("fingerprint", "target", "layer_tensors")
     }

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import Any
 
@@ -46,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(facts: dict[str, Any]) -> None:
+    from vllm_ppd.heads.in_words import in_words
+
     print(f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s; held out, before -> after:")
     for name, after in facts["held_out_after"].items():
-        print(f"  {name}: {json.dumps(facts['held_out_before'].get(name))} -> {json.dumps(after)}")
+        print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")

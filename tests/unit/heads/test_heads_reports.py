@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import DEMO
 
+from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.stored import calibration_of, continued, digest
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.in_words import drafts_in_words, in_words, setting_in_words
+from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
@@ -58,6 +62,29 @@ def test_calibration_of_another_shape(
         calibration_of(str(folder))
     assert main(["inspect", str(folder)]) == 0  # the server takes them
     assert re.search(rf"^calibrated +.*({message})", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("kind", ["demo/heads/early", "demo/heads/cp", "demo/heads/dynamo", "smollm/heads/cp"])
+def test_what_is_printed_of_heads_is_for_people(kind: str, capsys: Any) -> None:
+    """No Python or JSON literals, and no number that stands for no limit; so in the model cards."""
+    folder = DEMO.parents[1] / kind
+    assert main(["inspect", str(folder)]) == 0
+    result = json.loads((folder / "calibration.json").read_text())
+    shown = capsys.readouterr().out + report(result)
+    assert not re.search(r"[{}\[\]]|\b(null|None|true|True|2147483647)\b", shown)
+    card = (folder / "README.md").read_text().split("## Training")[1]
+    assert not re.search(r"[{}\[\]]|2147483647", card) and report(result).splitlines()[-1] in card
+
+
+def test_values_in_words() -> None:
+    ranges = [[1, 1, 0], [2, 2, 3], [3, 8, 1], [9, LARGEST_BATCH, 0]]
+    expected = "none at 1 request, 3 at 2 requests, 1 at 3 to 8 requests, none at 9 or more requests"
+    assert drafts_in_words(ranges) == expected
+    assert drafts_in_words([[1, LARGEST_BATCH, 2]]) == "2 at any number of requests"
+    calibration = {"device": "cpu", "num_speculative_tokens_per_batch_size": ranges}
+    assert setting_in_words("calibration", calibration) == f"drafts on cpu: {expected}"
+    assert setting_in_words("draft_vocab_size", None) == "the whole vocabulary"
+    assert in_words({"a": [1, 0.25], "b": True, "c": None, "d": []}) == "a: 1, 0.25, b: yes, c: none, d: none"
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) -> None:
