@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ class Fleet(NamedTuple):
 
     way: Way | None  # None: vLLM alone
     replicas: int | None  # None: no number of them keeps the target
-    latency: float  # seconds, 95th percentile, with so many
+    latency: float  # seconds, 95th percentile, with so many (None: where each request has one)
+    lacks: str = ""  # why no number of them is enough, and what to change
 
 
 class Load(NamedTuple):
@@ -123,13 +125,16 @@ def fleet(way: Way, largest: int, load: Load, target: float, drafting: bool) -> 
     # A request that has a replica to itself is as fast as it gets.
     fastest = tail(1, load._replace(rate=1e-9))
     if fastest > target:
-        return Fleet(own, None, fastest)
-    enough = 1
-    while (reached := tail(enough)) > target:
-        if enough >= MOST_REPLICAS:
-            return Fleet(own, None, reached)
-        enough *= 2
-    too_few = enough // 2
+        alone = f"95 % of the requests take up to {fastest:.3g} s where each has a replica to itself"
+        return Fleet(own, None, fastest, f"{alone}; give a longer --latency, fewer --new-tokens or another machine")
+    # The simulated requests are too few to fill replicas that only fall behind in the long run.
+    enough = math.ceil(load.rate * load.tokens / (speed * np.arange(1, largest + 1)).max())
+    too_few = enough - 1
+    while enough <= MOST_REPLICAS and (reached := tail(enough)) > target:
+        too_few, enough = enough, 2 * enough
+    if enough > MOST_REPLICAS:
+        lacks = f"the rate takes more than {too_few:,} replicas, and up to {MOST_REPLICAS:,} are considered"
+        return Fleet(own, None, fastest, f"{lacks}; give a lower --rate")
     while enough - too_few > 1:
         middle = (enough + too_few) // 2
         seconds = tail(middle)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.base import HeadsConfig
@@ -40,6 +40,7 @@ class Plan(NamedTuple):
     target: str
     ways: list[Predicted]  # best first
     stop_at: int | None  # from its batch on, the largest size at which the best way gains (None: all considered)
+    lacks: dict[str, str]  # heads without such a way, and why
 
     @property
     def best(self) -> Predicted | None:
@@ -97,14 +98,18 @@ def make_plan(options: PlanOptions) -> Plan:
             f"batches of up to {options.largest}; give a lower --rate"
         )
     predicted.sort(key=lambda found: -found.speedup)
+    behind = dict.fromkeys(
+        without_ways(options, [found.way for found in predicted]),
+        f"no batch of up to {options.largest} keeps up with --rate",
+    )
     best = predicted[0]
     losing = (size for size in range(best.batch, options.largest + 1) if best.way.speedup(size) <= 1)
     first = next(losing, None)
-    return Plan(target, predicted, None if first is None else first - 1)
+    return Plan(target, predicted, None if first is None else first - 1, behind | without_ways(options, ways))
 
 
 def make_fleets(options: PlanOptions) -> tuple[str, list[Fleet]]:
-    """The target, and the replicas that it takes to keep the latency target: first vLLM alone, then the best ways.
+    """The target, and the replicas that keep the latency target: first vLLM alone, then the best ways of all heads.
 
     Raises:
         HeadsError: as all_ways.
@@ -112,10 +117,28 @@ def make_fleets(options: PlanOptions) -> tuple[str, list[Fleet]]:
     assert options.rate is not None and options.latency is not None
     target, ways = all_ways(options)
     load = Load(options.rate, options.new_tokens, options.seed)
-    best = {id(way): way for size in SHOWN for way in [max(ways, key=lambda way: way.speedup(size))]}
+    of_heads = [[way for way in ways if heads_of(way) == name] for name in options.heads]
+    best = {
+        id(way): way
+        for some in (ways, *filter(None, of_heads)) for size in SHOWN
+        for way in [max(some, key=lambda way: way.speedup(size))]
+    }  # fmt: skip
     found = [fleet(way, options.largest, load, options.latency, True) for way in best.values()]
     found.sort(key=lambda one: (one.replicas or MOST_REPLICAS + 1, one.latency))
     return target, [fleet(ways[0], options.largest, load, options.latency, False), *found]
+
+
+def heads_of(way: Way) -> str:
+    """The heads that a way of decoding reads, as they were asked about."""
+    return str(way.options.get("model", "none"))
+
+
+def without_ways(options: PlanOptions, ways: Sequence[Way]) -> dict[str, str]:
+    """The heads that were asked about and none of the ways reads, and why."""
+    found = {heads_of(way) for way in ways}
+    return dict.fromkeys(
+        (name for name in options.heads if name not in found), "no setting for these --stages and --candidates"
+    )
 
 
 def _has_transforms(config: HeadsConfig) -> bool:

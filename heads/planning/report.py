@@ -8,7 +8,7 @@ import shlex
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.planning.fleet import Fleet
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import SHOWN, Plan
+from vllm_ppd.heads.planning.plan import SHOWN, Plan, Predicted, heads_of, without_ways
 from vllm_ppd.heads.planning.predict import Way
 
 FLAGS = {
@@ -42,12 +42,12 @@ def report(plan: Plan, options: PlanOptions) -> str:
     header = ["heads", "setting", "tokens a step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
     rows = [
         [
-            found.way.options.get("model", "none"), setting_of(found.way), f"{found.way.length:.3f}",
-            f"{found.way.compute:.2f}", found.batch, f"{found.speedup:.3f}",
-            *(f"{found.way.speedup(size):.2f}" for size in SHOWN),
+            heads_of(found.way), setting_of(found.way), f"{found.way.length:.3f}", f"{found.way.compute:.2f}",
+            found.batch, f"{found.speedup:.3f}", *(f"{found.way.speedup(size):.2f}" for size in SHOWN),
         ]
-        for found in plan.ways[: options.top]
+        for found in _shown(plan, options)
     ]  # fmt: skip
+    rows += [[name, reason, *["-"] * (len(header) - 2)] for name, reason in plan.lacks.items()]
     texts = options.texts if options.stages == "1" else "greedy"
     blocks = [
         f"Predicted for {plan.target}, {load}, {texts} texts; {machine}",
@@ -67,6 +67,14 @@ def report(plan: Plan, options: PlanOptions) -> str:
     )
 
 
+def _shown(plan: Plan, options: PlanOptions) -> list[Predicted]:
+    """The best settings, and the best one of heads that have none among these."""
+    best = plan.ways[: options.top]
+    missing = dict.fromkeys(name for name in options.heads if name not in {heads_of(found.way) for found in best})
+    firsts = (next((found for found in plan.ways if heads_of(found.way) == name), None) for name in missing)
+    return [*best, *(found for found in firsts if found is not None)]
+
+
 def fleet_report(target: str, fleets: list[Fleet], options: PlanOptions) -> str:
     """Markdown: replicas, latency and cost of vLLM alone and of each way, what is recommended and how to serve it."""
     gpus = options.gpus * int(options.stages)
@@ -77,16 +85,24 @@ def fleet_report(target: str, fleets: list[Fleet], options: PlanOptions) -> str:
         paid = "-" if one.replicas is None else f"{one.replicas * gpus * options.gpu_hour:.2f}"
         saved = "-" if not one.replicas or not alone.replicas else f"{100 * (1 - one.replicas / alone.replicas):.1f}%"
         rows.append([name, one.replicas or "none is enough", f"{one.latency:.3f}", paid, saved])
+    ways = [one.way for one in fleets if one.way is not None]
+    rows += [[f"{name}: {reason}", *["-"] * 4] for name, reason in without_ways(options, ways).items()]
     gains = best.replicas is not None and (alone.replicas is None or best.replicas < alone.replicas)
     way = best.way if gains else None
+    if all(one.replicas is None for one in fleets):
+        fastest = min(fleets, key=lambda one: one.latency)
+        name = "vLLM alone" if fastest.way is None else setting_of(fastest.way)
+        advice = [f"The target cannot be met, not even with what is fastest ({name}): {fastest.lacks}"]
+    else:
+        recommended = "no drafting; it saves no replica" if way is None else setting_of(way)
+        advice = [f"Recommended: {recommended}", f"    {command(target, way, None, options.stages)}"]
     return "\n\n".join([
         f"Fleet for {target}: {options.rate:g} requests a second of {options.new_tokens} tokens on average, 95 % of "
         f"them within {options.latency:g} s; GPUs a replica: {gpus}, at {options.gpu_hour:g} an hour",
         table(["decoding", "replicas", "95th percentile, s", "cost an hour", "saving"], rows),
         "Requests of exponentially distributed lengths arrive at random and go to the replica with the fewest; drafts "
         "are made where they gain. Prompts, KV reads and the host's work are left out.",
-        "Recommended: " + ("no drafting; it saves no replica" if way is None else setting_of(way)),
-        f"    {command(target, way, None, options.stages)}",
+        *advice,
     ])  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import HeadsError, save_heads
 from vllm_ppd.heads.layout import LARGEST_BATCH
-from vllm_ppd.heads.planning.fleet import Load, latencies
+from vllm_ppd.heads.planning.fleet import Load, latencies, speeds
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import Plan, make_fleets, make_plan
@@ -369,9 +369,59 @@ def test_drafting_saves_replicas(folder: Callable[..., str], capsys: pytest.Capt
     assert "vllm serve the/target --speculative-model" in printed
 
 
-def test_target_that_no_fleet_keeps(early: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_no_fleet_keeps_is_said_to_be_one(early: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", early, "--rate", "1", "--new-tokens", "100", "--latency", "0.01"]) == 0
     printed = capsys.readouterr().out
-    assert "none is enough" in printed and "no drafting; it saves no replica" in printed
+    assert "none is enough" in printed and "saves no replica" not in printed and "vllm serve" not in printed
+    last = printed.strip().splitlines()[-1]
+    assert last.startswith("The target cannot be met, not even with what is fastest (ppd, exit ")
+    assert "where each has a replica to itself; give a longer --latency, fewer --new-tokens or another machine" in last
     assert main(["plan", early, "--latency", "1"]) == 2
     assert "--latency 1: a fleet is planned for a request rate; give --rate, too" in capsys.readouterr().err
+
+
+def test_a_rate_beyond_any_fleet_is_said_to_be_one(early: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """However few requests are simulated, replicas must decode as many tokens as arrive."""
+    assert main(["plan", early, "--rate", "1e7", "--new-tokens", "100", "--latency", "100"]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert "The target cannot be met" in last and "up to 4,096 are considered; give a lower --rate" in last
+    _, found = make_fleets(PlanOptions(heads=(early,), rate=5e3, new_tokens=100, latency=100.0, largest=2))
+    for one in found:
+        assert one.replicas is not None
+        way = found[1].way if one.way is None else one.way
+        assert way is not None
+        tokens = max(size * speed for size, speed in enumerate(speeds(way, 2, one.way is not None), start=1))
+        assert one.replicas * tokens >= 5e3 * 100
+
+
+@pytest.mark.parametrize("load", [["--batch", "1"], ["--rate", "2", "--new-tokens", "100", "--latency", "4"]])
+def test_heads_that_were_asked_about_are_in_the_table(
+    folder: Callable[..., str], load: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [folder(early_config(), early_parts(rate)) for rate in (0.9, 0.02)]
+    config = CPConfig(
+        verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, token_counts=True, target=TARGET
+    )
+    names.append(folder(config, cp_parts(0.11)))
+    assert main(["plan", *names, "--top", "1", *load]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert all(any(name in row for row in rows) for name in names)
+
+
+def test_heads_without_a_setting_that_keeps_up_say_so(
+    folder: Callable[..., str], early: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows are dear for the second ones: their largest batch is slower than the requests come."""
+    slow = early_parts(0.8)
+    slow["timing"]["seconds"] = {name: {"1": 100 * t, "8": 800 * t} for name, t in (("layer", 1e-3), ("lm_head", 2e-3))}
+    heads = folder(early_config(), slow)
+    assert main(["plan", early, heads, "--rate", "2", "--new-tokens", "100"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {heads}")]
+    assert "no batch of up to 512 keeps up with --rate" in row
+    parts = early_parts(0.8)
+    del parts["matches"]["match"]["3"]
+    few = folder(early_config(), parts)
+    capsys.readouterr()
+    assert main(["plan", early, few, "--stages", "2", "--candidates", "3"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {few}")]
+    assert "no setting for these --stages and --candidates" in row
