@@ -27,6 +27,8 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
         TrainingError: if a file is missing, not regular, malformed or, named by itself, empty; if all files of a folder
             are; or if there are fewer prompts. The message names the file.
     """
+    if not paths:
+        return
     expanded, named = expand(paths), {path for path in map(Path, paths) if path.is_file()}
     readable, all_ask, all_read = 0, True, True
     reason = ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 
@@ -25,12 +26,15 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.calibration.options import CalibrationOptions
+
+    args.heads = args.folder
+    options = options_from(CalibrationOptions, args)
+    check_data(options.data, options.prompts)  # torch takes seconds to import
+
     from vllm_ppd.heads.calibration.report import report
     from vllm_ppd.heads.calibration.run import calibrate
     from vllm_ppd.heads.calibration.stored import NAME
 
-    args.heads = args.folder
-    options = options_from(CalibrationOptions, args)
     print(report(calibrate(options)))
     print(f"\nwrote {options.out or options.heads}/{NAME}")
     return 0

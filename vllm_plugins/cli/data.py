@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.quote import place
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.generation.output import ChatFile
 
     options = options_from(DataOptions, args)
+    check_data(options.prompts)  # vLLM takes seconds to import
     file = ChatFile(Path(options.out), options.essence())
     write_chats(options, file)
     print(f"{options.out}: {file.count:,} chats, {file.tokens:,} tokens with their prompts")
@@ -49,13 +51,11 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     """Write the chats that the file lacks."""
     from transformers import AutoTokenizer
 
-    from vllm_ppd.heads.data.check import check_data
     from vllm_ppd.heads.generation.prompts import read_prompts
     from vllm_ppd.heads.generation.template import ChatTemplate
     from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter
     from vllm_ppd.vllm_plugins.integration.generation import OfflineEngine
 
-    check_data(options.prompts)
     wanted = options.number or (math.inf if options.prompts else NUMBER)
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     template = None if options.prompts else ChatTemplate(tokenizer, options.system)

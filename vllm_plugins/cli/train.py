@@ -7,6 +7,7 @@ import argparse
 import os
 from typing import Any
 
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 
@@ -28,9 +29,12 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.registry import HEADS
-    from vllm_ppd.heads.training.loop import train
 
     options = options_from(HEADS[args.kind].options, args)
+    check_data(options.data)  # torch takes seconds to import
+
+    from vllm_ppd.heads.training.loop import train
+
     if args.ray_workers:
         from vllm_ppd.heads.training.parallel import over_ray
 
