@@ -58,9 +58,7 @@ def train(options: TrainingOptions) -> dict[str, Any]:
         return _train(options, processes, work, files)
 
 
-def _train(
-    options: TrainingOptions, processes: Processes, work: Path, files: list[dict[str, Any]]
-) -> dict[str, Any]:
+def _train(options: TrainingOptions, processes: Processes, work: Path, files: list[dict[str, Any]]) -> dict[str, Any]:
     out = work.parent
     if processes.is_main:
         print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
