@@ -6,28 +6,26 @@ One engine at a time. Each part of the prompts is kept as soon as it is decoded;
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import Field
 from tqdm import tqdm
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.batch import repeats
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio
-from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype, named
+from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as cut_prompts
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers.drafting_cost import costs
+from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
 from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
 from vllm_ppd.heads.calibration.tables import table as markdown
 from vllm_ppd.heads.io import HeadsError
@@ -53,35 +51,6 @@ predicted: (1 + accepted) / (1 + cost), the speed-up of these drafts where memor
 PREDICTED = (
     "Predictions, not measured: speed-ups by `ppd plan --hardware`, batch 1, a roofline without the host's work."
 )
-
-
-class AcceptanceOptions(DecodeOptions):
-    """Prompts of a file, all of them, decoded by one contender after the other."""
-
-    benchmark = "acceptance"
-    apart = DecodeOptions.apart - {"batch_sizes", "drafts"}
-
-    drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
-    temperatures: Annotated[tuple[float, ...], COMMAS] = Field((0.0, 0.8), description="measure at each of these")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
-    new_tokens: int = Field(64, ge=8, description="tokens each request generates")
-    prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
-    prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
-    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
-        (16,), min_length=1, max_length=1, description="requests decoded together"
-    )
-    dtype: Dtype = Field("float32", description="arithmetic")
-    eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
-    out: str = Field("acceptance.json", description="results; a stopped run goes on")
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(named(task)[1] for task in self.data)
-
-    @property
-    def engine_arguments(self) -> dict[str, Any]:
-        own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
-        return {**super().engine_arguments, **own, **json.loads(self.engine)}
 
 
 def run(options: AcceptanceOptions) -> str:

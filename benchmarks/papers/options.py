@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `ppd bench tables`, declared once."""
+"""Options of `ppd bench tables` and `ppd bench acceptance`, declared once."""
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_ppd.benchmarks.harness.options import named
+from vllm_ppd.benchmarks.decode.options import DecodeOptions
+from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype, named
 
 Name = Annotated[str, Field(min_length=1)]
 
@@ -66,3 +68,32 @@ class TablesOptions(BaseModel):
         """What tables must share to be the same; model, tasks and heads are told apart by their files."""
         left_out = {"model", "task", "heads", "only", "out", "again", "alive", "batch", "device"}
         return self.model_dump(mode="json", exclude=left_out)
+
+
+class AcceptanceOptions(DecodeOptions):
+    """Prompts of a file, all of them, decoded by one contender after the other."""
+
+    benchmark = "acceptance"
+    apart = DecodeOptions.apart - {"batch_sizes", "drafts"}
+
+    drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
+    temperatures: Annotated[tuple[float, ...], COMMAS] = Field((0.0, 0.8), description="measure at each of these")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
+    new_tokens: int = Field(64, ge=8, description="tokens each request generates")
+    prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
+    prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
+    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
+        (16,), min_length=1, max_length=1, description="requests decoded together"
+    )
+    dtype: Dtype = Field("float32", description="arithmetic")
+    eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
+    out: str = Field("acceptance.json", description="results; a stopped run goes on")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(named(task)[1] for task in self.data)
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
+        return {**super().engine_arguments, **own, **json.loads(self.engine)}

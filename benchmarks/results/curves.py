@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from vllm_ppd.benchmarks.results.options import CurvesOptions
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.io import load_config, write_text
 from vllm_ppd.heads.training import TrainingError
@@ -20,15 +19,6 @@ TRAINING = "training loss"
 NOT_DRAWN = {"share_of_experts", "joint_nats_a_token", "first_position", "tokens_in_vocabulary"}
 LAST = 0.25  # of a run's steps: the part whose fall tells how flat the end is
 ACROSS = 2  # panels beside each other
-
-
-class CurvesOptions(BaseModel):
-    """Which runs to draw."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    heads: tuple[str, ...] = Field(min_length=1, description="heads folders of one kind, drawn together")
-    out: str = Field("curves.svg", description="the SVG to write")
 
 
 class Series(NamedTuple):

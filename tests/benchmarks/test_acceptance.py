@@ -16,7 +16,8 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import stored
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers import acceptance
-from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, fixed, headline, report, run
+from vllm_ppd.benchmarks.papers.acceptance import fixed, headline, report, run
+from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
 
 TOKENS = 9
 

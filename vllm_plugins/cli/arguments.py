@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,25 @@ Options = TypeVar("Options", bound=BaseModel)
 
 class UsageError(ValueError):
     """A bad argument; the message is one line."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that adds its arguments when it parses: the options of other commands are never imported.
+
+    Args:
+        add_arguments: adds them to the parser it is called with.
+        settings: as for argparse.ArgumentParser; its subparsers are of this class, too.
+    """
+
+    def __init__(self, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._add_arguments = add_arguments
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # how argparse runs a subparser, too
+        add_arguments, self._add_arguments = self._add_arguments, None
+        if add_arguments is not None:
+            add_arguments(self)
+        return super().parse_known_args(args, namespace)
 
 
 def add_fields(

@@ -53,13 +53,13 @@ KINDS = {
         "ranks, in turns, beside the paper's Theorem 4.1.", GROUP_LACKS,
     ),
     "acceptance": Kind(
-        "papers.acceptance:AcceptanceOptions", "papers.acceptance:run",
+        "papers.options:AcceptanceOptions", "papers.acceptance:run",
         "whether greedy text is vLLM's own on all of a file's prompts, and how many drafts are accepted",
         "Decode a file's chats with one contender after the other, drafting in every step.",
         frozenset({"temperature", "rounds", "alive"}),
     ),
     "curves": Kind(
-        "results.curves:CurvesOptions", "results.curves:run", "curves of training",
+        "results.options:CurvesOptions", "results.curves:run", "curves of training",
         "Draw the curves of one or several heads folders (curve.jsonl), and tell how flat they are at their end.",
     ),
     "tables": Kind(
@@ -75,9 +75,14 @@ def add(subparsers: Any) -> None:
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(KINDS) + "}")
     for name, kind in KINDS.items():
-        sub = kinds.add_parser(name, help=kind.help, description=kind.description)
-        add_fields(sub, _of_benchmarks(kind.options), kind.leave_out)
+        sub = kinds.add_parser(
+            name, help=kind.help, description=kind.description, add_arguments=partial(_add_arguments, kind)
+        )
         sub.set_defaults(run=partial(run, kind))
+
+
+def _add_arguments(kind: Kind, parser: argparse.ArgumentParser) -> None:
+    add_fields(parser, _of_benchmarks(kind.options), kind.leave_out)
 
 
 def run(kind: Kind, args: argparse.Namespace) -> int:

@@ -11,17 +11,20 @@ from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 
 def add(subparsers: Any) -> None:
-    from vllm_ppd.heads.calibration.options import CalibrationOptions
-
     parser = subparsers.add_parser(
         "calibrate", help="measure heads and recommend a setting",
         description="Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
         # argparse would put HEADS last, where it would be one more FILE.
-        usage="ppd calibrate HEADS --data FILE [FILE ...] [options]",
+        usage="ppd calibrate HEADS --data FILE [FILE ...] [options]", add_arguments=_add_arguments,
     )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from vllm_ppd.heads.calibration.options import CalibrationOptions
+
     parser.add_argument("folder", metavar="HEADS", help="heads folder, or ORGANISATION/NAME[@REVISION] on the Hub")
     add_fields(parser, CalibrationOptions, leave_out=frozenset({"heads"}), also={"model": "--target"})
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,14 +25,18 @@ NUMBER = 1000  # chats where neither a number nor prompts are given
 
 
 def add(subparsers: Any) -> None:
-    from vllm_ppd.heads.generation.options import DataOptions
-
     parser = subparsers.add_parser(
         "data", help="let the target write training data",
         description="Let the target answer prompts, or write user turns and answer them; token ids are kept.",
+        add_arguments=_add_arguments,
     )  # fmt: skip
-    add_fields(parser, DataOptions)
     parser.set_defaults(run=run)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from vllm_ppd.heads.generation.options import DataOptions
+
+    add_fields(parser, DataOptions)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
 from vllm_ppd.vllm_plugins.cli import bench, calibrate, data, env, inspect, plan, train
+from vllm_ppd.vllm_plugins.cli.arguments import CommandParser, UsageError
 
 COMMANDS = (data, train, calibrate, plan, bench, inspect, env)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ppd", description="Train, measure, plan and look at heads for vllm-ppd.")
+    parser = CommandParser(prog="ppd", description="Train, measure, plan and look at heads for vllm-ppd.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(subparsers)
@@ -42,7 +43,6 @@ def _is_ours(error: Exception) -> bool:
     """Whether the message is meant for the user; anything else keeps its traceback."""
     from vllm_ppd.heads.io import HeadsError
     from vllm_ppd.heads.training import TrainingError
-    from vllm_ppd.vllm_plugins.cli.arguments import UsageError
 
     return isinstance(error, HeadsError | TrainingError | UsageError | OSError)
 

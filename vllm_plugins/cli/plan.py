@@ -10,18 +10,21 @@ from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 
 def add(subparsers: Any) -> None:
-    from vllm_ppd.heads.planning.options import PlanOptions
-
     parser = subparsers.add_parser(
         "plan", help="predict speed-ups from a calibration and recommend how to serve",
         description="Predict speed-up and compute of every calibrated setting of some heads, on this machine or "
-        "another, and say from which batch size on to stop drafting.",
+        "another, and say from which batch size on to stop drafting.", add_arguments=_add_arguments,
     )  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    from vllm_ppd.heads.planning.options import PlanOptions
+
     parser.add_argument(
         "folders", metavar="HEADS", nargs="+", help="heads with a calibration: folders, or names on the Hub"
     )
     add_fields(parser, PlanOptions, leave_out=frozenset({"heads"}), also={"model": "--target"})
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,9 +12,14 @@ from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
 
 def add(subparsers: Any) -> None:
+    subparsers.add_parser(
+        "train", help="train heads", description="Train heads for a target model.", add_arguments=_add_arguments
+    )
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     from vllm_ppd.heads.registry import HEADS
 
-    parser = subparsers.add_parser("train", help="train heads", description="Train heads for a target model.")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(HEADS) + "}")
     for kind, spec in HEADS.items():
         options = spec.options
