@@ -88,15 +88,19 @@ def _vocabulary_hash(tokenizer: bytes) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _lm_head_hashes(folder: Path) -> dict[str, Any]:
-    index = folder / "model.safetensors.index.json"
+def tensor_files(model_folder: Path) -> dict[str, str]:
+    """The file of each tensor of a checkpoint in safetensors, by name; none where there is no such checkpoint."""
+    index, whole = model_folder / "model.safetensors.index.json", model_folder / "model.safetensors"
     if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-    elif (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", framework="pt") as file:
-            files = dict.fromkeys(file.keys(), "model.safetensors")
-    else:
+        return json.loads(index.read_text())["weight_map"]
+    if not whole.is_file():
         return {}
+    with safe_open(whole, framework="np") as file:
+        return dict.fromkeys(file.keys(), whole.name)
+
+
+def _lm_head_hashes(folder: Path) -> dict[str, Any]:
+    files = tensor_files(folder)
     name = next((name for name in LM_HEAD_NAMES if name in files), None)
     if name is None or not (folder / files[name]).is_file():
         return {}

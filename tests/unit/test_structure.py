@@ -114,6 +114,33 @@ def test_registration_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
 
 
+COMMANDS = ("", "data", "train", "train early", "train cp", "train dynamo", "calibrate", "plan", "inspect", "env")
+BENCHES = ("", " decode", " serve", " closed-loop", " open-loop", " group", " acceptance", " curves", " tables")
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"bench{kind}" for kind in BENCHES)])
+def test_help_imports_nothing_heavy(command: str) -> None:
+    """torch and transformers take seconds to load: options are declared in modules that need neither."""
+    assert not loaded([*command.split(), "--help"]) & {"torch", "transformers", "vllm", "numpy"}
+
+
+@pytest.mark.parametrize("kind", ["early", "cp", "dynamo"])
+def test_inspect_imports_neither_vllm_nor_transformers(kind: str) -> None:
+    """The demo model's config.json and checkpoint say all that its heads are compared with."""
+    assert not loaded(["inspect", str(ROOT / "benchmarks/demo/heads" / kind)]) & {"transformers", "vllm"}
+
+
+def loaded(argv: list[str]) -> set[str]:
+    """The top-level modules that a `ppd` command loads, which must end with exit code 0."""
+    code = (
+        "import sys\nfrom vllm_ppd.vllm_plugins.cli.main import main\n"
+        f"try:\n    code = main({argv!r})\nexcept SystemExit as end:\n    code = end.code\n"
+        "assert code == 0, code\nprint(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent, capture_output=True, text=True)
+    return set(process.stderr.split())
+
+
 def test_packages_are_listed() -> None:
     listed = (ROOT / "pyproject.toml").read_text()
     for folder in FOLDERS:
