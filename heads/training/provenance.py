@@ -21,7 +21,7 @@ from vllm_ppd.heads.training.data_files import DataFile
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes
-PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic", "accelerate", "ray", "xformers")
+PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic", "accelerate", "ray")
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import nn
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.packed_attention import packed_attention, packed_masks
+from vllm_ppd.heads.training.packed_masks import packed_masks
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
@@ -66,7 +66,7 @@ class Target:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             self.model: Any = AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, trust_remote_code=trust_remote_code, attn_implementation=packed_attention(device)
+                name, dtype=dtype, trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

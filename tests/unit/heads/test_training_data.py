@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,10 +13,8 @@ import tiny
 import torch
 from conftest import write_texts
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForCausalLM
 
 from vllm_ppd.heads.training import TrainingError
-from vllm_ppd.heads.training.packed_attention import NAME, document_lengths, xformers_attention
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels import unembedding_loss
@@ -118,45 +114,6 @@ def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path],
         torch.testing.assert_close(packed.final[part], alone.final, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(packed.exits[2][part], alone.exits[2], atol=1e-4, rtol=1e-4)
         start += length
-
-
-class FakeMask:
-    """xformers' BlockDiagonalCausalMask, as far as it is used."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.allowed = torch.block_diag(*(torch.ones(n, n).tril() for n in lengths)).bool()
-
-    from_seqlens = classmethod(lambda cls, lengths: cls(lengths))
-
-
-def fake_xformers_attention(query: Any, key: Any, value: Any, attn_bias: FakeMask, p: float, scale: float) -> Any:
-    rows = [x.transpose(1, 2) for x in (query, key, value)]
-    return functional.scaled_dot_product_attention(*rows, attn_mask=attn_bias.allowed, scale=scale).transpose(1, 2)
-
-
-def test_generation_with_packed_attention(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts as documents of their own, then single tokens whose keys lie in the KV cache."""
-    ops, bias = ModuleType("xformers.ops"), ModuleType("xformers.ops.fmha.attn_bias")
-    monkeypatch.setattr(ops, "memory_efficient_attention", fake_xformers_attention, raising=False)
-    monkeypatch.setattr(bias, "BlockDiagonalCausalMask", FakeMask, raising=False)
-    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
-    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", bias)
-    AttentionInterface.register(NAME, xformers_attention)
-    prompts = torch.randint(2, 200, (3, 9), generator=torch.Generator().manual_seed(0))
-    written = []
-    for implementation in ("sdpa", NAME):
-        model = AutoModelForCausalLM.from_pretrained(tiny_model(), attn_implementation=implementation)
-        written.append(
-            model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=12, do_sample=False,
-                           eos_token_id=None, pad_token_id=0)
-        )  # fmt: skip
-    assert written[0].shape == (3, 21)
-    assert torch.equal(*written)
-
-
-def test_document_lengths() -> None:
-    positions = torch.tensor([[3, 4, 0, 1, 2], [0, 1, 0, 0, 1]])
-    assert document_lengths(positions.clone()) == [2, 3, 2, 1, 2]
 
 
 @pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 128), (49_152, 128), (1024, 512)])
