@@ -31,12 +31,14 @@ $(STAMP): pyproject.toml .ci/install.py
 # make serve PORT=8001 MODEL=/models/llama ARGS="--spec-tokens 2 --ppd-exit-layer 8"
 # make serve HEADS=early     with the model's heads of that kind; or HEADS=/path/to/heads
 # make serve MODEL=smollm    SmolLM2-135M-Instruct
+# These two models run without compilation, which takes minutes; ARGS=--no-enforce-eager compiles them.
 serve: TARGET = $(if $(filter smollm,$(MODEL)),$(SMOLLM)/model,$(MODEL))
 serve: FOLDER = $(patsubst %/,%,$(dir $(patsubst %/,%,$(TARGET))))
 serve: FOUND = $(wildcard $(FOLDER)/heads/$(HEADS) benchmarks/$(notdir $(FOLDER))/heads/$(HEADS))
 serve: DRAFTS = $(if $(HEADS),$(firstword $(FOUND) $(HEADS)),ppd)
+serve: EAGER = $(if $(filter benchmarks/demo $(SMOLLM),$(FOLDER)),--enforce-eager)
 serve: setup $(filter smollm,$(MODEL))
-	. .ci/serve-env.sh && $(BIN)/vllm serve $(TARGET) --port $(PORT) --speculative-model $(DRAFTS) $(ARGS)
+	. .ci/serve-env.sh && $(BIN)/vllm serve $(TARGET) --port $(PORT) --speculative-model $(DRAFTS) $(EAGER) $(ARGS)
 
 test: KIND = not full and
 test test-full: setup

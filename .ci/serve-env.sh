@@ -3,8 +3,9 @@
 if ! nvidia-smi -L >/dev/null 2>&1; then
     export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
     # vLLM asks for Intel's OpenMP runtime, which its CPU build installs.
-    if [ -z "${LD_PRELOAD:-}" ] && [ -e "$PWD/${VENV:-.venv}/lib/libiomp5.so" ]; then
-        export LD_PRELOAD="$PWD/${VENV:-.venv}/lib/libiomp5.so"
+    openmp="$(realpath "${VENV:-.venv}")/lib/libiomp5.so"
+    if [ -z "${LD_PRELOAD:-}" ] && [ -e "$openmp" ]; then
+        export LD_PRELOAD="$openmp"
     fi
 fi
 export VLLM_NO_USAGE_STATS="${VLLM_NO_USAGE_STATS:-1}"

@@ -104,6 +104,11 @@ def test_make_serve_finds_the_models_own_heads(
     said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert f"vllm serve {target} --port 8000 --speculative-model {drafts} " in said
     assert ("benchmarks.models.smollm" in said) == ("MODEL=smollm" in arguments)
+    # Compiling the small models takes minutes, and theirs alone is a server to try; ARGS come last and win.
+    assert ("--enforce-eager" in said) == target.startswith(("benchmarks/demo", "build/smollm"))
+    command.append("ARGS=--no-enforce-eager")
+    own = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert own.stdout.rstrip().endswith(" --no-enforce-eager")
 
 
 @pytest.mark.parametrize("kind", ["early", "cp"])
