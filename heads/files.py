@@ -9,14 +9,15 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+
+if TYPE_CHECKING:
+    import torch
 
 DEEPEST = 64  # levels of lists and objects in a JSON file
 
@@ -119,6 +120,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     Raises:
         OSError: if it cannot be written; a file that was there stays as it was.
     """
+    from safetensors.torch import save_file
+
     try:
         with replaced(path) as part:
             save_file(tensors, part, metadata=metadata)

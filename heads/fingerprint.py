@@ -6,13 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, Field
 from safetensors import safe_open
 
-if TYPE_CHECKING:
-    import torch
+from vllm_ppd.heads.raw_tensors import raw_tensors, rounded
 
 # Heads read through the LM head; when it is tied, the checkpoint stores the embedding only.
 LM_HEAD_NAMES = (
@@ -24,8 +24,7 @@ LM_HEAD_NAMES = (
 SAMPLED_ROWS = 64
 
 
-# Names of dtypes in safetensors, whose values float32 holds exactly.
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; float32 holds their values exactly
 
 
 class TargetFingerprint(BaseModel):
@@ -104,21 +103,33 @@ def _lm_head_hashes(folder: Path) -> dict[str, Any]:
     name = next((name for name in LM_HEAD_NAMES if name in files), None)
     if name is None or not (folder / files[name]).is_file():
         return {}
-    import torch
-
-    with safe_open(folder / files[name], framework="pt") as file:
+    with safe_open(folder / files[name], framework="np") as file:
         rows = file.get_slice(name)
         shape, own = rows.get_shape(), rows.get_dtype()
-        # bfloat16 has no numpy type: its exact float32 value is hashed.
-        sampled = torch.cat([rows[:SAMPLED_ROWS], rows[max(0, shape[0] - SAMPLED_ROWS) :]]).float()
+    if own in DTYPES:
+        stored = raw_tensors(folder / files[name], [name])[name]
+        both_ends = np.concatenate([stored.bits[:SAMPLED_ROWS], stored.bits[max(0, shape[0] - SAMPLED_ROWS) :]])
+        sampled = stored._replace(bits=both_ends).float32()
+    else:
+        sampled = _other_rows(folder / files[name], name)
 
-    def digest(dtype: str, values: torch.Tensor) -> str:
-        return hashlib.sha256(f"{shape} {dtype}".encode() + values.numpy().tobytes()).hexdigest()
+    def digest(dtype: str, values: np.ndarray) -> str:
+        return hashlib.sha256(f"{shape} {dtype}".encode() + values.tobytes()).hexdigest()
 
-    copies = {name: sampled.to(getattr(torch, dtype)).float() for name, dtype in DTYPES.items()}
+    copies = {dtype: rounded(sampled, dtype) for dtype in DTYPES}
     return {
         "lm_head": digest(own, sampled),
         "lm_head_bfloat16": digest("BF16", copies["BF16"]),
-        "same_values": frozenset(digest(name, sampled) for name in DTYPES),
-        "rounded": frozenset(digest(name, copies[name]) for name in DTYPES if name != "F32"),
+        "same_values": frozenset(digest(dtype, sampled) for dtype in DTYPES),
+        "rounded": frozenset(digest(dtype, copies[dtype]) for dtype in DTYPES if dtype != "F32"),
     }
+
+
+def _other_rows(path: Path, name: str) -> np.ndarray:
+    """The sampled rows of a tensor whose dtype numpy may lack."""
+    import torch
+
+    with safe_open(path, framework="pt") as file:
+        rows = file.get_slice(name)
+        last = rows[max(0, rows.get_shape()[0] - SAMPLED_ROWS) :]
+        return torch.cat([rows[:SAMPLED_ROWS], last]).float().numpy()

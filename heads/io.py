@@ -11,20 +11,24 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import ValidationError
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.early.config import EarlyConfig
-from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.weights import WEIGHTS_NAME, check_header, read_weights
+from vllm_ppd.heads.weights import WEIGHTS_NAME, check_header, check_weights, read_weights
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_ppd.heads.early.module import EarlyHeads
 
 __all__ = [
     "CONFIG_NAME", "WEIGHTS_NAME", "HeadsError", "check_folder", "check_target", "described", "kind_of",
@@ -76,7 +80,10 @@ def check_folder(folder: str | os.PathLike[str], kind: str | None = None) -> Hea
     Raises:
         HeadsError: as load_tensors.
     """
-    return load_tensors(folder, kind)[0]
+    name = pinned(folder, CONFIG_NAME)
+    config = load_config(name, kind)
+    check_weights(config, folder_of(name, CONFIG_NAME, WEIGHTS_NAME))
+    return config
 
 
 def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConfig, bool]:
@@ -149,6 +156,8 @@ def load_early_heads(folder: str | os.PathLike[str]) -> tuple[EarlyConfig, Early
     Raises:
         HeadsError: as load_tensors.
     """
+    from vllm_ppd.heads.early.module import EarlyHeads
+
     config, tensors = load_tensors(folder, EarlyConfig.kind)
     assert isinstance(config, EarlyConfig)
     return config, EarlyHeads.from_tensors(tensors, config.exit_layers, config.head)
@@ -159,6 +168,8 @@ def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dic
 
     Floating-point tensors are stored in the config's dtype.
     """
+    import torch
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(torch, config.dtype)

@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from vllm_ppd.heads.dynamo.counts import eq_3
+
 FLUSH = 1 << 22  # n-grams gathered before they are merged into the counts
 
 
@@ -69,27 +71,6 @@ class CoOccurrence:
             {n: torch.from_numpy(counts) for n, (_, counts) in merged.items()},
         )
 
-    def check(self) -> None:
-        """Refuse counts that no corpus has: a mask made of them could be anything.
-
-        Raises:
-            ValueError: if counts are negative or more than there are n-grams, if keys are out of range, not ascending
-                or not unique, or if an entry of eq. 3 is not finite.
-        """
-        orders = {1: self.unigram, **self.counts}
-        if len(self.totals) != len(orders):
-            raise ValueError(f"cooccurrence.totals has {len(self.totals)} numbers for n-grams of {len(orders)} orders")
-        for order, counts in orders.items():
-            # Counts are clamped to 31 bits where they are stored: float64 adds up any number of them.
-            if len(counts) and (int(counts.min()) < 0 or float(counts.double().sum()) > float(self.totals[order - 1])):
-                raise ValueError(f"the counts of {order}-grams are negative, or more than cooccurrence.totals says")
-        for order, keys in self.keys.items():
-            ascending = bool((keys[1:] > keys[:-1]).all())
-            if not ascending or (len(keys) and not 0 <= int(keys[0]) <= int(keys[-1]) < self.vocab_size**order):
-                raise ValueError(f"cooccurrence.{order}.keys are not ascending keys of {order}-grams")
-        if not all(bool(ratio.isfinite().all()) for _, ratio in self._lookup.values()):
-            raise ValueError("the co-occurrence counts give a mask that is not finite")
-
     def mask(self, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
         """p^(x_1..x_n) / prod p^(x_i) (eq. 3) of every combination of the heads' tokens.
 
@@ -115,17 +96,12 @@ class CoOccurrence:
     @cached_property
     def _lookup(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """order -> (keys, eq. 3 of each n-gram float32), an entry that no n-gram has at their end."""
-        single = self.unigram.double() / self.totals[0].clamp(min=1)
-        single = single.masked_fill(self.unigram == 0, 1.0)  # no n-gram has them, unless the counts are damaged
-        found = {}
+        found, unigram, totals = {}, self.unigram.cpu().numpy(), self.totals.cpu().numpy()
         for order, keys in self.keys.items():
-            ratio = self.counts[order].double() / self.totals[order - 1].clamp(min=1)
-            rest = keys
-            for _ in range(order):
-                ratio = ratio / single[rest % self.vocab_size]
-                rest = rest // self.vocab_size
+            ratio = eq_3(unigram, totals, order, keys.cpu().numpy(), self.counts[order].cpu().numpy())
             last = torch.full((1,), torch.iinfo(torch.int64).max, device=keys.device)
-            found[order] = torch.cat([keys.long(), last]), torch.cat([ratio.float(), ratio.new_zeros(1).float()])
+            ratios = torch.from_numpy(np.append(ratio, np.float32(0))).to(keys.device)
+            found[order] = torch.cat([keys.long(), last]), ratios
         return found
 
     def to(self, device: torch.device | str) -> CoOccurrence:

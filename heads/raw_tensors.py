@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a safetensors file as numpy maps them: the bits, as numpy has no bfloat16. torch takes seconds to load."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+NUMPY = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16, "I32": np.int32, "I64": np.int64}
+INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}  # the bits; those of a NaN are more
+
+
+class RawTensor(NamedTuple):
+    """A tensor of one of these dtypes."""
+
+    dtype: str  # as safetensors names it
+    bits: np.ndarray  # in its shape; integers are themselves
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite. Without the sign's bit, or below it, no number has more bits set."""
+        if not self.bits.size:
+            return True
+        most, sign = INFINITY[self.dtype], 1 << (8 * self.bits.itemsize - 1)
+        # As signed integers the negative numbers are less than the positive ones; as unsigned they are more.
+        signed = self.bits.view(np.dtype(f"i{self.bits.itemsize}"))
+        return int(signed.max()) < most and int(self.bits.max()) < most + sign
+
+    def float32(self) -> np.ndarray:
+        """The numbers, exactly."""
+        if self.dtype == "BF16":
+            return (self.bits.astype(np.uint32) << 16).view(np.float32)
+        return self.bits.view(np.float16).astype(np.float32) if self.dtype == "F16" else self.bits.view(np.float32)
+
+
+def raw_tensors(path: Path, names: Iterable[str]) -> dict[str, RawTensor]:
+    """Some tensors of a file that safetensors has opened before, and so has found sound.
+
+    Raises:
+        OSError: if it cannot be read.
+        KeyError: if there is no such tensor, or it is of a dtype that is none of these.
+    """
+    mapped = np.memmap(path, np.uint8, "r")
+    start = 8 + int(mapped[:8].view(np.uint64)[0])
+    header, found = json.loads(mapped[8:start].tobytes()), {}
+    for name in names:
+        dtype, shape, (begin, end) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
+        assert end - begin == math.prod(shape) * np.dtype(NUMPY[dtype]).itemsize
+        found[name] = RawTensor(dtype, mapped[start + begin : start + end].view(NUMPY[dtype]).reshape(shape))
+    return found
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 numbers rounded to the nearest of a dtype, ties to even, as float32."""
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        return ((bits + (0x7FFF + (bits >> 16 & 1))) & np.uint32(0xFFFF0000)).view(np.float32)
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32) if dtype == "F16" else values
