@@ -71,12 +71,12 @@ def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
     """Run train(options) in Ray Train workers, a process each; the folder of the heads must be shared by all.
 
     Raises:
-        TrainingError: if Ray or accelerate is not installed.
+        TrainingError: if Ray or accelerate is not installed, and whatever a worker raises.
     """
     if any(importlib.util.find_spec(name) is None for name in ("ray", "accelerate")):
         raise TrainingError("--ray-workers needs Ray Train: pip install 'vllm-ppd[ray]'")
     import ray
-    from ray.train import ScalingConfig
+    from ray.train import ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
     if not ray.is_initialized():
@@ -92,4 +92,7 @@ def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
     trainer = TorchTrainer(
         lambda: train(options), scaling_config=ScalingConfig(num_workers=workers, use_gpu=bool(use_gpu))
     )
-    trainer.fit()
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:  # it quotes the workers' tracebacks; their own errors are one line
+        raise next(iter(getattr(error, "worker_failures", {}).values()), error) from error

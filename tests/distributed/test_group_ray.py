@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker group under vLLM's Ray executor: its two stages are actors. Needs ray (`pip install 'vllm-ppd[ray]'`)."""
+"""The worker group under vLLM's Ray executor: its two stages are actors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import ray
 from cases import CASES
 from conftest import end_workers, our_counter, start_engine
 
@@ -16,7 +17,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.ranks, pytest.mark.full]
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Ray of this machine with two devices; vLLM's CPU backend has no name for Ray's, so it borrows that of GPUs."""
-    ray = pytest.importorskip("ray")
     from vllm.platforms.cpu import CpuPlatform
 
     def name_devices() -> None:  # in the workers; a nested function travels by value
@@ -25,6 +25,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         CpuPlatform.ray_device_key = "GPU"
 
     monkeypatch.setattr(CpuPlatform, "ray_device_key", "GPU")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(
         address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=100 << 20,
         runtime_env={"worker_process_setup_hook": name_devices},
