@@ -185,8 +185,16 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
     monkeypatch.setattr(costs, "LIMIT", math.inf)
     drafter.config = drafter.config.model_copy(update={"step_costs": "measure"})
+    timed = []
+
+    def noted(drafter: Any, looked_up: bool, *arguments: Any) -> list[float]:
+        timed.append(looked_up)
+        return time_steps(drafter, looked_up, *arguments)
+
+    monkeypatch.setattr(warm_up, "time_steps", noted)
     warm_up.set_draft_length(drafter)
     assert warm_up.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
+    assert timed and not any(timed)  # without prompt lookup none of its steps is timed
 
 
 @pytest.mark.engine

@@ -69,8 +69,9 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
         logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached.method))
         return cached
     started = time.perf_counter()
-    counts = [counts_of(config.num_speculative_tokens), counts_of(lookup)]
-    largest = min(most_requests(drafter.runner, some) for some in counts)
+    # Steps with the method's drafts, and with looked-up ones where there are any.
+    steps = [(counts_of(config.num_speculative_tokens), False), *([(counts_of(lookup), True)] if lookup else [])]
+    largest = min(most_requests(drafter.runner, counts) for counts, _ in steps)
     if largest < 1:
         return None
     largest = min(largest, config.disable_by_batch_size or largest)  # larger batches never draft
@@ -81,9 +82,10 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
         # steps were measured.
         with unseen_by_connectors(), torch.random.fork_rng():
             tables = [
-                measure_table(functools.partial(time_steps, drafter, looked_up), largest, some, group.broadcast_object)
-                for some, looked_up in zip(counts, (False, True), strict=True)
-                if some[-1]
+                measure_table(
+                    functools.partial(time_steps, drafter, looked_up), largest, counts, group.broadcast_object
+                )
+                for counts, looked_up in steps
             ]
     finally:
         drafter.draft_all(False)
