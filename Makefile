@@ -26,7 +26,12 @@ $(STAMP): pyproject.toml .ci/install.py
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	mkdir -p typing/vllm_ppd
 	for part in kernels heads model_patches vllm_plugins benchmarks; do ln -sfn ../../$$part typing/vllm_ppd/$$part; done
+	$(LEARN)
 	touch $(STAMP)
+
+# vLLM starts a process to look at a model's class, once: here, so that the first server need not.
+LEARN := . .ci/serve-env.sh && $(BIN)/python -c "from vllm import EngineArgs; \
+	EngineArgs(model='benchmarks/demo/model').create_engine_config()" >/dev/null 2>&1 || true
 
 # make serve PORT=8001 MODEL=/models/llama ARGS="--spec-tokens 2 --ppd-exit-layer 8"
 # make serve HEADS=early     with the model's heads of that kind; or HEADS=/path/to/heads
