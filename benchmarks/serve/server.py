@@ -57,8 +57,9 @@ class Server:
         with log.open("w") as said:
             # Ctrl-C reaches the whole group of this process; the server is in one of its own, and ends when told.
             self.process = subprocess.Popen(
-                command(words), stdout=said, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-            )
+                command(words), stdout=said, stderr=subprocess.STDOUT, env=environment() | contender.environment,
+                start_new_session=True,
+            )  # fmt: skip
         try:
             self._wait()
             left = free_bytes()
@@ -117,9 +118,7 @@ class Server:
                 text = self._get("/metrics")
             except OSError as error:
                 raise self._reason("/metrics did not answer", error) from None
-            values: dict[str, float] = defaultdict(float)
-            for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
-                values[sample.name] += sample.value
+            values = series(text)
             busy = values["vllm:num_requests_running"] + values["vllm:num_requests_waiting"]
             if not busy or time.monotonic() > deadline:
                 return values
@@ -133,6 +132,14 @@ class Server:
 
     def close(self) -> None:
         end(self.process, signal.SIGINT)
+
+
+def series(text: str) -> dict[str, float]:
+    """Each series of /metrics, summed over its labels; 0 for others."""
+    values: dict[str, float] = defaultdict(float)
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        values[sample.name] += sample.value
+    return values
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:

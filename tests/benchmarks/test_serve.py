@@ -24,6 +24,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.results import Results, stored
 from vllm_ppd.benchmarks.harness.with_parent import command
+from vllm_ppd.benchmarks.serve import server
 from vllm_ppd.benchmarks.serve.generator import send
 from vllm_ppd.benchmarks.serve.options import Load
 from vllm_ppd.benchmarks.serve.run import load_rows
@@ -274,3 +275,10 @@ def test_a_server_that_ends_under_load(
         server.close()
     # This process has the mark since it set it, but not in the environment that it was started with.
     assert not _marked(f"PPD_TEST={tmp_path}")
+
+
+def test_a_contender_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import os, sys; sys.exit('LEVEL is ' + os.environ.get('LEVEL', 'unknown'))"
+    monkeypatch.setattr(server, "VLLM", [sys.executable, "-c", script])
+    with pytest.raises(BenchError, match="its last line: LEVEL is 3"):
+        Server(Contender("ours", environment={"LEVEL": "3"}), "model", {}, tmp_path / "log")
