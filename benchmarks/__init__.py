@@ -4,6 +4,7 @@
 harness/  contenders, engines, turns, kept results, statistics: what every benchmark shares
 decode/   batches of fixed size: decode, closed_loop, group; plan_check and step_breakdown explain the speeds
 serve/    requests that arrive: serve (real servers), open_loop (engines in turns)
+soak/     many thousand requests to real servers: equal answers, counters, memory, what is left
 papers/   the tables and figures of the four papers
 models/   the demo corpus and model, the inflated models and the peers
 gpu/      everything to measure on a machine with a GPU

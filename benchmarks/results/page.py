@@ -69,6 +69,11 @@ NOTES = {
         "larger one in waiting. Latency is less certain than its interval says: an engine that is a little later "
         "takes a prompt in with the next one."
     ),
+    "soak": (
+        "The demo model in float32 and its heads, runner V1, compiled, two cores; the requests and what is compared: "
+        "[Benchmarking](../../docs/benchmarking.md#ten-thousand-requests). Grown: MiB that the memory of the engine's "
+        "processes grew in the second half; spread: between the smallest and the largest sample there."
+    ),
     "serve": "Greedy, the demo model of bytes, two rounds of 8 requests at each load.",
     "plan_check": 'Drafts are made in every step. "Length" counts texts as equally long, as the calibration does.',
     "group": (

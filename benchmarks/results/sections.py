@@ -260,6 +260,7 @@ KNOWN: dict[str, tuple[str, Callable[[Path], Parts]]] = {
     "closed_loop": ("Never slower: batches", closed_loop),
     "open_loop": ("Never slower: requests that arrive", open_loop),
     "serve": ("Servers under load", serve),
+    "soak": ("Ten thousand requests to a server", any_rows),
     "plan_check": ("What steps with drafts cost, and what `ppd plan` predicts", any_rows),
     "group": ("The worker group", group_runs),
     "group_cut_off": ("The worker group above its cut-off", decode),

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a server's answers, counters, memory and end; each fault is a line."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_ppd.benchmarks.soak.client import EVERY, LAST_TOKENS, Record
+from vllm_ppd.benchmarks.soak.workload import Request
+
+Answers = Mapping[int, Record]  # by index of the request
+MIB = 1 << 20
+DRAFTS, DRAFTED, ACCEPTED, BY_POSITION = (
+    f"vllm:spec_decode_num_{what}_total"
+    for what in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+PREEMPTIONS = "vllm:num_preemptions_total"
+GROUP = ("hits", "candidates", "candidates_discarded")
+ZERO = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+        "ppd:invalid_drafts_total", "ppd:unverified_tokens_total")  # fmt: skip
+SMOOTHED = 5  # samples whose median is a point of the memory's growth
+FEWEST = 4 * SMOOTHED * EVERY  # requests for which growth is known
+
+
+class Kept(NamedTuple):
+    """What a file of records holds.
+
+    Attributes:
+        requests: that are to be answered.
+        answers: the newest of each.
+        samples: of memory, in order.
+        end: of the newest server that was ended; {} if none was.
+    """
+
+    requests: int
+    answers: dict[int, Record]
+    samples: list[Record]
+    end: Record
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.end) and len(self.answers) == self.requests
+
+    def total(self, series: str) -> int:
+        """A counter over all servers that took part, each of which began at 0."""
+        newest = {record["life"]: record["counters"].get(series, 0) for record in [*self.samples, self.end]}
+        return int(sum(newest.values()))
+
+
+def read(path: Path, requests: int) -> Kept:
+    """The records of a server; a line that was cut off is left out."""
+    kept = Kept(requests, {}, [], {})
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if "code" in record:
+            kept = kept._replace(end=record)
+        elif "memory" in record:
+            kept.samples.append(record)
+        elif record["index"] < requests:
+            kept.answers[record["index"]] = record
+    return kept
+
+
+def unlike(one: Record, other: Record) -> bool:
+    """Whether two answers differ in tokens, text or the way they end; as far as both were read."""
+    if one["hung_up"] or other["hung_up"]:
+        both = min(len(one["ids"]), len(other["ids"]))
+        return bool(one["ids"][:both] != other["ids"][:both])
+    return any(one[what] != other[what] for what in ("ids", "text", "finish"))
+
+
+class Compared(NamedTuple):
+    """Pairs of answers that should be equal, and the indices of those that are not."""
+
+    pairs: int
+    unlike: list[int]
+
+
+def compare(pairs: Iterable[tuple[int, int | None]], mine: Answers, theirs: Answers) -> Compared:
+    """Answers of mine and of theirs, by pairs of indices; pairs without both answers are left out."""
+    both = [(index, other) for index, other in pairs if index in mine and other in theirs and other is not None]
+    return Compared(len(both), [index for index, other in both if unlike(mine[index], theirs[other])])
+
+
+class Growth(NamedTuple):
+    """MiB that memory grew from half of the requests to the last one, and the largest difference of samples there."""
+
+    mib: float
+    spread: float
+
+
+def growth(kept: Kept) -> Growth | None:
+    """Of the engine's processes; None if no server lived through the second half, or it has too few samples."""
+    newest = [record for record in kept.samples if record["life"] == kept.end["life"]]
+    later = [record["memory"] / MIB for record in newest if record["answered"] >= kept.requests // 2]
+    if len(later) < 2 * SMOOTHED or len(later) == len(newest):
+        return None
+    grown = statistics.median(later[-SMOOTHED:]) - statistics.median(later[:SMOOTHED])
+    return Growth(round(grown, 1), round(max(later) - min(later), 1))
+
+
+def memory_faults(mine: Growth | None, control: Growth | None) -> list[str]:
+    """Growth above the control's by more than the spread of the control's samples, which is their noise."""
+    if mine is None or control is None:
+        return ["memory is not known, as one server must live through the second half; delete its file to ask again"]
+    if mine.mib <= control.mib + control.spread:
+        return []
+    return [f"memory grew by {mine.mib} MiB, the control's by {control.mib} (its samples differ by {control.spread})"]
+
+
+def end_faults(end: Record) -> list[str]:
+    """What a server left behind, and how it ended."""
+    left = [f"left {what}: {', '.join(end[what])}" for what in ("processes", "shared_memory") if end[what]]
+    return left + ([f"exit code {end['code']}"] if end["code"] else [])
+
+
+def counter_faults(kept: Kept, request: Callable[[int], Request], drafts: int) -> list[str]:
+    """What does not add up in the newest server's counters.
+
+    Args:
+        kept: its answers and its end.
+        request: by index.
+        drafts: the most that a request has in a step; 0 without speculation.
+    """
+    count = defaultdict(float, kept.end["counters"])
+    mine = [(request(index).body, one) for index, one in kept.answers.items() if one["life"] == kept.end["life"]]
+    received = sum(len(one["ids"]) for _, one in mine) + LAST_TOKENS
+    # Generated and not received: after a client hung up, and behind a stop string within one step.
+    unread = sum(body["max_tokens"] - len(one["ids"]) for body, one in mine if one["finish"] is None)
+    unread += drafts * sum(bool(body.get("stop")) for body, one in mine if one["finish"] == "stop")
+    ended = sum(one["finish"] is not None for _, one in mine) + 1
+    made, answered = count["vllm:generation_tokens_total"], count["vllm:request_success_total"]
+    steps, drafted, accepted, placed = (count[name] for name in (DRAFTS, DRAFTED, ACCEPTED, BY_POSITION))
+    hits, candidates, discarded = (count[f"ppd:group_{name}_total"] for name in GROUP)
+    rules = {
+        f"{made:g} tokens generated, {received} received, {unread} more at most": 0 <= made - received <= unread,
+        f"{answered:g} requests answered, {ended} of {len(mine) + 1} read": ended <= answered <= len(mine) + 1,
+        f"{accepted:g} of {drafted:g} drafted tokens accepted": accepted <= drafted,
+        f"{accepted:g} tokens accepted, {placed:g} by position": accepted == placed,
+        f"{steps:g} drafts of {drafts} tokens at most, {drafted:g} in all": steps <= drafted <= drafts * steps,
+        f"{candidates:g} candidates, {hits:g} hits, {discarded:g} discarded": candidates == hits + discarded,
+    }
+    wrong = [text for text, holds in rules.items() if not holds]
+    return wrong + [f"{name} is {count[name]:g}, not 0" for name in ZERO if count[name]]
+
+
+def parting(model: str, request: Request, mine: Record, control: Record) -> str:
+    """Where two answers part, the tokens' logprobs there (float32, without penalties), and what repeats it.
+
+    Args:
+        model: folder of the target.
+        request: that both answer.
+        mine, control: the answers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    both = mine["ids"], control["ids"]
+    common = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
+    target: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = target(torch.tensor([request.body["prompt"] + mine["ids"][:common]])).logits[0, -1]
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(2).values
+    tokens = [f"{ids[common]} ({logprobs[ids[common]]:.6f})" if common < len(ids) else "its end" for ids in both]
+    return (
+        f"after {common} tokens {tokens[0]}, the control {tokens[1]}; the top two are {best[0] - best[1]:.2e} apart; "
+        f"{mine['text']!r}, the control {control['text']!r}; {request.body}"
+    )
