@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import os
 import sys
 from collections.abc import Callable
@@ -31,6 +30,8 @@ from vllm_ppd.benchmarks.serve.server import Server
 from vllm_ppd.benchmarks.soak import checks, client
 from vllm_ppd.benchmarks.soak.workload import CHUNK, Request, Workload
 from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,9 +132,9 @@ def row_of(
 ) -> tuple[Row, list[str]]:
     """A server's line of the report, and its faults."""
     asked = [request(index) for index in sorted(mine.answers)]
-    greedy = checks.compare(((one.index, one.index) for one in asked if one.greedy), mine.answers, control.answers)
-    seeded = checks.compare(((one.index, one.index) for one in asked if one.seeded), mine.answers, control.answers)
-    repeats = checks.compare(((one.index, one.repeats) for one in asked), mine.answers, mine.answers)
+    greedy = checks.compare(((each.index,) * 2 for each in asked if each.greedy), mine.answers, control.answers)
+    seeded = checks.compare(((each.index,) * 2 for each in asked if each.seeded), mine.answers, control.answers)
+    repeats = checks.compare(((each.index, each.repeats) for each in asked), mine.answers, mine.answers)
     grown, grown_alone = checks.growth(mine), checks.growth(control)
     drafted, accepted, preempted = map(mine.total, (checks.DRAFTED, checks.ACCEPTED, checks.PREEMPTIONS))
     faults = [f"request {index}: {one['error']}" for index, one in mine.answers.items() if "error" in one]
@@ -141,6 +142,7 @@ def row_of(
     for index in greedy.unlike:
         where = checks.parting(MODEL, request(index), mine.answers[index], control.answers[index])
         faults.append(f"request {index}, greedy: {where}")
+    faults += [f"request {index}, seeded, differs from vLLM's" for index in seeded.unlike]
     faults += [f"request {index} differs from {request(index).repeats}, which it repeats" for index in repeats.unlike]
     if mine is not control and mine.requests == control.requests >= checks.FEWEST:
         faults += checks.memory_faults(grown, grown_alone)
@@ -186,12 +188,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/soak"), help="of answers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/soak/soak.json"), help="report (default: %(default)s)")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    with (options.folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BenchError(f"--folder {options.folder}: another soak writes there; give another folder") from None
+    with writing_folder(options.folder, "--folder"):
         workload = Workload(MODEL)
         chosen = [method for method in methods() if method.contender.name in (BASE, *options.only)]
         todo = [method for method in chosen if not kept(method, options).complete]
@@ -208,5 +205,5 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         sys.exit(130)
-    except BenchError as error:
+    except (BenchError, HeadsError) as error:
         sys.exit(f"error: {error}")
