@@ -15,6 +15,7 @@ from conftest import ROOT
 
 from vllm_ppd.benchmarks.soak import checks, client, run
 from vllm_ppd.benchmarks.soak.workload import CHUNK, Request, Workload
+from vllm_ppd.heads.locking import InUse, writing_folder
 
 MODEL = str(ROOT / "benchmarks/demo/model")
 COUNTERS = {
@@ -185,10 +186,6 @@ def test_a_soak_without_what_it_is_for_is_a_fault() -> None:
 
 
 def test_two_soaks_of_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
     monkeypatch.setattr("sys.argv", ["run", "--folder", str(tmp_path)])
-    with (tmp_path / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(run.BenchError, match="another soak writes there"):
-            run.main()
+    with writing_folder(tmp_path), pytest.raises(InUse, match="being written by"):
+        run.main()
