@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from cases import generate, greedy
-from conftest import DEMO, start_engine
+from conftest import DEMO, start_engine, write_texts
 from transformers import AutoModelForCausalLM
 
 from vllm_ppd.benchmarks.models.inflate import count, inflate_heads, inflate_model
@@ -93,11 +93,18 @@ def inflated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_calibration_lacks_the_timing_alone(inflated: Path, capsys: Any) -> None:
+def test_calibration_lacks_the_timing_alone(
+    inflated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     original = json.loads((HEADS / "cp" / "calibration.json").read_text())
     data = tuple(original["options"]["data"])
+    monkeypatch.chdir(tmp_path)
+    for name in data:  # looked at, and not measured on again
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        write_texts(Path(name), ["text"])
     result = calibrate(CalibrationOptions(heads=str(inflated / "heads" / "cp"), data=data))
-    assert capsys.readouterr().out.splitlines() == ["measuring timing ..."]
+    continues = "continues after likelihood, acceptance, vocabulary"
+    assert capsys.readouterr().out.splitlines() == [continues, "measuring timing ..."]
     assert result["parts"]["likelihood"] == original["parts"]["likelihood"]
 
 

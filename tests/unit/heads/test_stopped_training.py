@@ -38,11 +38,16 @@ def command(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def ignored() -> Iterator[None]:
-    """A command that does not listen to SIGTERM runs to its end, and does not end the tests."""
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
+def signals() -> Iterator[None]:
+    """As in a terminal, also where the tests run in the background, which ignores SIGINT.
+
+    A command that does not listen to SIGTERM runs to its end, and does not end the tests.
+    """
+    handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def stopped_in(monkeypatch: pytest.MonkeyPatch, phase: str, number: int) -> None:
@@ -60,7 +65,7 @@ def stopped_in(monkeypatch: pytest.MonkeyPatch, phase: str, number: int) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_ends_with_the_words_of_the_loop(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, ignored: None, phase: str, number: int
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, signals: None, phase: str, number: int
 ) -> None:
     stopped_in(monkeypatch, phase, number)
     assert main(command) == 130

@@ -20,7 +20,6 @@ import torch
 from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
-from vllm_ppd.heads import files
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import TrainingError, loop
@@ -241,10 +240,11 @@ def test_diverging_loss_stops_and_keeps_the_last_good(
 def test_full_disk_loses_nothing(
     tiny_model: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    import safetensors.torch
     from safetensors import SafetensorError
 
     argv = command(tiny_model(), data, tmp_path / "heads", "--steps", "6", "--save-every", "2")
-    real, calls = files.save_file, 0
+    real, calls = safetensors.torch.save_file, 0
 
     def full(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
@@ -253,7 +253,7 @@ def test_full_disk_loses_nothing(
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         real(*args, **kwargs)
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     assert main(argv) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("ppd: error: the disk is full")
     state = tmp_path / "heads" / WORK / "state.safetensors"
