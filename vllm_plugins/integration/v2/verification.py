@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ppd.vllm_plugins.integration.v2.speculator import Speculator
@@ -71,11 +72,13 @@ class Verification(RejectionSampler):
             logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np, expanded_idx_mapping,
             expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled,
         )  # fmt: skip
-        seeded = self.sampler.sampling_states.seeds_set[idx_mapping_np]
-        if seeded.any():
-            drawn, _ = self.sampler._sample_random(
-                processed_logits, expanded_idx_mapping, idx_mapping_np, pos, None, None, False
-            )
+        states = self.sampler.sampling_states
+        seeded = states.seeds_set[idx_mapping_np]
+        if seeded.any() and self.watermark_key is None:  # a watermark draws other random numbers
+            drawn = gumbel_sample(
+                processed_logits, expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos,
+                apply_temperature=False, is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
+            )  # fmt: skip
             tokens, counts = accept_drawn(drawn, verify_draft_sampled, cu_num_logits, sampled.shape[1])
             rows = async_tensor_h2d(seeded, device=sampled.device)
             sampled = torch.where(rows[:, None], tokens.to(sampled.dtype), sampled)
