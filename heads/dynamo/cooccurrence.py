@@ -105,13 +105,15 @@ class CoOccurrence:
         return found
 
     def to(self, device: torch.device | str) -> CoOccurrence:
-        """The same counts on a device."""
-        return CoOccurrence(
+        """The same counts on a device, whose mask does not wait for it."""
+        moved = CoOccurrence(
             self.unigram.to(device),
             self.totals.to(device),
             {n: keys.to(device) for n, keys in self.keys.items()},
             {n: counts.to(device) for n, counts in self.counts.items()},
         )
+        moved.__dict__["_lookup"] = {n: tuple(part.to(device) for part in pair) for n, pair in self._lookup.items()}
+        return moved
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, as small as they fit."""
