@@ -130,12 +130,16 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
         "enable_prefix_caching": False,
     }
     llm = LLM(model=str(model), speculative_config=speculative_config, **{**defaults, **settings})
-    # An engine that is collected takes the process's parallel groups along, also those of the others.
-    _ALIVE.append(llm)
+    keep_alive(llm)
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     if core is not None:
         llm.counts = _count(core.scheduler)
     return llm
+
+
+def keep_alive(llm: Any) -> None:
+    """Have an engine outlive its test: when it is collected, it takes the parallel groups of all others along."""
+    _ALIVE.append(llm)
 
 
 def end_workers(llm: Any) -> None:

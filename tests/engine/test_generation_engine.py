@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import keep_alive
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ppd.heads.generation.engine import Continuation, Request
@@ -36,10 +37,12 @@ def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[generation.OfflineEngine]:
+def engine(model: Path) -> generation.OfflineEngine:
     """One for all tests, which `ppd data` is given as well."""
     options = DataOptions(model=str(model), out="-", batch=4, max_length=128, precision="float32")
-    yield generation.OfflineEngine(options)
+    engine = generation.OfflineEngine(options)
+    keep_alive(engine)
+    return engine
 
 
 def run(engine: generation.OfflineEngine, *requests: Request) -> dict[str, Continuation]:
