@@ -24,8 +24,10 @@ METHODS = {
     "lookups": {"method": "cp", "model": str(HEADS / "cp"), "prompt_lookup_min": 2},
     "early": {"method": "ppd", "model": str(HEADS / "early"), "draft_sample_method": "probabilistic"},
     "several exits": {"method": "ppd", "model": str(HEADS / "early"), "exit_layer": [6, 9]},
+    "parallel schedule": {"method": "paradecode", "model": str(HEADS / "early"), "schedule": "parallel"},
     "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo")},
 }
+FULL = {"several exits", "parallel schedule"}
 LENGTHS = (5, 33, 64, 65, 100, 129, 150, 193)  # chunks of 64, some of which leave a single token
 
 
@@ -66,7 +68,9 @@ def alone() -> list[list[int]]:
     return answers["alone"]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in METHODS]
+)
 def test_output_is_vllms_through_preemptions(alone: list[list[int]], name: str) -> None:
     """A step that is done again after a preemption has no drafts, and so had other random numbers."""
     llm = start_engine(DEMO, METHODS[name], **preempted.SMALL_KV)
