@@ -142,18 +142,18 @@ def test_drafts_are_those_of_an_engine_that_never_skips(
     assert missing_kv._groups and missing_kv._groups[0][1].any()
 
 
-def test_requests_with_a_seed_draft_while_others_do_not(
+def test_output_with_a_seed_does_not_depend_on_what_is_skipped(
     engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How much they draft decides what they draw, so that it must not depend on measurements."""
+    """Whether drafting is off depends on measurements, and whether layers are skipped on that."""
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})
-    controller = drafter_of(llm).planner.controller
+    planner, params = drafter_of(llm).planner, SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
+    expected, controller, drafted = generate(engine(), prompts(2, 20), params), planner.controller, []
     monkeypatch.setattr(controller, "_choose", lambda allowed, *_: np.zeros_like(allowed))
     monkeypatch.setattr(controller, "state", State.OFF)
-    said = []
-    for seed in (7, None, 7):
-        drafted = llm.counts["drafted"]
-        params = SamplingParams(temperature=0.8, seed=seed, max_tokens=40, ignore_eos=True)
-        said.append((generate(llm, prompts(2, 20), params), llm.counts["drafted"] - drafted))
-    assert said[0][1] > 40 and said[1][1] == 0
-    assert said[2] == said[0]
+    for chosen_by in (None, controller):
+        monkeypatch.setattr(planner, "controller", chosen_by)
+        before = llm.counts["drafted"]
+        assert generate(llm, prompts(2, 20), params) == expected
+        drafted.append(llm.counts["drafted"] - before)
+    assert drafted[0] > 40 and drafted[1] == 0
