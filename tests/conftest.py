@@ -95,16 +95,19 @@ def bounded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def our_log() -> Iterator[list[str]]:
-    """Our warnings in a block, which vLLM's logger does not hand on; an engine that starts in it ends this."""
+def our_log(level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Our messages in a block, which vLLM's logger does not hand on; an engine that starts in it ends this."""
     messages: list[str] = []
-    logger, handler = logging.getLogger("vllm.vllm_ppd"), logging.Handler(logging.WARNING)
+    logger, handler = logging.getLogger("vllm.vllm_ppd"), logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
     logger.addHandler(handler)
+    logger.setLevel(level)
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def start_engine(model: Path, speculative_config: dict[str, Any] | None, **settings: Any) -> Any:
