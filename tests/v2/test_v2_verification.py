@@ -89,12 +89,9 @@ def test_kernels_for_greedy_requests_are_compiled_before_they_are_needed(monkeyp
         return len(calls)
 
     monkeypatch.setattr(RejectionSampler, "__call__", stock)
-    speculator: Any = SimpleNamespace(unusable=lambda batch: torch.zeros(1, dtype=torch.bool))
-    config = SimpleNamespace(
-        num_speculative_tokens=2, enable_adaptive_verification=False, rejection_sample_method="standard"
-    )
-    sampler = SimpleNamespace(needs_logits_processing=needed)
-    verification: Any = Verification(speculator, sampler, config, torch.device("cpu"))
+    verification: Any = object.__new__(Verification)  # what vLLM's constructor reads differs between its versions
+    verification.speculator = SimpleNamespace(unusable=lambda batch: torch.zeros(1, dtype=torch.bool))
+    verification.sampler, verification._compiled = SimpleNamespace(needs_logits_processing=needed), False
     batch = SimpleNamespace(num_reqs=2)
     assert verification(torch.zeros(2, 5), batch) == 1  # no drafts
     assert verification(torch.zeros(6, 5), batch) == 3
