@@ -55,9 +55,8 @@ class SeededRequests:
         drafted = {row: generator for row, generator in generators.items() if row < len(counts) and counts[row]}
         if not drafted or logits is None:
             return stock(logits, spec_decode_metadata)
-        draws = {
-            row: Draws(generator, counts[row], self._draw, self._any_logits()) for row, generator in drafted.items()
-        }
+        any_logits = self._any_logits()
+        draws = {row: Draws(generator, counts[row], self._draw, any_logits) for row, generator in drafted.items()}
         rejection_sample = rejection_sampler.rejection_sample
         rejection_sampler.rejection_sample = verify(rejection_sample, draws)
         try:
