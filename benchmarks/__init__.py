@@ -18,12 +18,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.locking import InUse, writing_file, writing_folder
-from vllm_ppd.vllm_plugins.cli.arguments import UsageError
 
 
-class BenchError(UsageError):
-    """Bad input, or an engine that did not start; the message is one line: what, where, what to do instead."""
+class BenchError(UserError):
+    """Bad input of a benchmark, or an engine that did not start."""
 
 
 @contextlib.contextmanager

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of heads that are refused: one line, of bounded length, that any terminal can print."""
+"""Errors that a user can act on; the message is one line: what, where, what to do instead."""
 
 from __future__ import annotations
 
 from vllm_ppd.heads.quote import shortened
 
 
-class HeadsError(ValueError):
-    """A heads folder that cannot be used; the message is one line: what, where, what to do instead."""
+class UserError(ValueError):
+    """Bad input: the command ends with this message, which has a bounded length and prints on any terminal."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
 
 
+class HeadsError(UserError):
+    """A heads folder that cannot be used."""
+
+
 class MissingFile(HeadsError):
     """A file that a heads folder should have and has not."""
+
+
+class TrainingError(UserError):
+    """Bad data or options of training, calibration or `ppd data`, or a run that cannot go on."""

@@ -24,9 +24,9 @@ from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.heads.training.provenance import provenance
 

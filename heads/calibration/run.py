@@ -24,7 +24,7 @@ from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.files import expand
-from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.errors import HeadsError, TrainingError
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
 from vllm_ppd.heads.locking import writing_folder
@@ -33,7 +33,6 @@ from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.data_files import trained_on
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance, provenance_of

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.order import from_the_middle, in_turns
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk

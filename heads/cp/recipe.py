@@ -19,7 +19,7 @@ from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.cp.options import CPOptions
 from vllm_ppd.heads.cp.start import TOKENS, Rows, ridge_start
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, Recipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ppd.heads.data.records import Chat, Document, Skipped, readable
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
-from vllm_ppd.heads.training import TrainingError
 
 
 def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) -> Document:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from vllm_ppd.heads.data.files import expand, is_records, records
 from vllm_ppd.heads.data.records import Chat, Document, Skipped, parse_record
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training import TrainingError
 
 LOOKED_AT = 1024  # records of each file
 FORMS = "give .jsonl, .json or text files with text"

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
-from vllm_ppd.heads.training import TrainingError
 
 PIECE = 1 << 18  # characters of a plain text file that make one document
 LONGEST_RECORD = 1 << 26  # characters; a longer one is a mistake, and would be held in memory

@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
-from vllm_ppd.heads.training import TrainingError
 
 TEXT_PARTS = {"text", "input_text", "output_text"}
 ROLES = {  # of ShareGPT and its relatives, as chat templates name them

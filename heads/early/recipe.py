@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.early.options import EarlyOptions
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target

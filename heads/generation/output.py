@@ -18,11 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import replaced
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.heads.quote import place, quoted
-from vllm_ppd.heads.training import TrainingError
 
 SYNC_EVERY = 64  # chats between two waits for the disk
 

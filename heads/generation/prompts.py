@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.training import TrainingError
 
 STRIDE = 4  # lengths from one prompt of a text to the next
 

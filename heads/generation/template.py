@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 
 PLACE = "ppd user turn"  # stands in a rendered chat where the user's words would
 

@@ -12,11 +12,11 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.engine import Continuation, Engine, Request
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.output import Chat, ChatFile
 from vllm_ppd.heads.generation.template import ChatTemplate
-from vllm_ppd.heads.training import TrainingError
 
 MOST_REFUSED = 2000  # user turns one after the other
 USER, ASSISTANT = "user", "assistant"

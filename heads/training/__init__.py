@@ -3,7 +3,3 @@
 
 ../data -> tokens.py -> target.py (frozen) -> recipes/{early,cp,dynamo}.py -> loop.py -> a heads folder
 """
-
-
-class TrainingError(ValueError):
-    """Bad input or a run that cannot go on; the message is one line: what, where, what to do instead."""

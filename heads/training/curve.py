@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training import TrainingError
 
 NAME = "curve.jsonl"
 LONGEST = 1 << 24  # bytes that are read

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.signals import Stopped
 from vllm_ppd.heads.training.state import peek_facts

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import save_heads, write_text
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.target_path import stored_name
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.curve import POINTS, Curve, Point
 from vllm_ppd.heads.training.data_files import data_files
 from vllm_ppd.heads.training.evaluation import BEST, Evaluation, Progress, evaluate

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 
 
 class Processes:

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import write_tensors
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.optimizer import ADAMW_STATE, MUON_STATE
 

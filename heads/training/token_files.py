@@ -10,9 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import write_text
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training import TrainingError
 
 NAME = "tokens.json"
 

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.token_files import NAME, Manifest, intact_manifest, write_manifest
 
 SPLITS = ("train", "held_out")

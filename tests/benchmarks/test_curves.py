@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from vllm_ppd.benchmarks.models import recipes
 from vllm_ppd.benchmarks.results import curves
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.curve import Point
 from vllm_ppd.vllm_plugins.cli.main import main
 

@@ -10,13 +10,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
 Options = TypeVar("Options", bound=BaseModel)
-
-
-class UsageError(ValueError):
-    """A bad argument; the message is one line."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -74,7 +71,7 @@ def options_from(model: type[Options], args: argparse.Namespace) -> Options:
     """The model from parsed flags.
 
     Raises:
-        UsageError: on the first value that the model refuses, naming the flag.
+        UserError: on the first value that the model refuses, naming the flag.
     """
     given = {name: getattr(args, name) for name in model.model_fields if hasattr(args, name)}
     try:
@@ -83,7 +80,7 @@ def options_from(model: type[Options], args: argparse.Namespace) -> Options:
         problem = error.errors()[0]
         flag = "--" + str(problem["loc"][0] if problem["loc"] else "options").replace("_", "-")
         message, value = problem["msg"].removeprefix("Value error, "), shortened(str(problem["input"]), LONGEST_VALUE)
-        raise UsageError(f"{flag} {value}: {message[0].lower()}{message[1:]}") from None
+        raise UserError(f"{flag} {value}: {message[0].lower()}{message[1:]}") from None
 
 
 def _help(field: FieldInfo) -> str:

@@ -7,9 +7,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
 from vllm_ppd.vllm_plugins.cli import bench, calibrate, data, env, inspect, plan, train
-from vllm_ppd.vllm_plugins.cli.arguments import CommandParser, UsageError
+from vllm_ppd.vllm_plugins.cli.arguments import CommandParser
 
 COMMANDS = (data, train, calibrate, plan, bench, inspect, env)
 
@@ -32,19 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"ppd: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
-        if not _is_ours(error):
-            raise
+    except (UserError, OSError) as error:
         print(f"ppd: error: {_one_line(error)}", file=sys.stderr)
         return 2
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether the message is meant for the user; anything else keeps its traceback."""
-    from vllm_ppd.heads.io import HeadsError
-    from vllm_ppd.heads.training import TrainingError
-
-    return isinstance(error, HeadsError | TrainingError | UsageError | OSError)
 
 
 def _one_line(error: Exception) -> str:

@@ -23,7 +23,7 @@ from vllm_ppd.benchmarks.models.peers.medusa import Medusa
 from vllm_ppd.benchmarks.models.peers.target import Corpus, Given, Peer
 from vllm_ppd.benchmarks.models.train import DEMO
 from vllm_ppd.benchmarks.models.training import fit, muon_and_adamw
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.training.target import Target
 

@@ -23,12 +23,13 @@ from vllm_ppd.heads.calibration.run import Calibration, calibrate
 from vllm_ppd.heads.cp import calibration as cp_calibration
 from vllm_ppd.heads.early import calibration as early_calibration
 from vllm_ppd.heads.early.calibration import match_exits
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import all_ways
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training import loop
 from vllm_ppd.vllm_plugins.cli.main import main
 
 

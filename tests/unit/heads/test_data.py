@@ -21,9 +21,9 @@ from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.special_tokens import SpecialTokens
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.prompts import read_prompts as data_prompts
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.tokens import TokenStore
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

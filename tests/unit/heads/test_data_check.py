@@ -13,7 +13,7 @@ import pytest
 from conftest import DEMO
 
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.data_files import data_files, trained_on
 from vllm_ppd.vllm_plugins.cli.main import main
 

@@ -19,9 +19,9 @@ from vllm_ppd.benchmarks.serve.chats import Chats
 from vllm_ppd.benchmarks.serve.options import ServeOptions
 from vllm_ppd.heads.calibration.text import record_prompts, take_prompts
 from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.prompts import read_prompts as data_prompts
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.tokens import TokenStore
 
 TEMPLATE = (

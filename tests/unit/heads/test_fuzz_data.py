@@ -16,7 +16,7 @@ import pytest
 import tiny
 
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.tokens import TokenStore
 
 pytestmark = pytest.mark.usefixtures("bounded")

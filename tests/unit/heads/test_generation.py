@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation import write
 from vllm_ppd.heads.generation.engine import Continuation, Engine, Request
 from vllm_ppd.heads.generation.options import DataOptions
@@ -24,7 +25,6 @@ from vllm_ppd.heads.generation.prompts import read_prompts
 from vllm_ppd.heads.generation.template import ChatTemplate
 from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter, Writer
 from vllm_ppd.heads.locking import InUse
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.kernels.sampling import Sampling, truncated
 from vllm_ppd.kernels.top_p import BEST, mask_top_p
 from vllm_ppd.vllm_plugins.cli.data import _Bar

@@ -15,7 +15,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.text import generate, record_prompts
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target
 
 PROMPTS = [[40 + i] * 3 + list(range(60, 60 + i)) for i in (4, 9, 1, 30, 6)]

@@ -14,8 +14,8 @@ import tiny
 import torch
 
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError
 from vllm_ppd.heads.training.recipe import make_recipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore

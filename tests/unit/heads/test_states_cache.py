@@ -14,8 +14,9 @@ import torch
 from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError, loop, order
+from vllm_ppd.heads.training import loop, order
 from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore

@@ -20,9 +20,10 @@ import torch
 from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.evaluation import Evaluation
 from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.heads.training.provenance import provenance_of

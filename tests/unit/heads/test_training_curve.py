@@ -18,8 +18,9 @@ from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.early.recipe import EarlyRecipe
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.curve import NAME, Point, read_curve
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress
 

@@ -20,8 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training import TrainingError, loop
+from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
 from vllm_ppd.heads.training.tokens import FILES, TokenStore

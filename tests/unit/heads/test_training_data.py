@@ -14,7 +14,7 @@ import torch
 from conftest import write_texts
 from torch.nn import functional
 
-from vllm_ppd.heads.training import TrainingError
+from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels import unembedding_loss
