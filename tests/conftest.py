@@ -115,7 +115,7 @@ def start_engine(model: Path, speculative_config: dict[str, Any] | None, **setti
     from vllm import LLM
 
     from vllm_ppd.vllm_plugins.config.naming import is_ours
-    from vllm_ppd.vllm_plugins.integration.platform import kv_cache
+    from vllm_ppd.vllm_plugins.platform import kv_cache
 
     if speculative_config is not None and is_ours(speculative_config):
         speculative_config = {"adaptive": False, **speculative_config}
@@ -219,7 +219,7 @@ def drafter_of(llm: Any) -> Any:
 
 def our_counter(name: str) -> float:
     """The value of one of our counters, of all engines of this process together."""
-    from vllm_ppd.vllm_plugins.integration.metrics import totals
+    from vllm_ppd.vllm_plugins.engine.metrics import totals
 
     return totals()[name]
 

@@ -51,8 +51,8 @@ def reader() -> None:
     """Early exits: no heads, T, classifiers; one best token with its confidence, several candidates, exits together."""
     from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.kernels.early_topk import merge_topk
-    from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
-    from vllm_ppd.vllm_plugins.integration.lm_head import LMHead, Unembedding
+    from vllm_ppd.vllm_plugins.engine.lm_head import LMHead, Unembedding
+    from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
 
     weight, bias = torch.randn(320, 64), torch.randn(320)
 
@@ -136,9 +136,9 @@ def heads() -> None:
 
 def candidates() -> None:
     """The winner's block goes into the request's own and into the other candidates', in two groups of layers."""
-    from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
-    from vllm_ppd.vllm_plugins.integration.v1.kv_blocks import KVBlocks
-    from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Candidates
+    from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
+    from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
+    from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
 
     tables = [SimpleNamespace(block_table=SimpleNamespace(np=np.arange(24).reshape(4, 6) + gid), block_size=16)
               for gid in range(2)]  # fmt: skip

@@ -16,11 +16,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from vllm_ppd.vllm_plugins.integration.patches import PATCHES, vllm_version
+from vllm_ppd.vllm_plugins.patches import PATCHES, vllm_version
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(__file__).with_name("touched.json")
-PLUGIN = "vllm_ppd.vllm_plugins.integration"
+PLUGIN = "vllm_ppd.vllm_plugins.engine"
+GROUP = "vllm_ppd.vllm_plugins.methods.group"
 V2 = "vllm.v1.worker.gpu"
 
 # Classes of ours, and those of vLLM whose methods they override.
@@ -29,9 +30,9 @@ OVERRIDING = {
     f"{PLUGIN}.v1.nonspeculative_steps:NonSpeculativeSteps": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.token_logprobs:TokenLogprobs": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.seeded_requests:SeededRequests": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.pipeline_runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{GROUP}.runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.warm_up:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
-    f"{PLUGIN}.v1.pipeline_scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
     f"{PLUGIN}.v2.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",

@@ -9,6 +9,6 @@ def register() -> None:
 
     Imports nothing heavy, leaves a vLLM that does not ask for us as it was, and never raises on an unsupported vLLM.
     """
-    from vllm_ppd.vllm_plugins.integration import patches
+    from vllm_ppd.vllm_plugins import patches
 
     patches.install()

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks.harness.options import COMMAS, BenchOptions, LoopOptions
-from vllm_ppd.vllm_plugins.integration.platform import kv_cache
+from vllm_ppd.vllm_plugins.platform import kv_cache
 
 STAGES = {"pipeline_parallel_size": 2}
 

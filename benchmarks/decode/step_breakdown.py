@@ -30,7 +30,7 @@ from vllm_ppd.benchmarks.harness.machine import restart_for_engines
 from vllm_ppd.benchmarks.harness.results import Row, write_rows
 from vllm_ppd.heads.calibration.tables import table as markdown
 from vllm_ppd.heads.cp.module import Condition
-from vllm_ppd.vllm_plugins.integration.platform import kv_cache
+from vllm_ppd.vllm_plugins.platform import kv_cache
 
 PROMPT_TOKENS = 64
 DRAFTING = "drafting"

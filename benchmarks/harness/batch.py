@@ -10,7 +10,7 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.engine import COUNTERS, Engine, Timers
 from vllm_ppd.benchmarks.harness.machine import peak_bytes
-from vllm_ppd.vllm_plugins.integration.metrics import totals
+from vllm_ppd.vllm_plugins.engine.metrics import totals
 
 
 class Parts(Timers):

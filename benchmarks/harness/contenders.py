@@ -14,7 +14,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import BenchOptions
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.vllm_plugins.integration import platform
+from vllm_ppd.vllm_plugins import platform
 
 BASE = "vLLM"
 CONTROL = "vLLM, again"

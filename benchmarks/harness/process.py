@@ -95,7 +95,7 @@ def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], lo
 
         from vllm_ppd.benchmarks.harness.batch import Parts, decode_batch
         from vllm_ppd.benchmarks.harness.engine import Engine
-        from vllm_ppd.vllm_plugins.integration.cpu.workarounds import mend_workers_to_come
+        from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 
         if current_platform.is_cpu():
             # vLLM's own methods sample wrongly on this backend; compared is what they are without that mistake.

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_ppd.benchmarks.harness.options import COMMAS, NONE, PLAIN, BenchOptions, LoopOptions, Plain
-from vllm_ppd.vllm_plugins.integration.platform import kv_cache
+from vllm_ppd.vllm_plugins.platform import kv_cache
 
 SHORTEST = 8  # tokens of a prompt or an answer
 

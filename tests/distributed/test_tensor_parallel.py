@@ -40,7 +40,7 @@ if __name__ == "__main__":
 # Each rank's clock tells another cost of drafts, and all tell that drafts pay; nothing of it is kept.
 CLOCKS = """
 import random
-from vllm_ppd.vllm_plugins.integration.v1 import warm_up
+from vllm_ppd.vllm_plugins.engine.v1 import warm_up
 time_steps = warm_up.time_steps
 def other_clock(*arguments):
     time_steps(*arguments)

@@ -19,7 +19,7 @@ from conftest import ROOT, drafter_of, start_engine, step_tokens
 
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS, adapter_path
 from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
-from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
+from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
 
 pytestmark = pytest.mark.engine
 

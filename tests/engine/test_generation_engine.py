@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ppd.heads.generation.engine import Continuation, Request
 from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.cli.main import main
-from vllm_ppd.vllm_plugins.integration import generation, platform
+from vllm_ppd.vllm_plugins.engine import generation
 
 pytestmark = pytest.mark.engine
 TEMPLATE = (

@@ -69,7 +69,7 @@ def test_a_group_starts_the_same_lanes(tiny_model: Callable[..., Path]) -> None:
 def test_the_lm_head_is_read_as_a_matrix_only_where_it_is_one(
     engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_ppd.vllm_plugins.integration.lm_head import TargetLMHead
+    from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
 
     model = runner_of(engine()).model
     head = TargetLMHead(model)

@@ -17,10 +17,10 @@ from conftest import our_counter, start_engine
 from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions
-from vllm_ppd.vllm_plugins.drafting.exit_reader import sampled_reading
-from vllm_ppd.vllm_plugins.integration.invalid_drafts import InvalidDrafts
-from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS, Counters
-from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.engine.invalid_drafts import InvalidDrafts
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
+from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.methods.early.reader import sampled_reading
 
 NAN, INF = float("nan"), float("inf")
 SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
@@ -33,7 +33,7 @@ def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
 
 def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     """Have one number of the heads be another once they have been read, whatever the reader refuses."""
-    reader = "drafting.exit_reader" if kind == "early" else f"methods.{kind}.drafter"
+    reader = "methods.early.reader" if kind == "early" else f"methods.{kind}.drafter"
     module = import_module(f"vllm_ppd.vllm_plugins.{reader}")
     name = "load_early_heads" if kind == "early" else "load_tensors"
     stock = getattr(module, name)

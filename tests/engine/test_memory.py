@@ -14,8 +14,8 @@ from cases import CASES
 from conftest import drafter_of, runner_of, start_engine
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
-from vllm_ppd.vllm_plugins.integration.v1.deferred_kv import DeferredKVProposer
+from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
+from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +32,7 @@ def test_saved_states_are_n_plus_1_rows_a_request() -> None:
 def test_allocated_before_the_kv_cache_is_sized(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_ppd.vllm_plugins.integration.v1.worker import DraftingWorker
+    from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker
 
     order: list[str] = []
     load, size = DeferredKVProposer.load_model, DraftingWorker.determine_available_memory

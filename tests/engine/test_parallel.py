@@ -15,8 +15,8 @@ from conftest import drafter_of, our_counter
 from torch.nn import functional
 
 from vllm_ppd.kernels.batched_linear import batched_linear
-from vllm_ppd.vllm_plugins.integration.cpu.plain_weights import plain_weights
-from vllm_ppd.vllm_plugins.integration.v1.parallel_layers import evenly_spaced
+from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
+from vllm_ppd.vllm_plugins.methods.early.parallel_layers import evenly_spaced
 
 LAYERS = 6
 PARALLEL = {"method": "paradecode", "schedule": "parallel"}

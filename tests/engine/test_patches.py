@@ -37,11 +37,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins import patches, register
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.integration import patches
-from vllm_ppd.vllm_plugins.integration.v1.nonspeculative_steps import NonSpeculativeSteps
+from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
 
 register()
 

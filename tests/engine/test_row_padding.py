@@ -13,8 +13,8 @@ import torch
 from cases import CASES
 from conftest import drafter_of, runner_of, step_tokens
 
-from vllm_ppd.vllm_plugins.integration.cpu import row_padding
-from vllm_ppd.vllm_plugins.integration.cpu.row_padding import NONE, RowPadding
+from vllm_ppd.vllm_plugins.engine.cpu import row_padding
+from vllm_ppd.vllm_plugins.engine.cpu.row_padding import NONE, RowPadding
 
 EPYC = (19.7, 23.0, 16.8, 16.0, 15.9, 15.9, 19.7, 21.2)  # milliseconds of one row and more
 

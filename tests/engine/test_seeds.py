@@ -15,7 +15,7 @@ from conftest import DEMO, counter, start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.vllm_plugins.integration.v1.seeded_requests import Draws, verify
+from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import Draws, verify
 
 pytestmark = pytest.mark.engine
 HEADS = DEMO.parent / "heads"

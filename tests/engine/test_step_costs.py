@@ -20,8 +20,8 @@ from vllm import envs
 
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
-from vllm_ppd.vllm_plugins.integration.v1 import warm_up
-from vllm_ppd.vllm_plugins.integration.v1.dummy_steps import most_requests, time_steps
+from vllm_ppd.vllm_plugins.engine.v1 import warm_up
+from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import most_requests, time_steps
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS, second_fastest=SECONDS)

@@ -18,7 +18,7 @@ from scipy.stats import chi2_contingency
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
 
 pytestmark = pytest.mark.engine
 SAMPLES = 3000

@@ -13,7 +13,7 @@ from cases import generate, greedy, prompts
 from conftest import runner_of
 from small import demo_heads
 
-from vllm_ppd.vllm_plugins.integration.metrics import totals
+from vllm_ppd.vllm_plugins.engine.metrics import totals
 
 pytestmark = pytest.mark.engine
 EARLY = {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3}

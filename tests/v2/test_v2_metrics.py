@@ -13,8 +13,8 @@ from conftest import our_counter, our_log, runner_of
 from test_v2_speculator import METHODS
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
-from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.integration.v2.device_counts import DeviceCounts
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.engine.v2.device_counts import DeviceCounts
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from cases import generate, greedy, prompts
 from test_v2_speculator import METHODS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_ppd.vllm_plugins.integration.v2.verification import Verification, accept_drawn
+from vllm_ppd.vllm_plugins.engine.v2.verification import Verification, accept_drawn
 
 pytestmark = pytest.mark.engine
 TINY_KV = {**preempted.SMALL_KV, "num_gpu_blocks_override": 5}  # two of three requests fit in

@@ -58,7 +58,7 @@ def write_chats(options: DataOptions, file: ChatFile) -> None:
     from vllm_ppd.heads.generation.prompts import read_prompts
     from vllm_ppd.heads.generation.template import ChatTemplate
     from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter
-    from vllm_ppd.vllm_plugins.integration.generation import OfflineEngine
+    from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
 
     wanted = options.number or (math.inf if options.prompts else NUMBER)
     tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)

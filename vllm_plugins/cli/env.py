@@ -16,7 +16,7 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.training.provenance import machine, versions
-    from vllm_ppd.vllm_plugins.integration.patches import SUPPORTED_VLLM, is_supported, vllm_version
+    from vllm_ppd.vllm_plugins.patches import SUPPORTED_VLLM, is_supported, vllm_version
 
     found = vllm_version()
     lines = {

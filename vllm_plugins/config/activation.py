@@ -16,12 +16,12 @@ from typing import Any
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config import checks, features
 from vllm_ppd.vllm_plugins.config.flags import check_mapping
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, flag_fields, flag_name
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, is_proposer
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -145,7 +145,8 @@ def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
         )
     if engine_args.max_num_seqs is not None:
         checks.check_candidates(config, engine_args.max_num_seqs)
-    engine_args.scheduler_cls = features.GROUP_SCHEDULER
+    assert config.spec.group is not None
+    engine_args.scheduler_cls = config.spec.group.scheduler
 
 
 def _asked(engine_args: Any) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from vllm_ppd.heads.io import CONFIG_NAME, check_folder, check_target, kind_of, 
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.model_patches.families import GRANITE, STACKABLE, TRANSFORMERS, adapter_path
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.features import WORKER, WORKER_V2, check_supported, refuse
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.config.runner import Runners
-from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS, MethodSpec
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def check_group(
     """
     refuse({
         f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
-        "--tensor-parallel-size": method.pipeline is None,
+        "--tensor-parallel-size": method.group is None,
     })  # fmt: skip
     adapter = adapter_path(model_config.architectures)
     refuse({

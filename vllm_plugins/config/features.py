@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.model_patches.families import NO_TOKEN_HEADS, TRANSFORMERS, adapter_path
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.integration import kv_connector, platform
 from vllm_ppd.vllm_plugins.registry import MethodSpec
 
 if TYPE_CHECKING:
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 
-WORKER = "vllm_ppd.vllm_plugins.integration.v1.worker.DraftingWorker"
-WORKER_V2 = "vllm_ppd.vllm_plugins.integration.v2.worker.DraftingWorker"
-GROUP_SCHEDULER = "vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler.GroupScheduler"
+WORKER = "vllm_ppd.vllm_plugins.engine.v1.worker.DraftingWorker"
+WORKER_V2 = "vllm_ppd.vllm_plugins.engine.v2.worker.DraftingWorker"
 
 
 def refuse(refusals: dict[str, Any]) -> None:
@@ -108,13 +107,13 @@ def check_engine_args(engine_args: Any, config: DraftingConfig) -> None:
         "within a step; use --tensor-parallel-size": transfer and group,
         f"this KV connector moves KV a layer at a time, which is not supported with {method.title}: not every layer "
         "runs in every step; use a connector of blocks, or CP heads": (
-            transfer and method.cuts and kv_connector.works_by_layers(transfer)
+            transfer and method.cuts and platform.connector_works_by_layers(transfer)
         ),
         "KV offloading (--kv-offloading-size) is not supported with a worker group, whose stages exchange tokens "
         "within a step; use --tensor-parallel-size": engine_args.kv_offloading_size and group,
         "sleep mode (--enable-sleep-mode) is not supported with a worker group: its stages keep states of their own; "
         "use --tensor-parallel-size": engine_args.enable_sleep_mode and group,
         f"--scheduler-cls {scheduler} cannot be combined with a worker group, which brings its own": (
-            group and engine_args.scheduler_cls not in (None, GROUP_SCHEDULER)
+            group and engine_args.scheduler_cls not in (None, method.group and method.group.scheduler)
         ),
     })  # fmt: skip

@@ -19,8 +19,8 @@ from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.weights import tensor_names
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
-from vllm_ppd.vllm_plugins.integration import platform
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 
 logger = logging.getLogger("vllm.vllm_ppd")

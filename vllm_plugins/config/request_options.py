@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.quote import quoted, shortened
-from vllm_ppd.vllm_plugins.integration import platform
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:

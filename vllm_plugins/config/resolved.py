@@ -43,7 +43,7 @@ class DraftingConfig(DraftingOptions):
         """Dotted path of the class that vLLM starts."""
         spec, path = self.spec, self.spec.proposer
         if self.stages > 1:
-            path = spec.pipeline or path
+            path = spec.group.proposer if spec.group else path
         elif self.schedule == "parallel":
             path = spec.parallel or path
         elif len(self.exit_layer or ()) > 1:

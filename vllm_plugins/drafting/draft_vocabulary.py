@@ -14,7 +14,7 @@ from vllm_ppd.heads.draft_vocabulary import columns, most_frequent
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.integration.target import Target
+    from vllm_ppd.vllm_plugins.engine.target import Target
 
 
 class DraftVocabulary:

@@ -3,7 +3,7 @@
 
 A drafter sees a row a request and works on the device alone: it never waits for it, so that the same code runs between
 the steps of a runner that schedules ahead. What varies between requests (length limits, confidence, back-off) is a mask
-or a count, not a row left out. Whoever drives it (integration/v1) brings the inputs and copies the drafts to the host.
+or a count, not a row left out. Whoever drives it (engine/) brings the inputs and copies the drafts to the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import CutState
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
-    from vllm_ppd.vllm_plugins.integration.target import Target
+    from vllm_ppd.vllm_plugins.engine.target import Target
 
 
 @dataclass(frozen=True)

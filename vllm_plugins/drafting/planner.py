@@ -13,7 +13,7 @@ from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
+    from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
 
 GREEDY_BELOW = 1e-5  # temperature, as vLLM has it
 

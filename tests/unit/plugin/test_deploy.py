@@ -20,7 +20,7 @@ from vllm.v1.spec_decode import metrics as spec_decode
 
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.vllm_plugins import register
-from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 
 DEPLOY = ROOT / "deploy"
 LABELS = {"model_name", "engine", "position", "le"}  # of vLLM's series, and the first two of ours

@@ -13,11 +13,11 @@ import torch
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches import exit_norm
-from vllm_ppd.vllm_plugins.drafting import exit_reader
 from vllm_ppd.vllm_plugins.drafting.buckets import buckets
-from vllm_ppd.vllm_plugins.drafting.exit_reader import EarlyReader
-from vllm_ppd.vllm_plugins.integration import attention_backends
-from vllm_ppd.vllm_plugins.integration.attention_backends import on_device
+from vllm_ppd.vllm_plugins.engine import attention_backends
+from vllm_ppd.vllm_plugins.engine.attention_backends import on_device
+from vllm_ppd.vllm_plugins.methods.early import reader as exit_reader
+from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
 
 
 class Op:

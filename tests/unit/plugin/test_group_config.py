@@ -23,20 +23,19 @@ from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.vllm_plugins.config import checks
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.checks import PARTITION, check_group
-from vllm_ppd.vllm_plugins.config.features import GROUP_SCHEDULER
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
-from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates
-from vllm_ppd.vllm_plugins.integration.v1 import stage_channel
-from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
-from vllm_ppd.vllm_plugins.integration.v1.pipeline_runner import GroupRunnerMixin
-from vllm_ppd.vllm_plugins.integration.v1.pipeline_scheduler import PLACEHOLDER, GroupScheduler
-from vllm_ppd.vllm_plugins.integration.v1.stage_channel import StageChannel
-from vllm_ppd.vllm_plugins.methods.pipeline.candidates import Candidates
-from vllm_ppd.vllm_plugins.methods.pipeline.first_stage import FirstStage
-from vllm_ppd.vllm_plugins.methods.pipeline.last_stage import LastStage
-from vllm_ppd.vllm_plugins.methods.pipeline.progress import Limits, Progress
-from vllm_ppd.vllm_plugins.methods.pipeline.stage import Stage
+from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
+from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
+from vllm_ppd.vllm_plugins.methods.group import GROUP, stage_channel
+from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
+from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
+from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
+from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
+from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
+from vllm_ppd.vllm_plugins.methods.group.stage import Stage
+from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 Model = Callable[..., Path]
@@ -56,7 +55,7 @@ def test_configuration(tiny_model: Model, heads_folder: Model) -> None:
     config = active_config(vllm_config)
     assert config is not None
     assert (config.stages, config.candidates, config.num_speculative_tokens) == (2, 4, 7)
-    assert vllm_config.scheduler_config.scheduler_cls == GROUP_SCHEDULER
+    assert vllm_config.scheduler_config.scheduler_cls == GROUP.scheduler
     assert vllm_config.num_lookahead_tokens == 1
     for part in ("worker group over 2 pipeline stages of 3 and 3 layers", "4 candidates", "8 micro-steps a", "above 8"):
         assert part in config.summary()

@@ -20,13 +20,13 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_ppd.vllm_plugins.integration import stats_path
-from vllm_ppd.vllm_plugins.integration.metrics import COUNTERS, Counters, Published, totals
-from vllm_ppd.vllm_plugins.integration.v1.step import with_counts
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, Published, totals
+from vllm_ppd.vllm_plugins.engine.v1.step import with_counts
+from vllm_ppd.vllm_plugins.patches import stats_path
 
 IN_A_PROCESS = """
 import sys
-from vllm_ppd.vllm_plugins.integration.metrics import Published
+from vllm_ppd.vllm_plugins.engine.metrics import Published
 published = Published("model", [0, 1], sys.argv[1] == "group")
 published.observe({"deferred_steps": 2.0}, 0)
 published.observe({"deferred_steps": 5.0}, 1)

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
-from vllm_ppd.vllm_plugins.integration.v1.missing_kv import MissingKV
+from vllm_ppd.vllm_plugins.methods.dynamo.missing_kv import MissingKV
 
 BLOCK = 4  # tokens
 LAYERS = 6

@@ -15,13 +15,13 @@ from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.layout import Calibrated, TargetLayers
-from vllm_ppd.vllm_plugins import register
+from vllm_ppd.vllm_plugins import platform, register
 from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.checks import WORKER, WORKER_V2, check_scheduling, worker_of
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.runner import Runners
-from vllm_ppd.vllm_plugins.integration import platform, runner_choice
+from vllm_ppd.vllm_plugins.patches import runner_choice
 
 register()
 GPU = Runners(None, "v2", True)

@@ -16,8 +16,8 @@ from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, che
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
-from vllm_ppd.vllm_plugins.drafting.saved_states import SavedStates, flat_ranges
-from vllm_ppd.vllm_plugins.integration.v1.batch import Batch
+from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
+from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates, flat_ranges
 
 
 def test_flat_ranges() -> None:

@@ -1,2 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP drafting: the next n tokens from the last hidden state, as a mixture of r experts."""
+"""CP drafting: a mixture of experts over the target's last hidden state."""
+
+from __future__ import annotations
+
+from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
+
+METHOD = MethodSpec(
+    "CP drafting",
+    drafter=f"{__name__}.drafter.CPDrafter",
+    speculator=f"{ENGINE}.v2.speculator.Speculator",
+    heads="cp",
+    needs_heads=True,
+    options=("draft_vocab_size",),
+)

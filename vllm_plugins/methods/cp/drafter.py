@@ -29,7 +29,7 @@ from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.integration.target import Target
+    from vllm_ppd.vllm_plugins.engine.target import Target
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 

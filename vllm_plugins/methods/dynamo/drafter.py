@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.integration.target import Target
+    from vllm_ppd.vllm_plugins.engine.target import Target
 
 JOINT_AT_ONCE = 1 << 22  # entries
 PENALISED = 64  # tokens that the repetition penalty looks back

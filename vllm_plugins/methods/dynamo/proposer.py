@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's token heads on the V1 runner: their layers run beside the target's, or are skipped; see drafter.py.
 
-Steps that neither compute prompts nor lead to drafts skip the layers (integration/v1/missing_kv.py). With verify off
+Steps that neither compute prompts nor lead to drafts skip the layers (methods/dynamo/missing_kv.py). With verify off
 n-grams are emitted as they are sampled (unverified.py).
 """
 
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from vllm_ppd.model_patches.branched import BranchedModel
-from vllm_ppd.vllm_plugins.integration.v1.missing_kv import MissingKV
-from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
-from vllm_ppd.vllm_plugins.integration.v1.step import Step
+from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.engine.v1.step import Step
 from vllm_ppd.vllm_plugins.methods.dynamo.drafter import DynaMoDrafter
+from vllm_ppd.vllm_plugins.methods.dynamo.missing_kv import MissingKV
 from vllm_ppd.vllm_plugins.methods.dynamo.unverified import NGramEmission
 
 

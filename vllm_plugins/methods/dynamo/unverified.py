@@ -18,7 +18,7 @@ import torch
 from vllm_ppd.kernels.sampling import Sampling, distribution
 
 if TYPE_CHECKING:
-    from vllm_ppd.vllm_plugins.integration.v1.proposer import Proposer
+    from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
     from vllm_ppd.vllm_plugins.methods.dynamo.drafter import DynaMoDrafter
 
 PLACEHOLDER = -1  # vLLM's mark of a place without a token

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's offline engine as the one that on-policy data is written by."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from vllm_ppd.heads.generation.engine import Continuation, Request
+from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.vllm_plugins import platform
+
+TOP_P = "ppd_top_p"  # extra argument of a request
+PROCESSOR = "vllm_ppd.vllm_plugins.engine.cpu.top_p:TopP"
+CPU_CACHE = 4 << 30  # bytes of KV cache at most, and at most a quarter of what is free
+CPU_STEP = 1024  # tokens: prompts of more than that leave a core's cache, and take longer a token
+
+
+class OfflineEngine:
+    """A vLLM engine whose requests come and go.
+
+    Args:
+        options: model, sizes, precision and seed.
+    """
+
+    def __init__(self, options: DataOptions) -> None:
+        self.generated = 0
+        self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of requests that go on
+        self._on_cpu = platform.is_cpu()
+        arguments = _cpu_arguments(options) if self._on_cpu else {"dtype": options.precision}
+        if options.kv_cache_gib is not None:
+            arguments |= platform.kv_cache(options.kv_cache_gib)
+        self._engine = platform.offline_engine(
+            model=options.model, max_model_len=options.max_length, seed=options.seed, max_num_seqs=options.batch,
+            trust_remote_code=options.trust_remote_code, **arguments,
+        ).llm_engine  # fmt: skip
+
+    def submit(self, request: Request) -> None:
+        own = self._on_cpu and request.temperature > 0 and request.top_p < 1
+        # Given as parameters, these are not vLLM's defaults, which follow the model's generation_config.json.
+        params = platform.sampling_params(
+            temperature=request.temperature, top_p=1.0 if own else request.top_p, max_tokens=request.max_tokens,
+            seed=request.seed, stop_token_ids=list(request.stop_ids) or None,
+            stop=[request.stop_text] if request.stop_text else None, detokenize=request.wants_text,
+            extra_args={TOP_P: request.top_p} if own else None, output_kind=platform.new_output_only(),
+        )  # fmt: skip
+        self._engine.add_request(request.key, {"prompt_token_ids": request.prompt}, params)
+
+    def step(self) -> list[Continuation]:
+        ended = []
+        for output in self._engine.step():
+            new = output.outputs[0]
+            ids, text = self._written.setdefault(output.request_id, ([], []))
+            ids += new.token_ids
+            text.append(new.text)
+            self.generated += len(new.token_ids)
+            if output.finished:
+                del self._written[output.request_id]
+                ended.append(Continuation(output.request_id, ids, "".join(text), str(new.finish_reason)))
+        return ended
+
+
+def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
+    """Threads on all cores, memory, precision, and a top-p that does not sort, unless the user has set them."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+    arguments: dict[str, Any] = {
+        "logits_processors": [PROCESSOR],
+        "dtype": _cpu_dtype() if options.precision == "auto" else options.precision,
+        "enforce_eager": True,  # compilation takes minutes, and saves little in large batches
+        # A seeded request whose prompt is read in chunks ends vLLM 0.32's CPU engine.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP, options.max_length),
+    }
+    if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        arguments["kv_cache_memory_bytes"] = min(CPU_CACHE, free // 4)
+    return arguments
+
+
+def _cpu_dtype() -> str:
+    """float32 on x86 processors that would emulate bfloat16, which is several times slower."""
+    import platform as machine
+
+    import torch
+
+    if machine.machine().lower() not in ("x86_64", "amd64"):
+        return "auto"
+    computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "auto" if computes else "float32"

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's LM head as drafters read it, across tensor-parallel ranks: its own, or a copy on another stage."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from vllm import envs
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from vllm_ppd.vllm_plugins.engine.packed_linear import PackedLinear
+
+
+class Unembedding(NamedTuple):
+    """A rank's shard of an LM head whose logits are its product with the states, and nothing else."""
+
+    weight: torch.Tensor  # [shard_size, hidden], in the states' dtype
+    bias: torch.Tensor | None  # [shard_size]
+
+
+class LMHead(ABC):
+    """Logits of any states; each rank holds a shard of the vocabulary, padded to shard_size."""
+
+    tp_size: int
+    vocab_size: int
+    vocab_start: int
+    num_valid: int
+    shard_size: int
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        """E* h: [rows, vocabulary], or this rank's shard of it."""
+
+    @abstractmethod
+    def plain(self) -> Unembedding | None:
+        """The matrix itself, for kernels that read it; None where logits are more than its product or it is packed."""
+
+    def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
+        rows = classifiers[..., self.vocab_start : self.vocab_start + self.num_valid, :]
+        return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
+
+    def all_gather(self, parts: torch.Tensor) -> torch.Tensor:
+        """What every rank holds of the last dimension, in a row."""
+        return tensor_model_parallel_all_gather(parts, dim=-1)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """The whole vocabulary of sharded logits [..., shard]."""
+        if self.tp_size > 1:
+            logits = self.all_gather(logits)
+        return logits[..., : self.vocab_size]
+
+
+def without_adapters(layer: Any) -> Any:
+    """The layer that vLLM wrapped for LoRA, or the layer itself."""
+    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
+
+
+class TargetLMHead(LMHead):
+    """Logits as vLLM's own step computes them, without LoRA adapters: vLLM sets those for the rows of its own step."""
+
+    def __init__(self, model: Any) -> None:
+        self.lm_head: Any = without_adapters(model.lm_head)
+        self.logits_processor: Any = without_adapters(model.logits_processor)
+        shard = self.lm_head.shard_indices
+        self.tp_size = int(self.lm_head.tp_size)
+        self.vocab_size = int(self.logits_processor.org_vocab_size)
+        self.vocab_start = int(shard.org_vocab_start_index)
+        self.num_valid = int(shard.org_vocab_end_index - shard.org_vocab_start_index)
+        self.shard_size = int(self.lm_head.num_embeddings_per_partition)
+
+    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        return self.logits_processor(self.lm_head, hidden, getattr(self.lm_head, "bias", None), skip_gather=not gather)
+
+    def plain(self) -> Unembedding | None:
+        """None for a quantised head, capped or scaled logits, and a head computed in another type than the states."""
+        processor, method = self.logits_processor, self.lm_head.quant_method
+        weight, bias = getattr(self.lm_head, "weight", None), getattr(self.lm_head, "bias", None)
+        product = not processor.logits_as_input and processor.scale == 1.0 and processor.soft_cap is None
+        # Exactly these classes: what derives from them may compute something else.
+        unquantised = type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+        if not product or not unquantised or envs.VLLM_BATCH_INVARIANT or weight is None:
+            return None
+        return Unembedding(weight, bias) if processor.head_dtype in (None, weight.dtype) else None
+
+    def rows(
+        self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
+
+        Raises:
+            ValueError: if the model caps its logits, which are then no product of a matrix.
+        """
+        return self._read(lambda hidden: self.logits(hidden)[:, token_ids], vllm_config, device)
+
+    def own_shard(self, vllm_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """E* of this rank's shard [shard_size, hidden] and its bias [shard_size].
+
+        Raises:
+            ValueError: as rows.
+        """
+        return self._read(lambda hidden: self.logits(hidden, gather=False), vllm_config, device)
+
+    def _read(
+        self, logits: Callable[[torch.Tensor], torch.Tensor], vllm_config: Any, device: torch.device, chunk: int = 256
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows read as logits of unit vectors: the LM head itself may be packed, sharded or quantised."""
+        if self.logits_processor.soft_cap:
+            raise ValueError("this model caps its logits, so a part of its LM head cannot be read alone")
+        hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
+        bias = logits(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0]
+        units = torch.eye(hidden_size, dtype=dtype, device=device)
+        columns = [(logits(part) - bias).to(dtype) for part in units.split(chunk)]
+        return torch.cat(columns).t().contiguous(), bias.to(dtype)
+
+
+class CopiedLMHead(LMHead):
+    """The target's LM head on a pipeline stage that vLLM gives none.
+
+    Args:
+        shard: [shard_size, hidden] of this rank.
+        bias: [shard_size].
+        place: vocab_size, vocab_start, num_valid of the rank that the shard is from.
+        vllm_config, device: of the engine.
+    """
+
+    def __init__(
+        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int], vllm_config: Any, device: torch.device
+    ) -> None:
+        self.vocab_size, self.vocab_start, self.num_valid = place
+        self.shard_size = len(shard)
+        self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
+        self.unembedding, self.bias = PackedLinear(shard, vllm_config, device), bias
+
+    def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
+        logits = self.unembedding(hidden) + self.bias
+        return self.gather(logits) if gather else logits
+
+    def plain(self) -> Unembedding | None:
+        weight = self.unembedding.plain()
+        return None if weight is None else Unembedding(weight, self.bias)

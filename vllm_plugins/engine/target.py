@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loaded target as drafters may read it: LM head, further matrices beside it, and its cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.model_executor.models.interfaces import SupportsMultiModal
+
+from vllm_ppd.model_patches.base import ModelCut
+from vllm_ppd.model_patches.branched import BranchedModel
+from vllm_ppd.model_patches.token_heads import build_layers
+from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
+from vllm_ppd.vllm_plugins.engine.packed_linear import PackedLinear
+
+
+def language_model(model: Any) -> Any:
+    """The causal LM within a model as vLLM loaded it."""
+    return model.get_language_model() if isinstance(model, SupportsMultiModal) else model
+
+
+class Target:
+    """One engine's target.
+
+    Args:
+        model: as vLLM loaded it; of a multimodal one, drafts are of its language model.
+        vllm_config: vLLM's configuration.
+        device: where it is.
+    """
+
+    cut: ModelCut
+
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+        self.model, self.vllm_config, self.device = language_model(model), vllm_config, device
+        self.is_multimodal = self.model is not model
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.hidden_size: int = vllm_config.model_config.hf_text_config.hidden_size
+        self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self.lm_head = TargetLMHead(self.model)
+        self._adapted = [one for one in self.model.modules() if isinstance(one, VocabParallelEmbeddingWithLoRA)]
+
+    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """y = W x for a matrix [out, in], packed for the platform's fastest product and whole on every rank."""
+        return PackedLinear(weight, self.vllm_config, self.device)
+
+    def lm_head_rows(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.
+
+        Raises:
+            ValueError: if the model caps its logits, which are then no product of a matrix.
+        """
+        return self.lm_head.rows(token_ids, self.vllm_config, self.device)
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The target's own input embeddings of tokens [tokens], without adapters: [tokens, hidden], on every rank."""
+        for layer in self._adapted:  # vLLM has set adapters for the tokens of its own step, which are others
+            layer.forward = layer.base_layer.forward
+        try:
+            return self.model.embed_input_ids(token_ids)
+        finally:
+            for layer in self._adapted:
+                del layer.forward
+
+    def cut_after(self, exit_layers: Sequence[int]) -> ModelCut:
+        """Cut the target after some layers; its forward then runs as that cut's stacks.
+
+        Raises:
+            ValueError: if the family cannot be cut or a layer is out of range.
+        """
+        compilation = self.vllm_config.compilation_config
+        compiled = compilation.mode != CompilationMode.NONE
+        whole = compiled and not self._graphs
+        self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
+        self._allocate_graph_buffers()
+        return self.cut
+
+    def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Run further decoder layers beside the target's last one, each with KV of its own (DynaMo's token heads).
+
+        Args:
+            weights: of each layer, by the names that the target's checkpoint gives a decoder layer's.
+
+        Returns:
+            [layers, most tokens of a step, hidden] buffer of their normed hidden states after each forward.
+
+        Raises:
+            ValueError: if the family cannot be cut, or weights are missing or of another family.
+        """
+        cut = self.cut = BranchedModel(self.model, self.vllm_config, embedded=self.is_multimodal)
+        layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
+        states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        cut.add_branches(layers, self.vllm_config, states)
+        self._allocate_graph_buffers()
+        return states
+
+    @property
+    def _graphs(self) -> bool:
+        return self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
+
+    def _allocate_graph_buffers(self) -> None:
+        if self._graphs:
+            self.cut.allocate_graph_buffers(self.max_tokens, self.hidden_size, self.dtype, self.device)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker: vLLM's own for the platform, with our model runner."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pkgutil import resolve_name
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.checks import PARTITION
+from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
+from vllm_ppd.vllm_plugins.engine.cpu.prefill_generators import PrefillGenerators
+from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
+from vllm_ppd.vllm_plugins.engine.v1.runner import DraftingRunnerMixin
+from vllm_ppd.vllm_plugins.engine.v1.warm_up import WarmUpMixin
+
+logger = init_logger("vllm.vllm_ppd")
+
+
+def _split_stages(vllm_config: Any) -> None:
+    """Tell vLLM where a worker group splits the layers; in this process, which is a stage's own, and nowhere else."""
+    config = active_config(vllm_config)
+    if config is not None and config.stages > 1:
+        os.environ[PARTITION] = config.partition
+
+
+def _group_runner(vllm_config: Any, *bases: type) -> Any:
+    """vLLM's model runner as a stage of a worker group; None where there is none."""
+    config = active_config(vllm_config)
+    if config is None or config.stages == 1:
+        return None
+    assert config.spec.group is not None
+    mixin = resolve_name(config.spec.group.runner)
+    return type("GroupModelRunner", (*bases[:-1], mixin, bases[-1]), {})
+
+
+if current_platform.is_cpu():
+    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    class CPUDraftingModelRunner(PrefillGenerators, DraftingRunnerMixin, CPUModelRunner):
+        """vLLM's CPU model runner that drafts."""
+
+        def load_model(self, *args: Any, **kwargs: Any) -> None:
+            stacked = self.drafter.config.schedule == "parallel"
+            with plain_weights() if stacked else nullcontext():
+                super().load_model(*args, **kwargs)
+
+    class DraftingWorker(WarmUpMixin, cpu_worker.CPUWorker):
+        """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            mend_expand_kernel()
+            _split_stages(vllm_config)
+            super().__init__(vllm_config, *args, **kwargs)
+
+        def init_device(self) -> None:
+            stock = cpu_worker.CPUModelRunner
+            group = _group_runner(self.vllm_config, PrefillGenerators, CPUModelRunner)
+            cpu_worker.CPUModelRunner = group or CPUDraftingModelRunner
+            try:
+                super().init_device()
+            finally:
+                cpu_worker.CPUModelRunner = stock
+
+else:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    class GPUDraftingModelRunner(DraftingRunnerMixin, GPUModelRunner):
+        """vLLM's GPU model runner that drafts."""
+
+    class DraftingWorker(WarmUpMixin, Worker):  # type: ignore[no-redef]
+        """vLLM's GPU worker."""
+
+        def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            compilation = vllm_config.compilation_config
+            mode = compilation.cudagraph_mode
+            config = active_config(vllm_config)
+            if config is not None and config.spec.cuts and mode.has_full_cudagraphs():
+                # One graph of the whole model cannot run its halves; graphs between attention calls can.
+                piecewise = mode.requires_piecewise_compilation()
+                if piecewise:
+                    logger.info(
+                        "vllm-ppd: CUDA graphs between attention calls instead of whole-model graphs (%s)", mode
+                    )
+                else:
+                    logger.warning(
+                        "vllm-ppd: no CUDA graphs, as those of the whole model (%s) cannot run its halves; "
+                        "use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
+                        mode,
+                    )
+                compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+            _split_stages(vllm_config)
+            super().__init__(vllm_config, *args, **kwargs)
+
+        def _make_model_runner(self) -> GPUModelRunner:
+            group = _group_runner(self.vllm_config, GPUModelRunner)
+            return (group or GPUDraftingModelRunner)(self.vllm_config, self.device)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner V2: a mixin over vLLM's own, whose speculator is ours.
+
+Overrides, each of which calls vLLM's:
+
+    __init__          init_speculator, a global of vLLM's module, is ours for that moment
+    load_model        RejectionSampler, a global of vLLM's module, is ours for that moment
+    initialize_kv_cache   a speculator may run graphs of its own in place of the target's
+    add_requests      options of a request that drafting reads
+    sample_tokens     our counters travel with the step's output
+    prepare_inputs    what the speculator decides from the schedule, before the target runs
+"""
+
+from __future__ import annotations
+
+import functools
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu import model_runner
+
+from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
+from vllm_ppd.vllm_plugins.engine.v2.verification import Verification
+
+
+class DraftingRunnerMixin:
+    """Mixed into vLLM's GPUModelRunner or CPUModelRunner (V2)."""
+
+    speculator: Speculator
+    req_states: Any
+    cudagraph_manager: Any
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        config, stock = own_config(vllm_config, self), model_runner.init_speculator
+        assert config.spec.speculator is not None
+        model_runner.init_speculator = resolve_name(config.spec.speculator)
+        try:
+            super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        finally:
+            model_runner.init_speculator = stock
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        stock = model_runner.RejectionSampler
+        model_runner.RejectionSampler = functools.partial(Verification, self.speculator)
+        try:
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            model_runner.RejectionSampler = stock
+        self.speculator.bind(self)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self.cudagraph_manager.run_fullgraph = self.speculator.graphs_of(self.cudagraph_manager.run_fullgraph)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for new in scheduler_output.scheduled_new_reqs:
+            self.speculator.add_request(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
+        if scheduler_output.scheduled_new_reqs:
+            self.speculator.requests.apply()
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.speculator.begin_step(batch)
+        return batch
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        if output is not None:
+            self.speculator.take_counts()
+            self.speculator.counters.attach(output.model_runner_output)
+        return output

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early drafting (PPD, ParaDecode): drafts are read at an exit layer, token after token.
+
+    shallow   first stack on b, read the exit -> d1; first stack on d1, read -> d2; ...; first stack on dn
+    deep      in the next step: last stack over [b, d1..dn] from the states kept -> logits, and the deep KV of all
+
+Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n * l/L + 1 full passes a cycle.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
+
+if TYPE_CHECKING:
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+    from vllm_ppd.vllm_plugins.engine.target import Target
+
+
+class EarlyExitDrafter(Drafter):
+    """Drafts at one exit layer; a draft whose confidence is not over gamma ends its request's (ParaDecode, eq. 1)."""
+
+    def load(self, config: DraftingConfig, target: Target) -> None:
+        assert config.exit_layer is not None
+        self.config, self.exit_layer, self.gamma = config, config.exit_layer[0], config.gamma
+        cut = target.cut_after(config.exit_layer)
+        heads = early_heads(config, target.device, target.dtype)
+        self.reader = EarlyReader(cut.adapter, target.lm_head, heads)
+
+    def draft_all(self, on: bool) -> None:
+        self.gamma = 0.0 if on else self.config.gamma
+
+    def propose(self, step: DraftInputs) -> Drafts:
+        token_ids, readings = step.newest_ids, []
+        with_confidence = step.with_confidence or self.gamma > 0
+        for offset in range(step.num_drafts):
+            state = step.run_shallow(offset, token_ids.clamp(min=0))  # INVALID is no id
+            if step.sampling is None:
+                reading = self.reader.greedy(self.exit_layer, state, with_confidence)
+            else:
+                reading = self.reader.sample(self.exit_layer, state, step.sampling)
+            readings.append(reading)
+            token_ids = reading.token_ids
+        step.run_shallow(step.num_drafts, token_ids.clamp(min=0))  # for its state, which the deep pass starts from
+        tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
+        confidence = _stacked([reading.confidence for reading in readings])
+        counts = None
+        if confidence is not None and self.gamma > 0:
+            # NaN goes on, to be dropped as INVALID.
+            counts = (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1)
+        return Drafts(tokens, counts, _stacked([reading.probs for reading in readings]), confidence)
+
+
+def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """[requests, K, ...] of what each reading has, or None if readings have none."""
+    found = [part for part in parts if part is not None]
+    return torch.stack(found, dim=1) if found else None

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a draft at an exit layer: final norm, early head T, the target's LM head, across tensor-parallel ranks.
+
+Where only the best tokens are asked for and the tensors are on a GPU, a kernel reads E* and writes no logits; samples
+need all of them, as q(x).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.io import load_early_heads
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
+from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, distribution, draw, drawn_from, is_greedy
+from vllm_ppd.kernels.unembed_topk import unembed_topk
+from vllm_ppd.model_patches.exit_norm import kernels_first
+
+if TYPE_CHECKING:
+    from vllm_ppd.model_patches.base import Adapter, CutState
+    from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+    from vllm_ppd.vllm_plugins.engine.lm_head import LMHead
+
+LOGITS_AT_ONCE = 1 << 25  # numbers that are sampled together, of which several copies are made
+
+# (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
+ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype) -> EarlyHeads | None:
+    """The early heads that the options name, as drafting reads them; None where exits are read without.
+
+    Raises:
+        HeadsError: if the folder cannot be read.
+    """
+    if config.model is None:
+        return None
+    return load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
+
+
+class Reading(NamedTuple):
+    """Drafts read at an exit, one a row."""
+
+    token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite, or q(x) no distribution
+    confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
+    probs: torch.Tensor | None  # [rows, vocabulary] float32: q(x), for sampled drafts
+
+    def rows(self, index: torch.Tensor) -> Reading:
+        """The readings at an index."""
+        return Reading(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+
+    def replaced(self, index: torch.Tensor, other: Reading) -> Reading:
+        """These readings with those at an index taken from another."""
+        pairs = zip(self, other, strict=True)
+        parts = [None if a is None or b is None else a.index_copy(0, index, b) for a, b in pairs]
+        return Reading(*parts)  # type: ignore[arg-type]
+
+
+class EarlyReader:
+    """p_theta(t | h) = softmax(E* T norm(h)) at an exit layer (ParaDecode, section 2.1).
+
+    Without heads T is the identity: the target's own final norm and LM head, as PPD reads untrained exits.
+    """
+
+    def __init__(self, adapter: Adapter, lm_head: LMHead, heads: EarlyHeads | None) -> None:
+        self.adapter = adapter
+        self.heads = heads
+        self.lm_head = lm_head
+        if heads is not None and heads.form == "classifier":
+            for layer, weight in heads.weights.items():
+                heads.weights[layer] = nn.Parameter(self.lm_head.shard(weight.data), requires_grad=False)
+
+    def greedy(self, exit_layer: int, state: CutState, with_confidence: bool) -> Reading:
+        """The exit's best token of each row; overwrites the state."""
+        return self.greedy_together([(exit_layer, state)], with_confidence)
+
+    def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
+        """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites the state."""
+        return self._whole(self._shard_topk([(exit_layer, state)], k, False), k)[0]
+
+    def sample(
+        self,
+        exit_layer: int,
+        state: CutState,
+        sampling: Sampling,  # of each row; those at temperature 0 take the best token
+    ) -> Reading:
+        """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
+        return self.sample_together([(exit_layer, state)], sampling)
+
+    def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
+        """The best token of each row of several states, one behind the other, in one read of the LM head."""
+        ids, probability, best = self._whole(self._shard_topk(states, 1, with_confidence), 1)
+        token_ids = torch.where(best.isfinite(), ids[:, 0], INVALID)
+        return Reading(token_ids, probability[:, 0] if with_confidence else None, None)
+
+    def sample_together(self, states: list[ExitState], sampling: Sampling) -> Reading:
+        """A sample of each row of several states, in one read of the LM head where their logits fit memory."""
+        found, start = [], 0
+        for hidden, classifier in self._joined(states):
+            at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
+            for part in hidden.split(at_once):
+                rows = slice(start, start + len(part))
+                found.append(sampled_reading(self._logits(part, classifier, gather=True), sampling.at(rows)))
+                start += len(part)
+        if len(found) == 1:
+            return found[0]
+        return Reading(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
+        parts = [(state[0], None) if layer is None else self._transformed(layer, state) for layer, state in states]
+        if all(classifier is None for _, classifier in parts):
+            return [(torch.cat([hidden for hidden, _ in parts]), None)]
+        return parts
+
+    def _transformed(self, exit_layer: int, state: CutState) -> tuple[torch.Tensor, torch.Tensor | None]:
+        with kernels_first():
+            hidden = self.adapter.norm(*state)
+        if self.heads is not None and self.heads.form == "classifier":
+            return hidden, self.heads.weights[str(exit_layer)]
+        return hidden if self.heads is None else self.heads(hidden, exit_layer), None
+
+    def _logits(self, hidden: torch.Tensor, classifier: torch.Tensor | None, gather: bool) -> torch.Tensor:
+        if classifier is None:
+            return self.lm_head.logits(hidden, gather)
+        logits = functional.linear(hidden, classifier)
+        return self.lm_head.gather(logits) if gather else logits
+
+    def _shard_topk(self, states: list[ExitState], k: int, with_probability: bool) -> ShardTopK:
+        """The k best tokens of this rank's shard: by the kernel that reads it where one runs, else of its logits."""
+        found = []
+        for hidden, classifier in self._joined(states):
+            start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
+            kernel, matrix = chosen(unembed_topk, hidden), None
+            # Not the reference: it would take torch's product where vLLM's own may be a packed, faster one.
+            if kernel is not unembed_topk:
+                matrix = self.lm_head.plain() if classifier is None else (classifier, None)
+            if matrix is not None:
+                weight, bias = matrix
+                found.append(kernel(hidden, weight, k, start, valid, bias, with_probability))
+            else:
+                found.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
+        return found[0] if len(found) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def _whole(self, best: ShardTopK, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Token ids and their probabilities [rows, k] in the whole vocabulary, and the best logits [rows].
+
+        Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
+        """
+        if self.lm_head.tp_size == 1:
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp(), best.values[:, 0]
+        # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
+        packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
+        shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
+        merged = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
+        return *merged, shards[:, :, 0].amax(dim=1)
+
+
+def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
+    """A sample of each row of logits [rows, vocabulary] as it asks for; rows at temperature 0 take the best token."""
+    logits = logits.float()
+    # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
+    confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
+    greedy = is_greedy(sampling.temperature)
+    probs = distribution(logits, sampling)
+    token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
+    q = drawn_from(probs, token_ids, greedy)
+    return Reading(torch.where(are_distributions(probs), token_ids, INVALID), confidence, q)

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early drafting with several exits: a draft that one exit is not sure of goes on to the next (ParaDecode, eq. 1).
+
+Which tokens go on is decided on the host, draft by draft, as that saves whole stacks: unlike the methods' drafters this
+is no tensor program, and it runs on vLLM's runner V1 alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
+from vllm_ppd.vllm_plugins.drafting.planner import Plan
+from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
+from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.engine.v1.step import Step
+from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
+from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, Reading
+from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates, flat_ranges
+
+
+class SeveralExitsProposer(DeferredKVProposer):
+    """Drafts at the first of several exits that is confident enough."""
+
+    def load_model(self, model: Any) -> None:
+        super().load_model(model)
+        reader: EarlyReader = self.drafter.reader  # type: ignore[attr-defined]  # early_exit's, which reads any exit
+        most = self.vllm_config.scheduler_config.max_num_batched_tokens
+        self.loop = ShallowLoop(
+            self.config.gamma, self.target.cut, self.passes, reader, self.saved, most, self.runner.device
+        )
+
+    def draft_all(self, on: bool) -> None:
+        self.loop.gamma = 0.0 if on else self.config.gamma
+
+    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        tokens, made = self.loop.run(plan, self.sampling(plan.rows, step.sampling), self.probs)
+        self.keep_states(plan, tokens[:, 1:], made)
+        self.counters.add("confidence_stops", self.loop.confidence_stops)
+        return tokens[:, 1:], made
+
+
+class ShallowLoop:
+    """Drafts for the requests of a plan, all of them at once, one token a turn.
+
+    A request reads its draft at the first exit; where the confidence is not over gamma it goes on to the next exit, and
+    after the last one it stops drafting (ParaDecode, eq. 1). Nothing here loops over requests or tokens.
+    """
+
+    def __init__(
+        self,
+        gamma: float,
+        cut: ModelCut,
+        passes: StackPasses,
+        reader: EarlyReader,
+        saved: SavedStates,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.gamma = gamma
+        self.cut, self.passes, self.reader, self.saved = cut, passes, reader, saved
+        self.requests_a_pass = max(1, max_tokens // saved.width)  # of deeper passes, which take several tokens each
+        self.device = device
+        self.confidence_stops = 0  # of the last run
+
+    def run(self, plan: Plan, sampling: Sampling | None, probs: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+        """Draft until every request has its drafts or has stopped.
+
+        Args:
+            plan: who drafts, from which base token, and at most how many tokens.
+            sampling: how drafts of each request are sampled; None to draft greedily.
+            probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
+
+        Returns:
+            (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
+        """
+        width = self.saved.width
+        tokens = torch.zeros(len(plan.rows), width, dtype=torch.int64, device=self.device)
+        tokens[:, 0] = self._index(plan.base_tokens)
+        made = np.zeros(len(plan.rows), dtype=np.int64)
+        active = np.arange(len(plan.rows))
+        self.confidence_stops = 0
+        for offset in range(width):
+            rows, positions = plan.rows[active], plan.base_positions[active] + offset
+            span = Span(rows, positions, np.ones(len(active), dtype=np.int64))
+            state = self.passes.first(span, tokens[self._index(active), offset].clamp(min=0))  # INVALID is no id
+            self.saved.store(rows * width + offset, 1, *state)
+            drafting = plan.max_drafts[active] > offset
+            if not drafting.any():
+                break
+            if not drafting.all():
+                keep = self._index(np.flatnonzero(drafting))
+                state = rows_of(state, keep)
+                active = active[drafting]
+            reading = self._read(0, active, state, sampling)
+            if self.gamma > 0:
+                reading, confident = self._deepen(reading, plan, active, offset, sampling)
+                self.confidence_stops += int((~confident).sum())
+                if not confident.any():
+                    break
+                if not confident.all():
+                    reading = reading.rows(self._index(np.flatnonzero(confident)))
+                    active = active[confident]
+            tokens[self._index(active), offset + 1] = reading.token_ids
+            if probs is not None and reading.probs is not None:
+                probs[self._index(plan.rows[active]), offset] = reading.probs
+            made[active] = offset + 1
+        self._complete(plan, made)
+        return tokens.cpu().numpy(), made
+
+    def _read(self, exit_index: int, requests: np.ndarray, state: CutState, sampling: Sampling | None) -> Reading:
+        exit_layer = self.cut.exit_layers[exit_index]
+        if sampling is None:
+            return self.reader.greedy(exit_layer, state, with_confidence=self.gamma > 0)
+        return self.reader.sample(exit_layer, state, sampling.at(self._index(requests)))
+
+    def _deepen(
+        self,
+        reading: Reading,
+        plan: Plan,
+        active: np.ndarray,
+        offset: int,
+        sampling: Sampling | None,
+    ) -> tuple[Reading, np.ndarray]:
+        """Take the requests that are not confident to the next exits, one after the other, and read again.
+
+        Returns:
+            (the readings, which of them are confident [requests] bool).
+        """
+        confident = self._confident(reading)
+        for level in range(1, len(self.cut.exit_layers)):
+            if confident.all():
+                break
+            unsure = np.flatnonzero(~confident)
+            requests = active[unsure]
+            # Earlier tokens that left at this exit come along: attention at the next layers must see their KV.
+            self._advance(level, plan, requests, np.full(len(requests), offset + 1))
+            state = self.saved.load(plan.rows[requests] * self.saved.width + offset)
+            deeper = self._read(level, requests, state, sampling)
+            reading = reading.replaced(self._index(unsure), deeper)
+            confident = self._confident(reading)
+        return reading, confident
+
+    def _confident(self, reading: Reading) -> np.ndarray:
+        assert reading.confidence is not None
+        return (~(reading.confidence <= self.gamma)).cpu().numpy()  # NaN goes on to be dropped as INVALID
+
+    def _complete(self, plan: Plan, made: np.ndarray) -> None:
+        """Bring tokens that left at an earlier exit to the last one, so that the deep pass starts at one layer."""
+        for level in range(1, len(self.cut.stacks) - 1):
+            self._advance(level, plan, np.arange(len(plan.rows)), made + 1)
+
+    def _advance(self, level: int, plan: Plan, requests: np.ndarray, counts: np.ndarray) -> None:
+        """Run a middle stack on what still waits for it among the first counts tokens of some requests."""
+        width = self.saved.width
+        offsets = np.arange(width)
+        waiting = (self.saved.level[plan.rows[requests]] == level) & (offsets < counts[:, None])
+        lengths = waiting.sum(axis=1)
+        # What waits is always the tail: a request that goes deeper takes all its waiting tokens along.
+        first = counts - lengths
+        some = np.flatnonzero(lengths)
+        for start in range(0, len(some), self.requests_a_pass):
+            chosen = some[start : start + self.requests_a_pass]
+            rows = plan.rows[requests[chosen]]
+            span = Span(rows, plan.base_positions[requests[chosen]] + first[chosen], lengths[chosen])
+            flat = flat_ranges(rows * width + first[chosen], lengths[chosen])
+            self.saved.store(flat, level + 1, *self.passes.deeper(level, span, self.saved.load(flat)))
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

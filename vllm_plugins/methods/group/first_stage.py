@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first stage: the sub-processes. While the last stage ends a token, it starts the k likeliest next ones."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.drafting.buckets import buckets
+from vllm_ppd.vllm_plugins.engine.lm_head import CopiedLMHead
+from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
+from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
+from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
+from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
+from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
+from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods.group.stage import Stage
+
+# Rows, the candidate of each whose token was right, and where it stands.
+_NOTHING = tuple(np.zeros(0, dtype=np.int64) for _ in range(3))
+
+
+class FirstStage(Stage):
+    """Layers 0..d_bar, in two stacks where d_bar > d/2, with the early head and copies of norm and LM head."""
+
+    def load_model(self, model: Any) -> None:
+        config, vllm_config, device = self.config, self.vllm_config, self.runner.device
+        model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        dtype, hidden_size = model_config.dtype, model_config.hf_text_config.hidden_size
+        early = config.num_layers - self.split  # candidates need not go further before the last stage has chosen
+        exits = (early,) if early < self.split else ()
+        self.depth = min(early, self.split)  # of the first stack
+        self.cut = ModelCut(model, vllm_config, exits, layers=(0, self.split))
+        adapter = self.cut.adapter
+        if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            self.cut.allocate_graph_buffers(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
+        self.connect()
+        norm, shard, bias, place = self.channel.receive_weights()
+        adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
+        adapter.decoder.norm.weight.data = norm
+        lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
+        self.reader = EarlyReader(adapter, lm_head, None)
+        self.passes = StackPasses(self.runner, self.cut)
+        self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
+        # A row a request: the state behind d_bar of the token that the last stage is to take next.
+        self.states = SavedStates(self.requests, 1, hidden_size, dtype, device, adapter.has_residual)
+        blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
+        self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
+        self.limits = Limits(self.batch)
+        self._unsettled = _NOTHING
+
+    def _with_head(
+        self, shard: torch.Tensor, bias: torch.Tensor, place: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """This rank's shard of the early head as one matrix, E* T or a classifier, read at the cost of E*.
+
+        Args:
+            shard, bias: of E*, [shard_size, hidden] and [shard_size].
+            place: tokens of the vocabulary, the shard's first, and how many it holds.
+        """
+        heads = early_heads(self.config, shard.device, shard.dtype)
+        if heads is None:
+            return shard, bias, place
+        weight = heads.weights[str(self.split)]
+        if heads.form == "transform":
+            return (shard.float() @ weight.float()).to(shard.dtype), bias, place
+        _, first, count = place
+        rows = functional.pad(weight[first : first + count], (0, 0, 0, len(shard) - count))
+        return rows.to(shard.dtype), torch.zeros_like(bias), place
+
+    @torch.inference_mode()
+    def draft_for_dummies(self) -> None:
+        """Read candidates once for each bucket of batch sizes, of states that go back where they were."""
+        for requests in buckets(self.requests):
+            rows = np.arange(requests)
+            state = self.states.load(rows)
+            self.states.store(rows, 0, *state)
+            self.reader.candidates(self.split, state, self.candidates.count)
+
+    def begin_step(self, scheduler_output: Any) -> Any:
+        """A state carried over is good for the next group step alone, of the same requests."""
+        output = super().begin_step(scheduler_output)
+        cached = scheduler_output.scheduled_cached_reqs
+        if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids or self._allowed is None:
+            self.states.clear()
+            self.candidates.forget()
+            self.limits.forget()
+        return output
+
+    def carried(self) -> CutState | None:
+        """The states of a group step's first tokens if the step before has computed them all: no layer runs then."""
+        batch, base = self.batch, self.base_positions()
+        count = batch.num_requests
+        tokens = batch.token_ids[np.arange(count), base].astype(np.int64)
+        rows = self.states.match(batch.req_ids, base, np.ones(count, dtype=np.int64), tokens)
+        if rows is not None:
+            return self.states.load(rows)
+        self.counters.add("group_first_stage_layers", count * self.split)
+        return None
+
+    @torch.inference_mode()
+    def run_micro_steps(self, state: CutState) -> None:
+        """Go on after the first micro-step's states went to the last stage.
+
+        Args:
+            state: those states, a row a request of the batch; not overwritten.
+        """
+        assert self.allowance is not None
+        started, waited = time.perf_counter(), self.channel.seconds_waited
+        count = self.batch.num_requests
+        self.states.clear()
+        self.states.store(np.arange(count), 0, *state)
+        progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.limits)
+        sent = np.arange(count)
+        for micro_step in range(self.micro_steps):
+            if micro_step > 0:
+                sent = self._next(progress)
+                self._send(sent, count)  # no rows: the step ends
+                if not len(sent):
+                    break
+            self.counters.add("group_micro_steps")
+            self._micro_step(progress, sent)
+        # What missed last would be the next step's first work; it is done while the engine ends this one.
+        self._run_missed(progress)
+        self._settle_candidates()
+        self._keep(progress)
+        self.counters.add("group_first_stage_seconds", time.perf_counter() - started)
+        self.counters.add("group_first_stage_idle_seconds", self.channel.seconds_waited - waited)
+
+    def _next(self, progress: Progress) -> np.ndarray:
+        """Rows of the next micro-step; the last stage waits while every request's token has still to come through."""
+        sent = progress.sendable()
+        if not len(sent) and progress.waits_for_missed():
+            self._run_missed(progress)
+            sent = progress.sendable()
+        return sent
+
+    def _send(self, rows: np.ndarray, count: int) -> None:
+        self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count, self.counters.take())
+
+    def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
+        """While the last stage ends the tokens that were sent: candidates for the next ones, and what missed before."""
+        self.channel.expect_tokens(len(progress.position))
+        self._settle_candidates()
+        speculating, k = progress.with_candidates(sent), self.candidates.count
+        missed = np.flatnonzero(progress.missed)
+        token_ids = np.zeros((len(speculating), k), dtype=np.int64)
+        state = None
+        if len(speculating) or len(missed):
+            state, token_ids = self._run_candidates(progress, speculating, missed)
+        tokens = self.channel.tokens()[sent]
+        goes_on = np.zeros(len(progress.position), dtype=bool)
+        goes_on[sent] = progress.emit(sent, tokens)
+
+        hits = token_ids == progress.token[speculating, None]
+        matched = hits.any(axis=1)
+        self._count(len(speculating), int(matched.sum()))
+        won = np.flatnonzero(matched & goes_on[speculating])
+        winners, winning_candidate = speculating[won], hits.argmax(axis=1)[won]
+        goes_on[winners] = False
+        self._advance(
+            progress,
+            np.concatenate([winners, missed]),
+            state,
+            np.concatenate([won * k + winning_candidate, len(speculating) * k + np.arange(len(missed))]),
+        )
+        progress.missed[goes_on] = True
+        self._unsettled = (
+            np.concatenate([winners, missed]),
+            np.concatenate([winning_candidate, np.zeros(len(missed), dtype=np.int64)]),
+            progress.position[np.concatenate([winners, missed])],
+        )
+
+    def _run_candidates(
+        self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
+    ) -> tuple[CutState, np.ndarray]:
+        """The first stack over k candidates of some rows, and over the missed tokens of others.
+
+        Returns:
+            (states [len(speculating) * k + len(missed), hidden], candidates [len(speculating), k]).
+        """
+        k = self.candidates.count
+        if len(speculating):
+            token_ids = self.reader.candidates(self.split, self.states.load(speculating), k)
+        else:
+            token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
+        starts = progress.position[speculating] + 1
+        self.candidates.prepare(speculating, starts)
+        tails = self.candidates.tails_of(speculating)
+        own = np.full((len(missed), tails.shape[2]), NONE, dtype=np.int64)
+        span = Span(
+            np.concatenate([np.repeat(speculating, k), missed]),
+            np.concatenate([np.repeat(starts, k), progress.position[missed]]),
+            np.ones(len(speculating) * k + len(missed), dtype=np.int64),
+            np.concatenate([tails.reshape(len(speculating) * k, tails.shape[2]), own]),
+        )
+        ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
+        self.counters.add("group_first_stage_layers", len(ids) * self.depth)
+        return self.passes.first(span, ids), token_ids.cpu().numpy()
+
+    def _run_missed(self, progress: Progress) -> None:
+        """Bring the missed tokens through the first stage."""
+        missed = np.flatnonzero(progress.missed)
+        if len(missed):
+            self._settle_candidates()
+            state, _ = self._run_candidates(progress, missed[:0], missed)
+            self._advance(progress, missed, state, np.arange(len(missed)))
+            self._unsettled = (missed, np.zeros(len(missed), dtype=np.int64), progress.position[missed])
+
+    def _advance(self, progress: Progress, rows: np.ndarray, state: CutState | None, places: np.ndarray) -> None:
+        """Take rows whose states behind the first stack are at some places on to d_bar."""
+        if not len(rows):
+            return
+        assert state is not None
+        index = self.index(places)
+        state = state[0].index_select(0, index), None if state[1] is None else state[1].index_select(0, index)
+        if len(self.cut.stacks) > 1:
+            span = Span(rows, progress.position[rows], np.ones(len(rows), dtype=np.int64))
+            state = self.passes.deeper(1, span, state)
+            self.counters.add("group_first_stage_layers", len(rows) * (self.split - self.depth))
+        self.states.store(rows, 0, *state)
+        progress.ready[rows], progress.missed[rows] = True, False
+
+    def _settle_candidates(self) -> None:
+        """Have all candidates hold what the target chose; done while the last stage computes."""
+        rows, winners, positions = self._unsettled
+        self.candidates.choose(rows, positions, winners)
+        self._unsettled = _NOTHING
+
+    def _keep(self, progress: Progress) -> None:
+        """Keep the states for the next step, and the emitted tokens where the last stage's runner keeps its own."""
+        batch, ready = self.batch, np.flatnonzero(progress.ready)
+        ones = np.ones(len(ready), dtype=np.int64)
+        self.states.keep(batch.req_ids, ready, progress.position[ready], progress.token[ready, None], ones)
+        for row, count in enumerate(progress.emitted.tolist()):
+            batch.append(row, progress.tokens[row, :count].tolist())
+
+    def _count(self, requests: int, hits: int) -> None:
+        computed = requests * self.candidates.count
+        self.counters.add("group_hits", hits)
+        self.counters.add("group_misses", requests - hits)
+        self.counters.add("group_candidates", computed)
+        self.counters.add("group_candidates_discarded", computed - hits)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model runner of a worker group's stage: a mixin over vLLM's own.
+
+Overrides, each of which calls vLLM's:
+
+    execute_model              a group step becomes a step of one token a request
+    _model_forward             the first stage has that token's state already if the step before ran ahead
+    sample_tokens, _sample     the micro-steps that follow, on either stage; see also token_logprobs.py
+    _update_states             see seeded_requests.py
+    initialize_kv_cache        room for the candidates' tail blocks
+    profile_run                candidates take memory, too, and compile their kernels
+    propose_draft_token_ids    nothing: what the group emits is final
+    _prepare_inputs            see nonspeculative_steps.py
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group
+from vllm.sequence import IntermediateTensors
+
+from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
+from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import SeededRequests
+from vllm_ppd.vllm_plugins.engine.v1.step import with_counts
+from vllm_ppd.vllm_plugins.engine.v1.token_logprobs import TokenLogprobs
+from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
+from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
+
+
+class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
+    """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
+
+    drafter: FirstStage | LastStage
+    intermediate_tensors: IntermediateTensors | None
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
+        if get_pp_group().is_first_rank:  # on the last rank vLLM has started it
+            self.drafter = FirstStage(vllm_config)
+        self.drafter.bind(self)
+        self._first_states: IntermediateTensors | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if not get_pp_group().is_first_rank and self.intermediate_tensors is None:
+            # vLLM makes these in its profiling run, which it leaves out on an eager CPU.
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
+                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
+                dtype=self.model_config.dtype,
+                device=self.device,
+            )
+
+    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.drafter, FirstStage):
+            kv_cache_config = copy.deepcopy(kv_cache_config)
+            self.drafter.candidates.reserve(kv_cache_config)
+        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
+        if isinstance(self.drafter, FirstStage):
+            self.drafter.candidates.warm_up()
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        super().profile_run(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(self.drafter, FirstStage):  # the last stage runs nothing in a group step that is not vLLM's
+            self.drafter.draft_for_dummies()
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._first_states = None
+        scheduler_output = self.drafter.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        stage = self.drafter
+        if not isinstance(stage, FirstStage) or not stage.is_group_step():
+            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+        carried = stage.carried()
+        if carried is None:
+            self._first_states = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
+            if stage.cut.graph_buffers is not None:
+                # The micro-steps replay CUDA graphs into the same memory, while vLLM may still be sending from it.
+                copies = {name: states.clone() for name, states in self._first_states.tensors.items()}
+                self._first_states = IntermediateTensors(copies)
+        else:
+            self._first_states = IntermediateTensors(dict(zip(("hidden_states", "residual"), carried, strict=True)))
+        return self._first_states
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.drafter, FirstStage) and self._first_states is not None:
+            count = self.input_batch.num_reqs
+            states, self._first_states = self._first_states, None
+            self.drafter.run_micro_steps((states["hidden_states"][:count], states["residual"][:count]))
+        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        # The first stage's are among the last one's, whose output alone goes to the scheduler.
+        return with_counts(output, self.drafter.counters) if isinstance(self.drafter, LastStage) else output
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
+        output = super()._sample(logits, spec_decode_metadata)
+        if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
+            return self.drafter.run_micro_steps(output)
+        return output
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        return common_attn_metadata is not None
+
+    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in range(self.input_batch.num_reqs)]
+
+    def take_draft_token_ids(self) -> None:
+        return None

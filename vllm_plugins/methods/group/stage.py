@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both stages of a worker group do: recognise a group step, and make it a step of one token that goes on.
+
+The scheduler gives a group step by placeholder drafts. The runner then sees a plain decode step of one token a request,
+which vLLM prepares, runs and samples as ever; the stages go on from there, micro-step after micro-step:
+
+    last stage    layers d_bar..d of the token at hand     -> x, the target's own token
+    first stage   layers 0..d-d_bar of k candidates for x, at the same time
+    match         the candidate x goes on with layers d-d_bar..d_bar, its state is sent, the next micro-step begins
+    miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.engine.metrics import Counters
+from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
+from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER
+from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
+
+
+class Stage(ABC):
+    """One stage's side of the group; vLLM builds it, the runner drives it."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = own_config(vllm_config, self)
+        self.vllm_config = vllm_config
+        self.config = config
+        self.split = config.split  # d_bar
+        self.micro_steps = config.num_speculative_tokens + 1
+        self.allowance: np.ndarray | None = None  # [batch rows] tokens each may emit in this group step
+        self._allowed: dict[str, int] | None = None
+
+    def bind(self, runner: Any) -> None:
+        """Take the model runner that will drive this stage."""
+        self.runner = runner
+        self.batch = Batch(runner)
+        self.counters = Counters()
+
+    def connect(self) -> None:
+        """Open the line to the other stage; the process groups must exist."""
+        model_config = self.vllm_config.model_config
+        self.channel = StageChannel(model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device)
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own interface for drafts, of which a group makes none."""
+        raise RuntimeError("a worker group needs vllm-ppd's worker; remove --worker-cls")
+
+    @abstractmethod
+    def load_model(self, model: Any) -> None:
+        """Take the loaded stage and allocate everything, before vLLM measures the memory left for its KV cache."""
+
+    def begin_step(self, scheduler_output: Any) -> Any:
+        """Take a step in; returns what the runner is to make of it: one token a request if it has placeholders."""
+        placeholders = scheduler_output.scheduled_spec_decode_tokens
+        self._allowed = None
+        self.allowance = None
+        if not placeholders:
+            return scheduler_output
+        plain = _without_drafts(scheduler_output)
+        scheduled = plain.num_scheduled_tokens
+        # With a prompt in the batch, or drafts that are not our scheduler's, the step stays one of vLLM's own.
+        ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
+        small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
+        if ours and small and all(count == 1 for count in scheduled.values()):
+            self._allowed = {req_id: 1 + len(placeholders.get(req_id, ())) for req_id in scheduled}
+        return plain
+
+    def is_group_step(self) -> bool:
+        """Whether this step goes on for several micro-steps; the batch's rows must be in place."""
+        if self._allowed is not None and self.allowance is None:
+            self.allowance = np.array([self._allowed[name] for name in self.batch.req_ids], dtype=np.int64)
+        return self.allowance is not None
+
+    def base_positions(self) -> np.ndarray:
+        """[batch rows] position of the token that the step was scheduled with."""
+        return self.batch.computed.astype(np.int64)
+
+    def index(self, values: np.ndarray) -> torch.Tensor:
+        """An array of indices on the device."""
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
+
+
+def _without_drafts(scheduler_output: Any) -> Any:
+    """A step of vLLM's scheduler without its drafts; the step itself is not changed."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    scheduled = {
+        name: count - len(drafts.get(name, ())) for name, count in scheduler_output.num_scheduled_tokens.items()
+    }
+    return dataclasses.replace(
+        scheduler_output,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens={},
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM says of the platform, of its own options and of errors, for code that does not import it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+
+
+def is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def is_supported() -> bool:
+    """Whether the platform is one that we draft on."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu() or current_platform.is_cuda_alike())
+
+
+def device_name() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_name)
+
+
+def full_device_name() -> str:
+    """Such as NVIDIA H100 80GB HBM3; cpu on the CPU build."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())
+
+
+def asked_runner() -> str | None:
+    """The model runner that VLLM_USE_V2_MODEL_RUNNER names: v1, v2, or None where it is not set."""
+    from vllm import envs
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    return None if asked is None else "v2" if asked else "v1"
+
+
+def default_runner() -> str:
+    """The model runner that vLLM takes for a method that runs on both, v1 or v2; the CPU build keeps V1."""
+    return "v1" if is_cpu() or not has_triton() else "v2"
+
+
+def has_triton() -> bool:
+    """Whether vLLM can run its Triton kernels here, which its model runner V2 is made of."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def kv_cache(gib: float) -> dict[str, Any]:
+    """Engine arguments for a KV cache of so many GiB, with which engines start beside others on a GPU.
+
+    vLLM checks at the start that gpu_memory_utilization of a GPU is free, 0.92 of it by default, also where the size of
+    the KV cache is given and nothing else comes from that share.
+    """
+    import torch
+
+    gate = {"gpu_memory_utilization": GATE} if torch.cuda.is_available() else {}
+    return {"kv_cache_memory_bytes": int(gib * (1 << 30)), **gate}
+
+
+def breakable_graphs() -> bool:
+    """Whether vLLM captures CUDA graphs that break at attention, which take no torch.compile."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_BREAKABLE_CUDAGRAPH)
+
+
+def older_ray_executor() -> bool:
+    """Whether Ray is to run vLLM's older executor."""
+    from vllm import envs
+
+    return not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)  # 0.33 has one Ray executor
+
+
+def uses_modelscope() -> bool:
+    """Whether vLLM takes names of models to be ModelScope's rather than the Hub's."""
+    from vllm import envs
+
+    return bool(envs.VLLM_USE_MODELSCOPE)
+
+
+def is_speculative_option(name: str) -> bool:
+    """Whether vLLM's own speculative methods have an option of this name."""
+    from vllm.config import SpeculativeConfig
+
+    return name in SpeculativeConfig.__dataclass_fields__
+
+
+def speculative_methods() -> set[str]:
+    """Names of vLLM's own speculative methods."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    return set(get_args(SpeculativeMethod))
+
+
+def speculators_algorithms() -> set[str]:
+    """Algorithms of speculators' checkpoints that vLLM loads."""
+    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
+
+    return set(SUPPORTED_SPECULATORS_TYPES)
+
+
+def offline_engine(**arguments: Any) -> Any:
+    """vLLM's LLM."""
+    from vllm import LLM
+
+    return LLM(**arguments)
+
+
+def sampling_params(**settings: Any) -> Any:
+    """vLLM's SamplingParams."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**settings)
+
+
+def new_output_only() -> Any:
+    """The output kind of a request whose tokens are handed out as they are generated, each once."""
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.DELTA
+
+
+def invalid_request(message: str, parameter: str) -> Exception:
+    """An error that vLLM's front end answers with HTTP 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    error: Any = VLLMValidationError(message, parameter=parameter)
+    return error
+
+
+def connector_works_by_layers(kv_transfer_config: Any) -> bool:
+    """Whether a connector moves the KV of each layer as the layer runs, rather than that of blocks around a step."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector = KVConnectorFactory.get_connector_class(kv_transfer_config)
+    extra = kv_transfer_config.kv_connector_extra_config or {}
+    return connector.requires_piecewise_for_cudagraph(extra) or connector.__name__ == "MoRIIOConnector"
