@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from vllm_ppd.benchmarks.harness.options import COMMAS, BenchOptions, LoopOptions
+from vllm_ppd.benchmarks.harness.options import BenchOptions, LoopOptions
+from vllm_ppd.heads.comma_lists import COMMAS
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
 STAGES = {"pipeline_parallel_size": 2}

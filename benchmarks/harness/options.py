@@ -10,13 +10,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
+from vllm_ppd.heads.comma_lists import COMMAS
+
 Plain = Literal["ppd", "ngram", "suffix"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-# The parts of a list that was written with commas; and 'none' for an empty one.
-COMMAS = BeforeValidator(
-    lambda value: tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
-)
-NONE = BeforeValidator(lambda value: () if value == "none" else value)
+NONE = BeforeValidator(lambda value: () if value == "none" else value)  # 'none' is an empty list
 
 
 PLAIN = (

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.order import from_the_middle, in_turns
+from vllm_ppd.heads.data.prompts import from_the_middle, in_turns
 
 STRIDE = 4  # prompts' lengths from one prompt to the next in a long document: what they lead to should differ
 SHORTEST = 4  # tokens
@@ -39,10 +39,10 @@ def read_prompts(
 
     pieces, documents = [], Documents(data, load)
     for document in itertools.islice(documents.tokens(), count):
-        if document.prompt is not None and document.responses is not None:  # of `ppd data`
-            prompts = [document.prompt] if len(document.prompt) <= longest else []
+        if document.prompt_ids is not None and document.mask is not None:  # of `ppd data`
+            prompts = [document.prompt_ids] if len(document.prompt_ids) <= longest else []
         else:
-            prompts = documents.special.pieces(document.ids, longest, STRIDE, shorter=True)
+            prompts = documents.special.pieces(document.ids or [], longest, STRIDE, shorter=True)
         pieces.append(from_the_middle(prompts))
     found = [ids for ids in in_turns(pieces) if len(ids) >= min(SHORTEST, longest)][:count]
     if not found:

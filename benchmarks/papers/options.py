@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
-from vllm_ppd.benchmarks.harness.options import COMMAS, Dtype, named
+from vllm_ppd.benchmarks.harness.options import Dtype, named
+from vllm_ppd.heads.comma_lists import COMMAS
 
 Name = Annotated[str, Field(min_length=1)]
 

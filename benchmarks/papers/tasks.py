@@ -17,7 +17,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.heads.calibration.text import Texts, padded, take_prompts
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.order import in_turns
+from vllm_ppd.heads.data.prompts import in_turns
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -128,12 +128,12 @@ def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> T
     left_out = 0
     documents = Documents([path], lambda: tokenizer, report=False)
     for document in documents.tokens(prompts=True):
-        if document.prompt is None:
+        if document.prompt_ids is None:
             return None
-        if len(document.prompt) <= longest:
-            found[document.category].append(document.prompt)
-        left_out += len(document.prompt) > longest
-    documents.tell_skips()
+        if len(document.prompt_ids) <= longest:
+            found[document.category].append(document.prompt_ids)
+        left_out += len(document.prompt_ids) > longest
+    documents.report_skips()
     taken = in_turns([(category, ids) for ids in rows] for category, rows in found.items())[:most]
     if not taken:
         raise BenchError(f"--task {name}: none of {left_out} prompts has up to {longest} tokens; give more --longest")

@@ -58,8 +58,8 @@ class Chats(Texts):
     def _asked(self, document: Document) -> str:
         if document.prompt is not None:
             return document.prompt
-        if document.ids is not None:
-            return str(self.tokenizer.decode(document.ids[: document.prompt_tokens]))
+        if document.prompt_ids is not None:
+            return str(self.tokenizer.decode(document.prompt_ids))
         half = self.options.context // 2
         ids = self.tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
         return document.text if len(ids) <= half else self._text(ids[:half], half)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_ppd.benchmarks.harness.options import COMMAS, NONE, PLAIN, BenchOptions, LoopOptions, Plain
+from vllm_ppd.benchmarks.harness.options import NONE, PLAIN, BenchOptions, LoopOptions, Plain
+from vllm_ppd.heads.comma_lists import COMMAS
 from vllm_ppd.vllm_plugins.platform import kv_cache
 
 SHORTEST = 8  # tokens of a prompt or an answer

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_ppd.heads.comma_lists import COMMAS, Integers, Numbers
 
 
 class CalibrationOptions(BaseModel):
@@ -29,10 +31,10 @@ class CalibrationOptions(BaseModel):
     new_tokens: int = Field(128, ge=2, description="tokens the target writes after each prompt")
     temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts, beside the greedy ones")
     drafts: int = Field(5, ge=1, le=16, description="most drafts a step to consider")
-    ks: tuple[int, ...] = Field((1, 3, 5), description="k of the match rates")
-    batch_sizes: tuple[int, ...] = Field((1, 2, 4, 8, 16), description="batch sizes that are timed")
-    eps: tuple[float, ...] = Field((0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0), description="eps_b of DynaMo's PPL_d")
-    alphas: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+    ks: Integers = Field((1, 3, 5), description="k of the match rates")
+    batch_sizes: Integers = Field((1, 2, 4, 8, 16), description="batch sizes that are timed")
+    eps: Numbers = Field((0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0), description="eps_b of DynaMo's PPL_d")
+    alphas: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], COMMAS] = Field(
         (0.0, 0.5, 1.0), description="alpha_c of DynaMo's co-occurrence mask (eq. 6) to compare on sampled texts"
     )
     batch: int = Field(16, ge=1, description="texts computed at a time")
@@ -41,8 +43,3 @@ class CalibrationOptions(BaseModel):
     seed: int = Field(0, description="seed of the sampled texts")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
-
-    @field_validator("ks", "batch_sizes", "eps", "alphas", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value

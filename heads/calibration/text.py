@@ -14,7 +14,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.order import from_the_middle, in_turns
+from vllm_ppd.heads.data.prompts import check_vocabulary, document_prompts, from_the_middle, in_turns
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -116,20 +116,19 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, r
     rows = []
     documents = Documents(data, lambda: target.tokenizer, report)
     for ids in documents.token_ids():
-        if len(ids) and max(ids) >= target.vocab_size:
-            raise TrainingError(f"the tokenizer makes token id {max(ids)}, and the model knows {target.vocab_size}")
+        check_vocabulary(ids, target.vocab_size)
         pieces = documents.special.pieces(ids, length)
         if pieces:  # a document that is too short must not count as one that was taken
             rows.append(from_the_middle(pieces))
         if len(rows) >= 4 * count:
             break
-    found = in_turns(rows)[:count]
-    if len(found) < count:
+    prompts = in_turns(rows)[:count]
+    if len(prompts) < count:
         raise TrainingError(
-            f"the data holds {len(found)} prompts of {length} tokens, and {count} are needed: give more data, or "
+            f"the data holds {len(prompts)} prompts of {length} tokens, and {count} are needed: give more data, or "
             "smaller --prompts or --prompt-tokens"
         )
-    return torch.tensor(found, device=target.device)
+    return torch.tensor(prompts, device=target.device)
 
 
 def record_prompts(data: Sequence[str], target: Target, count: int, longest: int) -> Padded | None:
@@ -138,23 +137,21 @@ def record_prompts(data: Sequence[str], target: Target, count: int, longest: int
     Raises:
         TrainingError: if the data holds too few of at most `longest` tokens.
     """
-    found: list[list[int]] = []
+    prompts: list[list[int]] = []
     documents = Documents(data, lambda: target.tokenizer, report=False)
-    for document in documents.tokens(prompts=True):
-        if document.prompt is None:
+    for document in document_prompts(documents, longest):
+        if not document.is_asked:
             return None
-        if document.prompt and max(document.prompt) >= target.vocab_size:
-            raise TrainingError(
-                f"the data has token id {max(document.prompt)}, and the model knows {target.vocab_size}"
-            )
-        if 0 < len(document.prompt) <= longest:
-            found.append(document.prompt)
-        if len(found) == count:
-            documents.tell_skips()
-            return padded(found, target.device)
+        (ids,) = document.ids
+        check_vocabulary(ids, target.vocab_size)
+        if 0 < len(ids) <= longest:
+            prompts.append(ids)
+        if len(prompts) == count:
+            documents.report_skips()
+            return padded(prompts, target.device)
     skips = f" ({documents.skips()})" if documents.skipped else ""
     raise TrainingError(
-        f"the data holds {len(found)} prompts of up to {longest} tokens, and {count} are needed{skips}: give "
+        f"the data holds {len(prompts)} prompts of up to {longest} tokens, and {count} are needed{skips}: give "
         "more data, or smaller --prompts"
     )
 

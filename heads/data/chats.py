@@ -31,36 +31,25 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
     more = {"tools": chat.tools} if chat.tools else {}
 
     def rendered(count: int, asked: bool = False) -> str:
-        how = {"add_generation_prompt": True} if asked else {}
-        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, **how, **more))
+        settings = {"add_generation_prompt": True} if asked else {}
+        return str(tokenizer.apply_chat_template(messages[:count], tokenize=False, **settings, **more))
 
     try:
         text = rendered(len(messages))
     except Exception as error:  # a template is a program, and may raise anything
         reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
         raise Skipped(f"the chat template refuses it ({reason})") from None
-    last = max((i + 1 for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    roles = [message["role"] for message in messages]
+    last = max((i for i, role in enumerate(roles, start=1) if role == "user"), default=0)
+    answers = [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
     try:
         prompt = rendered(last, asked=True) if last else None
-        turns = [(rendered(i, asked=True), rendered(i + 1)) for i in _answers(messages)]
+        # From what the server would read before each response to its end.
+        spans = [(rendered(i, asked=True), rendered(i + 1).rstrip()) for i in answers]
     except Exception:  # it may refuse a chat that goes on
-        prompt, turns = None, []
-    responses = _responses(text, turns)
+        prompt, spans = None, []
+    responses = None
+    # A template may change a message once the chat goes on (it may drop its reasoning).
+    if spans and all(after.startswith(before) and text.startswith(after) for before, after in spans):
+        responses = tuple((len(before), len(after)) for before, after in spans)
     return Document(readable(text), is_chat=True, prompt=prompt, responses=responses, category=chat.category)
-
-
-def _answers(messages: list[dict[str, Any]]) -> list[int]:
-    """The assistant's messages that follow another's."""
-    roles = [message["role"] for message in messages]
-    return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
-
-
-def _responses(text: str, turns: list[tuple[str, str]]) -> tuple[tuple[int, int], ...] | None:
-    """Where the responses of a rendered chat are: from what the server would read before each to the end of its turn.
-
-    None if there is none, or if the template changes a turn once the chat goes on (it may drop its reasoning).
-    """
-    ends = [(before, after.rstrip()) for before, after in turns]
-    if not all(after.startswith(before) and text.startswith(after) for before, after in ends):
-        return None
-    return tuple((len(before), len(after)) for before, after in ends) or None

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at users' files that needs no tokenizer: bad data are told before a model loads."""
+"""A look at users' files that needs no tokenizer: bad data is refused before a model loads."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ppd.heads.data.files import expand, is_records, records
-from vllm_ppd.heads.data.records import Chat, Document, Skipped, parse_record
+from vllm_ppd.heads.data.records import Skipped, parse_record
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import place
 
@@ -29,36 +29,25 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
     """
     if not paths:
         return
-    expanded, named = expand(paths), {path for path in map(Path, paths) if path.is_file()}
-    readable, all_ask, all_read = 0, True, True
-    reason = ""
-    for file in expanded:
+    files, named = expand(paths), {path for path in map(Path, paths) if path.is_file()}
+    readable, all_ask, all_read, reason = 0, True, True, ""
+    for file in files:
         count, most = 0, LOOKED_AT if is_records(file) else 1  # of plain text the first piece
-        for found in _beginning(file, most):
+        for where, record in itertools.islice(records(file), most):
             count += 1
-            if isinstance(found, str):
-                reason = reason or found
-            else:
+            try:
+                all_ask &= parse_record(record, where).asks
                 readable += 1
-                all_ask &= found.asks
+            except Skipped as skipped:
+                reason = reason or f" ({where}: {skipped})"
         all_read &= count < most
         if file in named and not count:
             raise TrainingError(f"data file {place(file)!r} is empty; {FORMS}")
     if not readable and all_read:
-        files = place(expanded[0]) if len(expanded) == 1 else f"none of {len(expanded)} data files"
-        holds = "holds no text" if len(expanded) == 1 else "holds text"
-        raise TrainingError(f"{files} {holds}{f' ({reason})' if reason else ''}; {FORMS}")
+        subject = f"{place(files[0])} holds no" if len(files) == 1 else f"none of {len(files)} data files holds"
+        raise TrainingError(f"{subject} text{reason}; {FORMS}")
     if all_read and all_ask and readable < prompts:
         raise TrainingError(
-            f"{place(expanded[0])}{' and others hold' if len(expanded) > 1 else ' holds'} {readable} prompts, and "
+            f"{place(files[0])}{' and others hold' if len(files) > 1 else ' holds'} {readable} prompts, and "
             f"{prompts} are needed: give more data, or smaller --prompts"
         )
-
-
-def _beginning(file: Path, most: int) -> Iterator[Document | Chat | str]:
-    """The first records, or why one is left out."""
-    for where, record in itertools.islice(records(file), most):
-        try:
-            yield parse_record(record, where)
-        except Skipped as skipped:
-            yield f"{where}: {skipped}"

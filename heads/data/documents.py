@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All documents of the files a user names, as text or as the token ids that vLLM's server makes of them."""
+"""All documents of the files that a user names, as text or as the token ids that vLLM's server makes of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,11 @@ from tqdm import tqdm
 from vllm_ppd.heads.data.chats import render
 from vllm_ppd.heads.data.files import expand, records
 from vllm_ppd.heads.data.records import Chat, Document, Skipped, parse_record
-from vllm_ppd.heads.data.special_tokens import NONE, SpecialTokens
-from vllm_ppd.heads.data.token_documents import TokenDocument, given, mask_of
+from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.quote import place, shortened
 
 BATCH = 64  # documents tokenised at once
-MOST_REASONS = 16  # told one by one
+MOST_REASONS = 16  # reported one by one
 LONGEST_SUMMARY = 200  # characters
 OTHER = "other reasons"
 
@@ -31,7 +31,7 @@ class Documents:
 
     Args:
         data: files, and folders of them.
-        tokenizer: gives the target's tokenizer; called when a text or a chat needs it.
+        tokenizer: returns the target's tokenizer; called when a text or a chat needs it.
         report: say on stderr what is skipped: each reason once, and the numbers at the end.
         system: system prompt of chats that have none.
 
@@ -45,7 +45,6 @@ class Documents:
         self.files, self._load, self._report, self._system = expand(data), tokenizer, report, system
         self.count = 0
         self.skipped: Counter[str] = Counter()  # records by reason
-        self._tokenizer: Any = None
 
     def __iter__(self) -> Iterator[Document]:
         """Read the files from the beginning.
@@ -58,62 +57,64 @@ class Documents:
         try:
             for file in self.files:
                 before = self.count + self.skipped.total()
-                for document in self._of(file):
-                    self.count += 1
-                    yield document
+                for where, record in records(file):
+                    try:
+                        document = parse_record(record, where)
+                        if isinstance(document, Chat):
+                            document = render(document, where, self.tokenizer, self._system)
+                    except Skipped as skipped:
+                        self._skip(str(skipped), where)
+                    else:
+                        self.count += 1
+                        yield document
                 if self.count + self.skipped.total() == before:
                     self._skip("an empty file", place(file))
         finally:
-            if self._report and self.skipped.total() > len(self.skipped):  # else each has been told by itself
-                self.tell_skips()
+            if self._report and self.skipped.total() > len(self.skipped):  # else each was reported by itself
+                self.report_skips()
 
     def token_ids(self) -> Iterator[list[int]]:
         """The token ids of each document: of text as vLLM's server reads prompts, special tokens included; of chats as
         their template has them."""
-        return (document.ids for document in self.tokens())
+        return (document.ids or [] for document in self.tokens())
 
-    def tokens(self, prompts: bool = False) -> Iterator[TokenDocument]:
-        """The same, with which of the tokens are the model's to write, and with the prompts if they are asked for."""
+    def tokens(self, prompts: bool = False) -> Iterator[Document]:
+        """The documents with their token ids and which of them are the model's to write.
+
+        Args:
+            prompts: tokenise what the records ask, too.
+        """
         stream = iter(self)
         while batch := list(itertools.islice(stream, BATCH)):
-            found = [given(document) for document in batch]
             for is_chat in (False, True):
-                chosen = [i for i, d in enumerate(batch) if d.ids is None and d.is_chat == is_chat]
-                if chosen:
-                    encoded = self._encoded([batch[i] for i in chosen], is_chat, prompts)
-                    for i, document in zip(chosen, encoded, strict=True):
-                        found[i] = document
-            yield from (document for document in found if document is not None)
+                texts = {i: d for i, d in enumerate(batch) if d.ids is None and d.is_chat == is_chat}
+                for i, document in zip(texts, self._tokenised(list(texts.values()), is_chat, prompts), strict=True):
+                    batch[i] = document
+            yield from batch
 
-    def _encoded(self, documents: list[Document], are_chats: bool, prompts: bool) -> Iterator[TokenDocument]:
-        """Texts, or chats."""
-        tokenizer = self.tokenizer()
-        how = {"add_special_tokens": not are_chats, "verbose": False}
-        offsets = bool(getattr(tokenizer, "is_fast", False)) and any(d.responses for d in documents)
-        found = tokenizer([d.text for d in documents], **how, return_offsets_mapping=offsets)
-        places = found["offset_mapping"] if offsets else itertools.repeat(None, len(documents))
-        asked = {i: d.prompt for i, d in enumerate(documents) if prompts and d.prompt}
-        answered = dict(zip(asked, tokenizer(list(asked.values()), **how)["input_ids"] if asked else (), strict=True))
-        for i, (document, ids, where) in enumerate(zip(documents, found["input_ids"], places, strict=True)):
-            mask = mask_of(document.responses, where, len(ids))
-            yield TokenDocument(list(ids), mask, prompt=answered.get(i), category=document.category)
-
-    def tokenizer(self) -> Any:
-        """The tokenizer, loaded once."""
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        return self._tokenizer
-
-    @property
-    def special(self) -> SpecialTokens:
-        """What surrounds prompts; nothing where no text has been read."""
-        return NONE if self._tokenizer is None else self._special
+    def _tokenised(self, documents: list[Document], are_chats: bool, prompts: bool) -> Iterator[Document]:
+        """Texts, or chats, with their token ids."""
+        if not documents:
+            return
+        settings = {"add_special_tokens": not are_chats, "verbose": False}
+        offsets = bool(getattr(self.tokenizer, "is_fast", False)) and any(d.responses for d in documents)
+        encoded = self.tokenizer([d.text for d in documents], **settings, return_offsets_mapping=offsets)
+        places = encoded["offset_mapping"] if offsets else itertools.repeat(None, len(documents))
+        for document, ids, where in zip(documents, encoded["input_ids"], places, strict=True):
+            asked = self.tokenizer(document.prompt, **settings)["input_ids"] if prompts and document.prompt else None
+            yield replace(document, ids=list(ids), mask=_mask(document.responses, where, len(ids)), prompt_ids=asked)
 
     @cached_property
-    def _special(self) -> SpecialTokens:
-        return SpecialTokens.of(self.tokenizer())
+    def tokenizer(self) -> Any:
+        """The tokenizer, loaded when it is first needed."""
+        return self._load()
 
-    def tell_skips(self) -> None:
+    @cached_property
+    def special(self) -> SpecialTokens:
+        """The special tokens that surround prompts."""
+        return SpecialTokens.of(self.tokenizer)
+
+    def report_skips(self) -> None:
         """Say on stderr how many records were skipped and why, if any was."""
         if self.skipped:
             self._say(f"{self.skips()}, of {self.count + self.skipped.total()} records")
@@ -124,18 +125,8 @@ class Documents:
             return ""
         reasons = ", ".join(f"{number} {reason}" for reason, number in self.skipped.most_common(3))
         more = len(self.skipped) - 3
-        found = f"skipped {self.skipped.total()}: {reasons}" + (f", and {more} reasons more" if more > 0 else "")
-        return shortened(found, LONGEST_SUMMARY)
-
-    def _of(self, file: Path) -> Iterator[Document]:
-        for where, record in records(file):
-            try:
-                parsed = parse_record(record, where)
-                document = render(parsed, where, self.tokenizer(), self._system) if isinstance(parsed, Chat) else parsed
-            except Skipped as skipped:
-                self._skip(str(skipped), where)
-            else:
-                yield document
+        others = f", and {more} reasons more" if more > 0 else ""
+        return shortened(f"skipped {self.skipped.total()}: {reasons}{others}", LONGEST_SUMMARY)
 
     def _skip(self, reason: str, where: str) -> None:
         if reason not in self.skipped and len(self.skipped) >= MOST_REASONS:
@@ -147,3 +138,24 @@ class Documents:
     @staticmethod
     def _say(text: str) -> None:
         tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)  # beside a progress bar
+
+
+def _mask(
+    spans: tuple[tuple[int, int], ...] | None, offsets: Sequence[tuple[int, int]] | None, count: int
+) -> list[bool] | None:
+    """Which tokens begin within spans of the text; those that stand for no text are as the one before.
+
+    Args:
+        spans: of characters (None: unknown).
+        offsets: first and last character of each token (None: the tokenizer does not say).
+        count: of tokens.
+    """
+    if spans == ():
+        return [False] * count
+    if spans is None or offsets is None:
+        return None
+    mask: list[bool] = []
+    for first, last in offsets:
+        before = mask[-1] if mask else False
+        mask.append(before if first == last else any(start <= first < end for start, end in spans))
+    return mask

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files behind the paths a user names, and their lines, pieces and JSON values as streams."""
+"""The files behind the paths that a user names, and the records that they hold."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
 
 PIECE = 1 << 18  # characters of a plain text file that make one document
-LONGEST_RECORD = 1 << 26  # characters; a longer one is a mistake, and would be held in memory
+LONGEST_RECORD = 1 << 26  # characters of a line; a longer one is a mistake
+LARGEST_JSON = 1 << 32  # bytes of a .json file, which is read whole
 HEAD = 1 << 13  # bytes that tell what a file is
 LINES_SUFFIXES = {".jsonl", ".ndjson"}
 JSON_SUFFIX = ".json"
-WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+BLANK = " \t\r\n\ufeff"  # files put together keep their byte-order marks
+SPACE = re.compile(f"[{BLANK}]*")
 FORMATS = {
     b"\x1f\x8b": "gzip-compressed; unpack it",
     b"\x28\xb5\x2f\xfd": "zstd-compressed; unpack it",
@@ -38,10 +40,10 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-            if not found:
+            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+            if not inside:
                 raise TrainingError(f"data folder {place(path)!r} holds no files; give .jsonl, .json or text files")
-            files += found
+            files += inside
         elif path.is_file():
             files.append(path)
         else:
@@ -54,12 +56,12 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
     return files
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _is_hidden(path: Path) -> bool:
+    return any(name.startswith(".") for name in path.parts)
 
 
 def _check_format(file: Path) -> None:
-    """Refuse by its first bytes what is no text."""
+    """Refuse what is not text, by its first bytes."""
     with file.open("rb") as handle:
         head = handle.read(HEAD)
     for magic, what in FORMATS.items():
@@ -83,157 +85,61 @@ def records(file: Path) -> Iterator[tuple[str, Any]]:
     Raises:
         TrainingError: on what is not JSON, not UTF-8 or too long; names file and line.
     """
-    if file.suffix in LINES_SUFFIXES:
-        for number, line in lines(file):
-            if line.strip("\ufeff \t\r\n"):
-                yield place(file, number), parse(line, place(file, number))
-    elif file.suffix == JSON_SUFFIX:
-        yield from ((place(file, number), value) for number, value in values(file))
-    else:
-        yield from ((place(file), {"text": piece}) for piece in pieces(file))
-
-
-def lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines, from 1.
-
-    Raises:
-        TrainingError: on a line that is too long or not UTF-8.
-    """
-    try:
-        with file.open(encoding="utf-8-sig", newline="\n") as handle:
-            number = 1
-            while line := handle.readline(LONGEST_RECORD + 1):
+    # Bytes that are not UTF-8 become lone surrogates, which _checked refuses with their line.
+    with file.open(encoding="utf-8-sig", errors="surrogateescape") as handle:
+        if file.suffix in LINES_SUFFIXES:
+            for number, line in enumerate(iter(lambda: handle.readline(LONGEST_RECORD + 1), ""), start=1):
+                where = place(file, number)
                 if len(line) > LONGEST_RECORD:
-                    raise TrainingError(f"{place(file, number)} is over {LONGEST_RECORD:,} characters long; split it")
-                yield number, line
-                number += 1
-    except UnicodeDecodeError:
-        raise _not_utf8(file) from None
+                    raise TrainingError(f"{where} is over {LONGEST_RECORD:,} characters long; split it")
+                if text := _checked(line, file, number).strip(BLANK):
+                    yield where, _parse_line(text, where)
+        elif file.suffix == JSON_SUFFIX:
+            if file.stat().st_size > LARGEST_JSON:
+                raise TrainingError(f"{place(file)} is over {LARGEST_JSON >> 30} GiB; convert it to .jsonl")
+            for number, value in enumerate(_parse_file(_checked(handle.read(), file), file), start=1):
+                yield f"{place(file)}, record {number}", value
+        else:
+            line_number = 1
+            while piece := handle.read(PIECE):
+                piece += "" if piece.endswith("\n") else handle.readline(PIECE)  # whole lines where they are short
+                yield place(file), {"text": _checked(piece, file, line_number)}
+                line_number += piece.count("\n")
 
 
-def pieces(file: Path) -> Iterator[str]:
-    """A plain text as documents of whole lines, where lines are not too long.
-
-    Raises:
-        TrainingError: if the file is not UTF-8.
-    """
+def _parse_line(text: str, where: str) -> Any:
     try:
-        with file.open(encoding="utf-8-sig") as handle:
-            while text := handle.read(PIECE):
-                yield text if text.endswith("\n") else text + handle.readline(PIECE)
-    except UnicodeDecodeError:
-        raise _not_utf8(file) from None
-
-
-def values(file: Path) -> Iterator[tuple[int, Any]]:
-    """The records of a .json file, numbered by line: of its array, or its objects one after the other.
-
-    Raises:
-        TrainingError: on what is not JSON or not UTF-8.
-    """
-    try:
-        with file.open(encoding="utf-8-sig") as handle:
-            yield from _Values(handle, file)
-    except UnicodeDecodeError:
-        raise _not_utf8(file) from None
-
-
-def parse(line: str, where: str) -> Any:
-    """The JSON value of a line.
-
-    Raises:
-        TrainingError: if it is none.
-    """
-    try:
-        return json.loads(line.lstrip("\ufeff"))  # files put together keep their byte-order marks
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TrainingError(f"{where} is not JSON ({_reason(error)}); each line must be one JSON object") from None
 
 
-class _Values:
-    """Top-level values of a text stream; what is held is one value and a buffer."""
+def _parse_file(text: str, file: Path) -> list[Any]:
+    """The records of a .json file: those of its array, or objects that follow each other."""
+    decoder, values, at = json.JSONDecoder(), [], 0
+    try:
+        while (at := SPACE.match(text, at).end()) < len(text):  # type: ignore[union-attr]
+            value, at = decoder.raw_decode(text, at)
+            values.append(value)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1 + text.count("\n", 0, at))
+        raise TrainingError(
+            f"{place(file, line)} is not JSON ({_reason(error)}); a .json file must be one array of objects, or objects"
+        ) from None
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
 
-    def __init__(self, handle: Any, file: Path) -> None:
-        self.handle, self.file = handle, file
-        self.buffer, self.at, self.line, self.ended = "", 0, 1, False
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        is_array = self._next() == "["
-        self._advance(int(is_array))
-        first = True
-        while (char := self._next()) not in ("]" if is_array else "", ""):
-            if is_array and not first:
-                if char != ",":
-                    raise self._error("a comma is missing between two records")
-                self._advance(1)
-                self._next()
-            line = self.line
-            yield line, self._value()
-            first = False
-        if is_array:
-            if self._next() != "]":
-                raise self._error("the array does not end")
-            self._advance(1)
-            if self._next():
-                raise self._error("text after the array")
-
-    def _next(self) -> str:
-        """The next character that is no white space; empty at the end."""
-        while True:
-            self._advance(WHITE_SPACE.match(self.buffer, self.at).end() - self.at)  # type: ignore[union-attr]
-            if self.at < len(self.buffer):
-                return self.buffer[self.at]
-            if not self._fill():
-                return ""
-
-    def _advance(self, count: int) -> None:
-        self.line += self.buffer.count("\n", self.at, self.at + count)
-        self.at += count
-
-    def _fill(self) -> bool:
-        """Read as much again as is held; false at the end."""
-        self.buffer, self.at = self.buffer[self.at :], 0
-        more = self.handle.read(max(PIECE, len(self.buffer)))
-        self.buffer += more
-        return bool(more)
-
-    def _value(self) -> Any:
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(self.buffer, self.at)
-            except json.JSONDecodeError as error:
-                # A value that the buffer cuts looks like a wrong one.
-                if len(self.buffer) - self.at <= LONGEST_RECORD and self._fill():
-                    continue
-                raise self._error(error.msg, error.pos) from None
-            except (ValueError, RecursionError) as error:
-                raise self._error(_reason(error)) from None
-            self._advance(end - self.at)
-            return value
-
-    def _error(self, reason: str, at: int | None = None) -> TrainingError:
-        line = self.line + (self.buffer.count("\n", self.at, at) if at is not None else 0)
-        return TrainingError(
-            f"{place(self.file, line)} is not JSON ({reason}); a .json file must be one array of objects, or objects"
-        )
+def _checked(text: str, file: Path, line: int = 1) -> str:
+    """A text that begins at a line of a file, if it was UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        line += text.count("\n", 0, error.start)
+        raise TrainingError(f"{place(file, line)} is not UTF-8 text; convert the file or leave it out") from None
+    return text
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg}, column {error.colno}"
     return "nested too deeply" if isinstance(error, RecursionError) else shortened(str(error), LONGEST_VALUE)
-
-
-def _not_utf8(file: Path) -> TrainingError:
-    """The error that names the line, which a second pass finds."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    line, reason = 1, "invalid byte"
-    with file.open("rb") as handle:
-        try:
-            while chunk := handle.read(1 << 20):
-                decoder.decode(chunk)
-                line += chunk.count(b"\n")
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError as error:
-            line, reason = line + error.object[: error.start].count(b"\n"), error.reason
-    return TrainingError(f"{place(file, line)} is not UTF-8 text ({reason}); convert the file or leave it out")

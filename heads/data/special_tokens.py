@@ -56,6 +56,3 @@ class SpecialTokens(NamedTuple):
         rest = ids[len(before) :]
         after = self.after if self.after and tuple(rest[-len(self.after) :]) == self.after else ()
         return SpecialTokens(before, after)
-
-
-NONE = SpecialTokens()

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from vllm_ppd.heads.training.options import TrainingOptions, split
+from vllm_ppd.heads.comma_lists import Integers
+from vllm_ppd.heads.training.options import TrainingOptions
 
 PPD = {"learning_rate": 2e-5, "batch_size": 128, "epochs": 3.0, "warmup": 0.04}  # Table 4
 
@@ -20,7 +21,7 @@ class EarlyOptions(TrainingOptions):
     learning_rate: float = Field(
         5e-3, gt=0, description="peak learning rate (ParaDecode, appendix C: 5e-3; 2e-5 in PPD's recipe)"
     )
-    exit_layers: tuple[int, ...] = Field((), description="exit layers to train; none names all of 1..L-1")
+    exit_layers: Integers = Field((), description="exit layers to train; none names all of 1..L-1")
     head: Literal["transform", "classifier"] = Field(
         "transform",
         description="E* T with a d x d matrix T (ParaDecode), or a whole classifier an exit, hidden size x vocabulary "
@@ -51,8 +52,3 @@ class EarlyOptions(TrainingOptions):
         if self.vocabulary_sample and self.head == "classifier":
             raise ValueError("vocabulary_sample is for transforms; whole classifiers learn all their rows: set it to 0")
         return self
-
-    @field_validator("exit_layers", mode="before")
-    @classmethod
-    def _layers(cls, value: Any) -> Any:
-        return split(value)

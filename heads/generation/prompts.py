@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.prompts import document_prompts
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
 
@@ -22,12 +23,8 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     """
     documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
     number = 0
-    for document in documents.tokens(prompts=True):
-        if document.prompt is not None:
-            found = [document.prompt]
-        else:
-            found = documents.special.pieces(document.ids, options.prompt_tokens, STRIDE)
-        for ids in found:
+    for prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
+        for ids in prompts.ids:
             if ids and len(ids) < options.max_length:
                 number += 1
                 yield ids

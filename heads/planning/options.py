@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from vllm_ppd.heads.comma_lists import COMMAS, Integers
 
 
 class PlanOptions(BaseModel):
@@ -27,8 +29,8 @@ class PlanOptions(BaseModel):
         "sampled", description="texts on which acceptance was measured; match rates of candidates are of greedy ones"
     )
     stages: Literal["1", "2"] = Field("1", description="pipeline stages; 2 plans PPD's worker group (early heads)")
-    candidates: tuple[int, ...] = Field((1, 3, 5), description="k of the worker group, of those that were calibrated")
-    hardware: tuple[float, float, float] | None = Field(
+    candidates: Integers = Field((1, 3, 5), description="k of the worker group, of those that were calibrated")
+    hardware: Annotated[tuple[float, ...] | None, COMMAS] = Field(
         None,
         description="GB/s of memory, TFLOP/s and link latency in microseconds, as 4800,990,10: a machine by its "
         "roofline (default: the calibration's own times)",
@@ -42,18 +44,11 @@ class PlanOptions(BaseModel):
     top: int = Field(8, ge=1, description="settings shown")
     largest: int = Field(512, ge=1, description="largest batch size considered")
 
-    @field_validator("candidates", "hardware", mode="before")
-    @classmethod
-    def _split(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, str):
-            value = tuple(part for part in value.replace(" ", "").split(",") if part)
-        if info.field_name == "hardware" and value is not None and len(value) != 3:
-            raise ValueError("give GB/s, TFLOP/s and microseconds, as 4800,990,10")
-        return value
-
     @field_validator("hardware", mode="after")
     @classmethod
-    def _sound(cls, value: tuple[float, float, float] | None) -> tuple[float, float, float] | None:
+    def _sound(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        if value is not None and len(value) != 3:
+            raise ValueError("give GB/s, TFLOP/s and microseconds, as 4800,990,10")
         if value is not None and (value[0] <= 0 or value[1] <= 0 or value[2] < 0):
             raise ValueError("bandwidth and TFLOP/s must be above 0, link latency at least 0")
         return value

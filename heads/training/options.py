@@ -6,14 +6,11 @@ Defaults are the papers' where the paper says one; `source` notes are part of th
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-
-def split(value: Any) -> Any:
-    """The parts of "a,b"; anything else as it is."""
-    return tuple(part for part in value.replace(" ", "").split(",") if part) if isinstance(value, str) else value
+from vllm_ppd.heads.comma_lists import COMMAS, Integers
 
 
 class TrainingOptions(BaseModel):
@@ -41,7 +38,7 @@ class TrainingOptions(BaseModel):
     )
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of the heads")
     warmup: float = Field(0.03, ge=0, lt=1, description="share of the steps in which the rate rises; a cosine follows")
-    betas: tuple[float, float] = Field(
+    betas: Annotated[tuple[float, float], COMMAS] = Field(
         (0.9, 0.95), description="AdamW's betas (DynaMo, A.1; the others name none); the first is Muon's momentum"
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
@@ -63,7 +60,7 @@ class TrainingOptions(BaseModel):
         None, description="folder that keeps the frozen target's states for further epochs and trainings on the data"
     )
     states_cache_gb: float = Field(20.0, gt=0, description="what that folder may hold, in GB")
-    states_layers: tuple[int, ...] = Field(
+    states_layers: Integers = Field(
         (), description="layers whose states are kept, too, for heads of other kinds that are trained later"
     )
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
@@ -75,11 +72,6 @@ class TrainingOptions(BaseModel):
         "other", pattern=r"^[a-z0-9.-]+$", max_length=64,
         description="licence of the heads for their model card, as the Hub names it, such as apache-2.0",
     )  # fmt: skip
-
-    @field_validator("betas", "states_layers", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return split(value)
 
     @field_validator("betas")
     @classmethod

@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.token_files import NAME, Manifest, intact_manifest, write_manifest
 
@@ -193,19 +194,15 @@ class TokenStore:
             masks_of = {split: stack.enter_context((self.folder / f"{split}.counted").open("wb")) for split in SPLITS}
             progress = tqdm(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
             for number, document in enumerate(progress):
-                ids = document.ids
+                ids = document.ids or []
                 # What was cut off goes on; many chat templates write a line break after the end of a turn.
                 ended = end is None or document.cut_off or end in ids[-2:]
                 add = [] if ended else [end]
+                check_vocabulary([*ids, *add], vocab_size)
                 row = np.array([*ids, *add], dtype=np.int64)
                 counted = np.ones(len(row), dtype=np.bool_)
-                if not train_on_prompts:
-                    counted[: len(ids)] = document.counted()
-                if len(row) and int(row.max()) >= vocab_size:
-                    raise TrainingError(
-                        f"the tokenizer makes token id {int(row.max())}, and the model knows {vocab_size} tokens: "
-                        "this is not the model's tokenizer"
-                    )
+                if not train_on_prompts and document.mask is not None:
+                    counted[: len(ids)] = document.mask
                 split = "held_out" if _is_held_out(number, held_out) else "train"
                 starts_of[split].write(np.int64(written[split]).tobytes())
                 ids_of[split].write(row.astype(np.uint32).tobytes())

@@ -41,7 +41,7 @@ BAD: dict[str, tuple[str, str | None, str]] = {
     "blank lines": ("a.jsonl", "\n \n", "data file 'a.jsonl' is empty; give .jsonl"),
     "no text in it": ("a.jsonl", '{"text": null}\n' * 3, "a.jsonl holds no text (a.jsonl:1: the text is null); give"),
     "no JSON": ("a.jsonl", '{"text": "a"}\n{', "a.jsonl:2 is not JSON"),
-    "no form": ("a.json", '[{"text": "a"},\n{"txt": "a"}]', "a.json:2 has 'txt'; each record needs 'text'"),
+    "no form": ("a.json", '[{"text": "a"},\n{"txt": "a"}]', "a.json, record 2 has 'txt'; each record needs 'text'"),
     "a bad chat": ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "a.jsonl:1: 'messages' must be a list"),
 }
 

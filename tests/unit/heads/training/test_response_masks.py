@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,9 +50,8 @@ def responses(path: Path, words: Any) -> list[str | None]:
     """The text of the tokens that each document says are responses."""
     found = []
     for document in Documents([path], lambda: words).tokens():
-        mask = document.responses
-        ids = [token for token, is_one in zip(document.ids, [] if mask is None else mask, strict=False) if is_one]
-        found.append(None if mask is None else words.decode(ids))
+        mask = document.mask
+        found.append(None if mask is None else words.decode(list(itertools.compress(document.ids or [], mask))))
     return found
 
 

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of documents: what a record asks, or pieces of its text, as vLLM's server would read them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.errors import TrainingError
+
+T = TypeVar("T")
+
+
+class DocumentPrompts(NamedTuple):
+    """The prompts of a document as token ids."""
+
+    ids: list[list[int]]  # what its record asks, or pieces of its text in order
+    is_asked: bool  # its record says what is to be answered
+    category: str
+
+
+def document_prompts(
+    documents: Documents, length: int, stride: int = 1, shorter: bool = False
+) -> Iterator[DocumentPrompts]:
+    """The prompts of each document in turn; of an asked one the length is whatever it is.
+
+    Args:
+        documents: users' data.
+        length: tokens of a piece of text, special ones included.
+        stride: lengths from one piece to the next.
+        shorter: take a text that is shorter as one prompt.
+
+    Raises:
+        TrainingError: on a file or a record that is malformed.
+    """
+    for document in documents.tokens(prompts=True):
+        if document.prompt_ids is not None:
+            yield DocumentPrompts([document.prompt_ids], True, document.category)
+        else:
+            pieces = documents.special.pieces(document.ids or [], length, stride, shorter)
+            yield DocumentPrompts(pieces, False, document.category)
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse token ids that a model does not know.
+
+    Raises:
+        TrainingError: if one is not below vocab_size.
+    """
+    if len(ids) and max(ids) >= vocab_size:
+        raise TrainingError(
+            f"the data has token id {max(ids)}, and the model knows {vocab_size} tokens: its tokenizer is another, or "
+            "the ids are another model's"
+        )
+
+
+def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
+    """The first of each row, then the second of each row that has one, and so on."""
+    missing = object()
+    columns = itertools.zip_longest(*rows, fillvalue=missing)
+    return [value for column in columns for value in column if value is not missing]  # type: ignore[misc]
+
+
+def from_the_middle(pieces: list[T]) -> list[T]:
+    """Pieces of a document with the middle one first: the beginnings of documents resemble each other."""
+    middle = len(pieces) // 2
+    return pieces[middle:] + pieces[:middle]
