@@ -1,37 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """`config.json` of a heads folder, in speculators' layout: what the heads are and for which target they were made.
 
-Each kind of heads is one class here; its own fields stand beside speculators' keys.
+Each kind of heads derives a class from HeadsConfig, which registers it by its kind; a kind's own fields stand beside
+speculators' keys.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_ppd.heads.calibration.setting import Setting
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetLayers, TargetName
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.training.options import TrainingOptions
+
+if TYPE_CHECKING:
+    import numpy as np
+
+KINDS: dict[str, type[HeadsConfig]] = {}  # of those that are imported; kinds.py imports all of them
 
 Shapes = dict[str, list[int]]
 MOST_NUMBERS = 1 << 35  # of all tensors together: whole classifiers of a large vocabulary are some 2^33
 
 
-def is_count(tensor: str) -> bool:
-    """Whether a tensor of that name holds counts or n-grams, which are integers."""
-    return tensor.startswith(("cooccurrence.", "token_counts"))
-
-
 class HeadsConfig(BaseModel, ABC):
-    """What all kinds share. A kind adds its fields and says which tensors it expects."""
+    """What all kinds share. A kind adds its fields, its tensors and what drafting with it costs."""
 
     # Strict: a truth value is no number of layers, and 2.0 is none either.
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # as speculators' algorithm name
     architecture: ClassVar[str]
+    method: ClassVar[str]  # the drafting method that reads them, by the plugin's name for it
+    options: ClassVar[type[TrainingOptions]]  # of `ppd train KIND`
+    tensor_names: ClassVar[str]  # a regular expression: names by which the weights are told from those of other models
+    counts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that hold counts or n-grams
 
     verifier: TargetName
     num_speculative_tokens: Drafts = Field(3, description="drafts a step recommended for these heads")
@@ -42,6 +49,10 @@ class HeadsConfig(BaseModel, ABC):
     target: TargetLayers
     fingerprint: TargetFingerprint = TargetFingerprint()
     calibration: Calibrated | None = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        KINDS[cls.kind] = cls
 
     @model_validator(mode="after")
     def _known_frequencies(self) -> HeadsConfig:
@@ -67,6 +78,10 @@ class HeadsConfig(BaseModel, ABC):
     def describe(self) -> str:
         """What they are, in a few words."""
 
+    @abstractmethod
+    def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
+        """Every setting that was calibrated, with what it costs, on greedy texts or on sampled ones."""
+
     @property
     def max_drafts(self) -> int | None:
         """Drafts a step that they can make at most (None: any number)."""
@@ -75,6 +90,26 @@ class HeadsConfig(BaseModel, ABC):
     @property
     def counts_tensor(self) -> str | None:
         """The tensor of how often tokens occur, which a draft vocabulary is made of (None: they do not know)."""
+        return None
+
+    @classmethod
+    def is_count(cls, tensor: str) -> bool:
+        """Whether a tensor of that name holds counts or n-grams, which are integers."""
+        return tensor.startswith(cls.counts)
+
+    def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
+        """Refuse counts that no corpus has (nothing by default).
+
+        Args:
+            tensors: those that hold counts, none of them negative.
+
+        Raises:
+            ValueError: saying what is wrong with them.
+        """
+
+    @property
+    def layer_shapes(self) -> Shapes | None:
+        """Shapes by name of the target's decoder layer that the heads have layers like (None: they have none)."""
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +142,7 @@ class HeadsConfig(BaseModel, ABC):
             KeyError: if there is no such kind.
             ValidationError: if a field is missing, of another type or out of bounds.
         """
-        cls = HEADS[data["speculators_model_type"]].config
+        cls = KINDS[data["speculators_model_type"]]
         layout = Layout.model_validate(data)
         own = {name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data}
         return cls.model_validate(

@@ -11,30 +11,29 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
+from typing_extensions import TypeVar
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.weights import WEIGHTS_NAME, check_header, check_weights, read_weights
 
 if TYPE_CHECKING:
     import torch
 
-    from vllm_ppd.heads.early.module import EarlyHeads
-
 __all__ = [
     "CONFIG_NAME", "WEIGHTS_NAME", "HeadsError", "check_folder", "check_target", "described", "kind_of",
-    "load_config", "load_early_heads", "load_tensors", "save_heads", "write_tensors", "write_text",
+    "load_config", "load_tensors", "save_heads", "write_tensors", "write_text",
 ]  # fmt: skip
 
+Config = TypeVar("Config", bound=HeadsConfig, default=HeadsConfig)
 CONFIG_NAME = "config.json"
 LONGEST_CONFIG = 1 << 20  # bytes
 
@@ -46,15 +45,15 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
         kind = read_json_object(config, LONGEST_CONFIG).get("speculators_model_type")
     except HeadsError:
         return None
-    return kind if isinstance(kind, str) and kind in HEADS else None
+    return kind if isinstance(kind, str) and kind in KINDS else None
 
 
-def load_config(folder: str | os.PathLike[str], kind: str | None = None) -> HeadsConfig:
+def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = None) -> Config:
     """Read and check `config.json`.
 
     Args:
         folder: the heads folder.
-        kind: refuse heads of any other kind.
+        wanted: refuse heads of any other class.
 
     Raises:
         HeadsError: if the folder or the file is missing or of another sort, is not a JSON object, is of another kind,
@@ -64,24 +63,26 @@ def load_config(folder: str | os.PathLike[str], kind: str | None = None) -> Head
     check_is_folder(folder)
     path = Path(folder) / CONFIG_NAME
     data = read_json_object(path, LONGEST_CONFIG)
-    found = data.get("speculators_model_type")
-    if not isinstance(found, str) or found not in HEADS or kind not in (None, found):
-        wanted = repr(kind) if kind is not None else ", ".join(map(repr, HEADS))
-        raise HeadsError(f"{named(path)} holds heads of kind {quoted(found)}; expected kind {wanted}")
+    kind = data.get("speculators_model_type")
+    kinds = [name for name, config in KINDS.items() if issubclass(config, wanted or HeadsConfig)]
+    if kind not in kinds:
+        expected = ", ".join(map(repr, kinds))
+        raise HeadsError(f"{named(path)} holds heads of kind {quoted(kind)}; expected kind {expected}")
     try:
-        return HeadsConfig.from_json(data)
+        config = HeadsConfig.from_json(data)
     except ValidationError as error:
         raise HeadsError(f"{named(path)}: {first_problem(error)}; correct it, or write the heads again") from None
+    return cast(Config, config)
 
 
-def check_folder(folder: str | os.PathLike[str], kind: str | None = None) -> HeadsConfig:
+def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
     """Check all of a heads folder: its configuration, and every number of its weights.
 
     Raises:
         HeadsError: as load_tensors.
     """
     name = pinned(folder, CONFIG_NAME)
-    config = load_config(name, kind)
+    config = load_config(name)
     check_weights(config, folder_of(name, CONFIG_NAME, WEIGHTS_NAME))
     return config
 
@@ -138,29 +139,17 @@ def check_target(
 
 
 def load_tensors(
-    folder: str | os.PathLike[str], kind: str | None = None
-) -> tuple[HeadsConfig, dict[str, torch.Tensor]]:
+    folder: str | os.PathLike[str],
+    wanted: type[Config] | None = None,
+) -> tuple[Config, dict[str, torch.Tensor]]:
     """Load a checked heads folder: its configuration and its tensors by name.
 
     Raises:
         HeadsError: as load_config and weights.read_weights.
     """
     name = pinned(folder, CONFIG_NAME)
-    config = load_config(name, kind)
+    config = load_config(name, wanted)
     return config, read_weights(config, folder_of(name, CONFIG_NAME, WEIGHTS_NAME))
-
-
-def load_early_heads(folder: str | os.PathLike[str]) -> tuple[EarlyConfig, EarlyHeads]:
-    """Load a folder of early heads.
-
-    Raises:
-        HeadsError: as load_tensors.
-    """
-    from vllm_ppd.heads.early.module import EarlyHeads
-
-    config, tensors = load_tensors(folder, EarlyConfig.kind)
-    assert isinstance(config, EarlyConfig)
-    return config, EarlyHeads.from_tensors(tensors, config.exit_layers, config.head)
 
 
 def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:

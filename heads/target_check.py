@@ -12,7 +12,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.fingerprint import fingerprint, tensor_files
 from vllm_ppd.heads.io import check_target
@@ -39,7 +38,7 @@ def check_on_disk(
     if sizes is None:
         return False
     check_target(config, folder, **sizes, fingerprint=fingerprint(target))
-    if isinstance(config, DynaMoConfig) and config.layer_tensors != _stored_layer(target, sizes["num_hidden_layers"]):
+    if config.layer_shapes is not None and config.layer_shapes != _stored_layer(target, sizes["num_hidden_layers"]):
         # The checkpoint of some families names or shapes tensors unlike the model.
         text = text or _text_config(target, trust_remote_code)
         if text is not None:
@@ -85,7 +84,7 @@ def _stored_layer(target: str, layers: int) -> Shapes:
 
 
 def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: Any) -> None:
-    """Refuse DynaMo heads whose layers are not those of the target.
+    """Refuse heads of decoder layers that are not the target's.
 
     Args:
         config: of the heads; other kinds have no layers.
@@ -95,20 +94,20 @@ def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: An
     Raises:
         HeadsError: naming the first tensor that lacks, is unknown, or has another shape.
     """
-    expected = decoder_layer(target) if isinstance(config, DynaMoConfig) else None
-    if expected is None:
+    shapes = config.layer_shapes
+    expected = None if shapes is None else decoder_layer(target)
+    if shapes is None or expected is None:
         return
-    assert isinstance(config, DynaMoConfig)
-    found, where = config.layer_tensors, f"heads in {quoted(os.fspath(folder))}: layer_tensors"
+    where = f"heads in {quoted(os.fspath(folder))}: layer_tensors"
     instead = "use the heads of this model, or train them again"
-    for name in sorted({*found, *expected}):
-        if name not in found:
+    for name in sorted({*shapes, *expected}):
+        if name not in shapes:
             raise HeadsError(f"{where} lacks {quoted(name)}, which a decoder layer of the target has; {instead}")
         if name not in expected:
             raise HeadsError(f"{where} has {quoted(name)}, which a decoder layer of the target lacks; {instead}")
-        if found[name] != expected[name]:
+        if shapes[name] != expected[name]:
             raise HeadsError(
-                f"{where}: {quoted(name)} has shape {found[name]}, and {expected[name]} in the target; {instead}"
+                f"{where}: {quoted(name)} has shape {shapes[name]}, and {expected[name]} in the target; {instead}"
             )
 
 

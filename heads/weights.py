@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from vllm_ppd.heads.base import HeadsConfig, is_count
-from vllm_ppd.heads.dynamo.counts import check_counts
+from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import named, of_folder, regular_size
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
@@ -60,18 +59,17 @@ def check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> None:
             f"{named(path)} is truncated or not safetensors ({problem}); copy or write the heads again"
         ) from None
     for name, tensor in tensors.items():
-        if is_count(name):
+        if config.is_count(name):
             if tensor.bits.size and int(tensor.bits.min()) < 0:
                 raise HeadsError(f"{named(path)}: counts in tensor {quoted(name)} are negative; write the heads again")
         elif not tensor.is_finite:
             raise HeadsError(
                 f"{named(path)}: tensor {quoted(name)} has numbers that are not finite; train or copy the heads again"
             )
-    if "cooccurrence.unigram" in tensors:
-        try:
-            check_counts({name: tensor.bits for name, tensor in tensors.items() if is_count(name)})
-        except ValueError as error:
-            raise HeadsError(f"{named(path)}: {error}; write the heads again") from None
+    try:
+        config.check_counts({name: tensor.bits for name, tensor in tensors.items() if config.is_count(name)})
+    except ValueError as error:
+        raise HeadsError(f"{named(path)}: {error}; write the heads again") from None
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
@@ -123,7 +121,7 @@ def check_header(config: HeadsConfig, header: dict[str, tuple[list[int], str]], 
         shape, dtype = header[name]
         if list(shape) != expected:
             raise HeadsError(f"{named(path)}: tensor {quoted(name)} has shape {list(shape)}, expected {expected}")
-        wanted = ("int32", "int64") if is_count(name) else (config.dtype,)
+        wanted = ("int32", "int64") if config.is_count(name) else (config.dtype,)
         found = DTYPES.get(dtype, dtype.lower())
         if found not in wanted:
             raise HeadsError(

@@ -305,10 +305,10 @@ def fitted_heads(
     """fitted_heads(kind, family, **options): heads fitted to what a tiny model says, made once a session."""
     import overfitted
 
-    from vllm_ppd.heads.registry import HEADS
+    from vllm_ppd.heads.kinds import KINDS
 
     def get(kind: str, family: str = "llama", **options: Any) -> str:
-        fields = HEADS[kind].options.model_fields
+        fields = KINDS[kind].options.model_fields
         options = {name: value for name, value in options.items() if value != fields[name].default}
         name = "-".join([kind, family, *(f"{option}={value}" for option, value in sorted(options.items()))])
         folder = made_once(

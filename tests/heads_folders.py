@@ -11,7 +11,7 @@ import tiny
 import torch
 from transformers import AutoConfig
 
-from vllm_ppd.heads.base import HeadsConfig, TargetLayers, is_count
+from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
@@ -47,7 +47,7 @@ def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Ten
     """Weights of one value, and the counts of a corpus that has every token once and each n-gram once."""
     found: dict[str, torch.Tensor] = {}
     for name, shape in config.shapes().items():
-        if not is_count(name):
+        if not config.is_count(name):
             found[name] = torch.full(shape, fill)
         elif name.endswith(".keys"):
             found[name] = torch.arange(shape[0])

@@ -11,9 +11,8 @@ import torch
 
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import kind_of, load_tensors, save_heads
-from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training.recipe import make_recipe
+from vllm_ppd.heads.io import load_tensors, save_heads
+from vllm_ppd.heads.kinds import KINDS, recipe_of
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -37,7 +36,7 @@ def windows(sequences: list[list[int]]) -> Batch:
 
 def moved(folder: str, target: Path, out: Path) -> Path:
     """Write heads anew for a target that says about what theirs says; returns their folder."""
-    config, tensors = load_tensors(folder, str(kind_of(folder)))
+    config, tensors = load_tensors(folder)
     save_heads(out, config.model_copy(update={"verifier": str(target), "fingerprint": fingerprint(target)}), tensors)
     return out
 
@@ -49,7 +48,7 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
     given = {"model": str(model), "data": ("-",), "out": str(out), "stored_dtype": "float32", **options}
     if kind == "dynamo":
         given.setdefault("distillation", 0.0)  # a random model's own distribution is nearly flat
-    recipe = make_recipe(HEADS[kind].options(**given), target)
+    recipe = recipe_of(kind)(KINDS[kind].options(**given), target)
     if kind == "cp" and recipe.options.factorised:
         recipe.start_from(iter([windows(sequences)]))
     groups = [{"params": group["params"], "lr": group["peak"]} for group in recipe.groups(3e-3)]

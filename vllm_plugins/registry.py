@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.vllm_plugins.method_spec import MethodSpec
 from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group
 
@@ -16,7 +15,9 @@ METHODS: dict[str, MethodSpec] = {
     "dynamo": dynamo.METHOD,
 }
 
-METHOD_OF_HEADS = {kind: heads.method for kind, heads in HEADS.items()}
+
+# The first method of each kind of heads.
+METHOD_OF_HEADS = {method.heads: name for name, method in reversed(METHODS.items()) if method.heads is not None}
 
 
 def is_proposer(path: object) -> bool:

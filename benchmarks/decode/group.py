@@ -13,6 +13,7 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.estimates import number, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row
 from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import load_config
 
 RANKS = {"tensor_parallel_size": 2}
@@ -38,7 +39,7 @@ def contenders(options: GroupOptions) -> list[Contender]:
         raise BenchError("--heads: a worker group reads one folder of early heads")
     config: dict[str, Any] = {"method": "ppd", "num_speculative_tokens": options.micro_steps - 1}
     if options.heads:
-        load_config(options.heads[0], "early")
+        load_config(options.heads[0], EarlyConfig)
         config["model"] = options.heads[0]
     if options.exit_layer is not None:
         config["exit_layer"] = options.exit_layer
@@ -192,5 +193,5 @@ def split_of(config: dict[str, Any], num_layers: int) -> int:
     from vllm_ppd.vllm_plugins.config.options import parse_options
     from vllm_ppd.vllm_plugins.config.resolve import resolve
 
-    heads = load_config(config["model"], "early") if "model" in config else None
+    heads = load_config(config["model"], EarlyConfig) if "model" in config else None
     return resolve(parse_options(config), num_layers, heads, stages=2).split

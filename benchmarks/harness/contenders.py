@@ -13,7 +13,6 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import BenchOptions
 from vllm_ppd.heads.io import load_config
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.vllm_plugins import platform
 
 BASE = "vLLM"
@@ -51,7 +50,7 @@ def contenders(options: BenchOptions) -> list[Contender]:
 
 def _heads(folder: str, drafts: int | None) -> Contender:
     config = load_config(folder)
-    name = " ".join(dict.fromkeys((HEADS[config.kind].method, Path(folder).name)))
+    name = " ".join(dict.fromkeys((config.method, Path(folder).name)))
     options: dict[str, Any] = {"model": folder} | ({} if drafts is None else {"num_speculative_tokens": drafts})
     if drafts is not None and config.max_drafts is not None:
         options["num_speculative_tokens"] = min(drafts, config.max_drafts)

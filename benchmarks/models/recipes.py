@@ -26,7 +26,7 @@ from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import write_text
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import KINDS, calibration_of
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.heads.training.provenance import provenance
 
@@ -88,7 +88,7 @@ def trained(
         folder = out / name
         if not (folder / "provenance.json").is_file():
             print(f"{number} of {len(names)}: {name}", file=sys.stderr, flush=True)
-            train(HEADS[kind].options(**{**own, **shared}, out=str(folder)))
+            train(KINDS[kind].options(**{**own, **shared}, out=str(folder)))
         facts = json.loads((folder / "provenance.json").read_text())
         before, after = (dict(_figures(facts[f"held_out_{when}"])) for when in ("before", "after"))
         if texts and kind == "cp":
@@ -130,7 +130,7 @@ def _accepted(folder: Path, texts: str, prompts: int) -> dict[str, float]:
         options = CalibrationOptions.model_validate(
             {"heads": str(folder), "data": (texts,), "prompts": prompts, "new_tokens": 64, "temperature": 1.0}
         )
-        found = HEADS["cp"].parts["acceptance"](Calibration(options))
+        found = calibration_of("cp").PARTS["acceptance"](Calibration(options))
         accepted = {f"accepted, {way}": round(by["by_drafts"][-1]["length"] - 1, 4) for way, by in found.items()}
         write_text(path, json.dumps(accepted) + "\n")
     kept: dict[str, float] = json.loads(path.read_text())

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ppd.benchmarks.harness.contenders import Contender
-from vllm_ppd.heads.base import is_count
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
@@ -66,7 +65,7 @@ def _read(config: dict[str, Any], layer: float, lm_head: float, vocab_size: int)
         transform = heads.target.hidden_size**2 if heads.head == "transform" else 0
         return n * (exit_layer * layer + transform + rows) if isinstance(exit_layer, int) else None
     if isinstance(heads, DynaMoConfig):
-        layers = sum(math.prod(shape) for name, shape in heads.shapes().items() if not is_count(name))
+        layers = sum(math.prod(shape) for name, shape in heads.shapes().items() if not heads.is_count(name))
         return layers * n / (heads.tokens - 1) + rows
     return _cp(heads, n, rows) if isinstance(heads, CPConfig) and heads.factorised else None
 

@@ -26,8 +26,7 @@ from vllm_ppd.benchmarks.papers.dynamo_quality import (
 )
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
 from vllm_ppd.benchmarks.papers.tasks import Task
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
-from vllm_ppd.heads.dynamo.options import DynaMoOptions
+from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.training.provenance import provenance_of
 

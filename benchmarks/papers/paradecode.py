@@ -56,8 +56,7 @@ def drafting(context: Context) -> dict[str, Any]:
 
 def exit_layer(context: Context) -> int:
     """The exit asked for, or the one nearest to the middle."""
-    config = load_config(context.heads(KIND)[0])
-    assert isinstance(config, EarlyConfig)
+    config = load_config(context.heads(KIND)[0], EarlyConfig)
     wanted = context.options.exit_layer or context.num_layers / 2
     return min(config.exit_layers, key=lambda layer: abs(layer - wanted))
 

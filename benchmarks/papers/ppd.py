@@ -36,7 +36,7 @@ def early_heads(context: Context) -> EarlyHeads:
     calibration = context.calibration(context.heads(KIND)[0])
     config, target = calibration.config, calibration.target
     assert isinstance(config, EarlyConfig)
-    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head)
+    heads = EarlyHeads.from_tensors(config, calibration.tensors)
     return heads.to(target.device, target.dtype)
 
 

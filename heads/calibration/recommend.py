@@ -8,7 +8,6 @@ from typing import Any
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.setting import Setting
-from vllm_ppd.heads.registry import HEADS
 
 
 def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
@@ -27,4 +26,4 @@ def recommend(config: HeadsConfig, parts: dict[str, Any]) -> dict[str, Any]:
 
 def settings(config: HeadsConfig, parts: dict[str, Any], greedy: bool = False) -> Iterator[Setting]:
     """Every setting that was measured, on sampled or on greedy texts."""
-    return HEADS[config.kind].settings(config, parts, greedy)
+    return config.settings(parts, greedy)

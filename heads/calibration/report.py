@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.in_words import setting_in_words
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import calibration_of
 
 LABELS = {
     "default_exit_layers": "exit layer", "num_speculative_tokens": "drafts a step",
@@ -19,7 +19,7 @@ APART = {"predicted_speedup", "acceptance_length", "calibration"}
 def report(result: dict[str, Any]) -> str:
     """Markdown: every part's tables, then the recommendation."""
     parts, blocks = result["parts"], [f"{result['kind']} heads for {result['target']}; {result['machine']}"]
-    blocks += [*HEADS[result["kind"]].tables(parts, result["options"]), _timing(parts["timing"])]
+    blocks += [*calibration_of(result["kind"]).tables(parts, result["options"]), _timing(parts["timing"])]
     blocks.append(_recommended(result["recommendation"]))
     return "\n\n".join(blocks)
 

@@ -27,10 +27,10 @@ from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError, TrainingError
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import check_target, load_tensors, save_heads, write_text
+from vllm_ppd.heads.kinds import calibration_of as kind_calibration
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.training.data_files import trained_on
@@ -202,7 +202,7 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
     result = continued(path, {"options": essence, "heads_stamp": stamp, "parts": {}, "digests": {}})
     if result["parts"]:
         print(f"continues after {', '.join(result['parts'])}", flush=True)
-    for name, part in HEADS[calibration.config.kind].parts.items():
+    for name, part in kind_calibration(calibration.config.kind).PARTS.items():
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)
             result["parts"][name] = part(calibration)

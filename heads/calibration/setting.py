@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from vllm_ppd.heads.base import HeadsConfig
-
 
 class Setting(NamedTuple):
     """One way of drafting with heads, what it costs, and how much of it is accepted."""
@@ -34,7 +32,7 @@ def on_texts(by_texts: dict[str, Any], greedy: bool) -> Any:
 
 
 def by_vocabulary(
-    config: HeadsConfig, parts: dict[str, Any], greedy: bool
+    parts: dict[str, Any], vocab_size: int, greedy: bool
 ) -> Iterator[tuple[int | None, float, dict[str, Any]]]:
     """(draft vocabulary, None for the whole; its share of the vocabulary; acceptance), whole first.
 
@@ -43,4 +41,4 @@ def by_vocabulary(
     yield None, 1.0, on_texts(parts["acceptance"], greedy)
     if not greedy:
         for size, found in parts.get("vocabulary", {}).items():
-            yield int(size), int(size) / config.target.vocab_size, found
+            yield int(size), int(size) / vocab_size, found

@@ -1,13 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` of a CP head."""
+"""CP heads: `config.json`, the options of their training, and what drafting with them costs."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
+from vllm_ppd.heads.calibration.setting import Setting, by_vocabulary
+from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
+
+
+class CPOptions(DistillationOptions):
+    """`ppd train cp`: a CP head of rank r, the target frozen ("head-only" in the paper) or trained along."""
+
+    kind: ClassVar[str] = "cp"
+
+    optimizer: Literal["adamw", "muon"] = Field(
+        "muon", description="Muon for transforms and AdamW for the others, or AdamW alone (the paper names none)"
+    )
+    learning_rate: float = Field(
+        1e-3, gt=0, description="peak learning rate (the paper names none); larger for what reads embeddings"
+    )
+    rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
+    positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")
+    condition: Literal["none", "token", "chain"] = Field(
+        "token",
+        description="what is read beside the state: nothing (the paper), the newest token, each draft before too",
+    )
+    factorised: bool = Field(True, description="W = E* T; otherwise whole V x E matrices, as the paper measured")
+    balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
+    start: Literal["ridge", "identity"] = Field(
+        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
+    )
+    recipe: Literal["heads", "full"] = Field(
+        "heads", description="train the head alone, or the base model with it (section 3.1; writes OUT/base)"
+    )
+    base_learning_rate: float = Field(1e-4, ge=0, description="peak rate of the base model, full recipe")
+    base_start: Literal["trained", "random"] = Field(
+        "trained", description="weights of the base model, full recipe: as given, or random (the paper: from scratch)"
+    )
+    train_vocab_size: int = Field(
+        0,
+        ge=0,
+        description="train over the most frequent tokens of the data, and draft from them (0: the whole vocabulary)",
+    )
+    position_share: float = Field(1.0, gt=0, le=1, description="share of a window's positions that a step trains on")
+
+    @model_validator(mode="after")
+    def _fits(self) -> CPOptions:
+        if not self.factorised and self.condition != "none":
+            raise ValueError("whole classifiers have no condition; add --condition none to --no-factorised")
+        if not self.factorised and self.train_vocab_size:
+            raise ValueError("whole classifiers are trained over the whole vocabulary; omit --train-vocab-size")
+        if self.recipe == "full" and self.train_vocab_size:
+            raise ValueError("the full recipe trains the whole LM head; omit --train-vocab-size")
+        if self.base_start == "random" and (self.recipe, self.start) != ("full", "identity"):
+            raise ValueError("a random base model is trained along; add --recipe full --start identity")
+        if self.condition == "chain" and self.positions < 3:
+            raise ValueError("condition chain reads the draft before: it needs 3 positions; use --condition token")
+        return self
 
 
 class CPConfig(HeadsConfig):
@@ -15,6 +69,10 @@ class CPConfig(HeadsConfig):
 
     kind: ClassVar[str] = "cp"
     architecture: ClassVar[str] = "CPHead"
+    method: ClassVar[str] = "cp"
+    options: ClassVar[type[TrainingOptions]] = CPOptions
+    tensor_names: ClassVar[str] = r"cp\.(gate|transforms|classifiers)$"
+    counts: ClassVar[tuple[str, ...]] = ("token_counts",)
 
     positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
     rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
@@ -64,3 +122,22 @@ class CPConfig(HeadsConfig):
     @property
     def counts_tensor(self) -> str | None:
         return "token_counts" if self.token_counts else None
+
+    def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
+        """One read of the LM head, which all states share, or that share of it which the draft vocabulary is.
+
+        A transform is read for each expert and position that it predicts. A condition saves the first position's, and
+        adds a matrix of that size a draft, which all experts share; chain one more a draft but the first, and a read of
+        the draft vocabulary for each draft in place of one for all.
+        """
+        transform = parts["timing"].get("transform_in_layers", 0.0)
+        lead, chain = self.positions - self.factors, self.condition == "chain"
+        for size, share, found in by_vocabulary(parts, self.target.vocab_size, greedy):
+            for n, counts in enumerate(found["by_drafts"], start=1):
+                options = {"num_speculative_tokens": n, "draft_vocab_size": size}
+                drafted = counts["drafted"] / max(counts["cycles"], 1)
+                states = self.rank * (n + 1 - lead)
+                matrices = states + n * lead + (n - 1) * chain
+                layers = matrices * transform if self.factorised else 0.0
+                reads, rows = (n * share, self.rank) if chain else (share, states)
+                yield Setting(options, n, drafted, counts["length"], layers, reads, rows=rows)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.cp.config import CPConfig, CPOptions
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.cp.options import CPOptions
 from vllm_ppd.heads.cp.start import TOKENS, Rows, ridge_start
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
@@ -234,3 +233,6 @@ class CPRecipe(Recipe):
     def tensors(self) -> dict[str, torch.Tensor]:
         counts = {} if self.token_counts is None else {"token_counts": self.token_counts}
         return self.head.tensors() | counts
+
+
+RECIPE = CPRecipe

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` of DynaMo token heads."""
+"""DynaMo token heads: `config.json`, the options of their training, and what drafting with them costs."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
+from vllm_ppd.heads.calibration.setting import Setting, by_vocabulary
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"  # as modules and parameters are named
 
@@ -21,11 +27,39 @@ LayerTensors = Annotated[
 ]
 
 
+class DynaMoOptions(DistillationOptions):
+    """`ppd train dynamo`: token heads of one decoder layer each, and co-occurrence masks of the same data."""
+
+    kind: ClassVar[str] = "dynamo"
+
+    learning_rate: float = Field(1e-3, gt=0, description="LR_M, peak rate of the token heads (Table 5)")
+    warmup: float = Field(0.01, ge=0, lt=1, description="share of the steps in which the rate rises (A.1: 1 %)")
+    tokens: int = Field(3, ge=2, le=4, description="n of DynaMo-Tn: heads 2..n are trained")
+    num_speculative_tokens: int = Field(2, ge=1, le=3, description="drafts a step the heads recommend")
+    recipe: Literal["heads", "full"] = Field(
+        "heads", description="train the heads alone, or the base model with them (the paper; writes OUT/base)"
+    )
+    base_learning_rate: float = Field(1e-5, ge=0, description="LR_B, peak rate of the base model, full recipe")
+    stem_learning_rate: float = Field(1e-6, ge=0, description="LR_MB, rate of the heads' gradients into the stem")
+    start: Literal["random", "copy"] = Field(
+        "copy", description="where a head starts: random weights (the paper), or the target's last layer"
+    )
+    vocabulary_sample: int = Field(
+        0, ge=0, description="tokens of the vocabulary that the token heads' loss reads: as `ppd train early` (0: all)"
+    )
+    position_share: float = Field(1.0, gt=0, le=1, description="share of the positions that each head learns from")
+    mask_entries: int = Field(200_000, ge=0, description="co-occurring n-grams kept an order; 0 leaves the mask out")
+
+
 class DynaMoConfig(HeadsConfig):
     """DynaMo token heads 2..n, one decoder layer each, and the co-occurrence counts of their mask."""
 
     kind: ClassVar[str] = "dynamo"
     architecture: ClassVar[str] = "DynaMoHeads"
+    method: ClassVar[str] = "dynamo"
+    options: ClassVar[type[TrainingOptions]] = DynaMoOptions
+    tensor_names: ClassVar[str] = r"head\.\d+\.|cooccurrence\."
+    counts: ClassVar[tuple[str, ...]] = ("cooccurrence.",)
 
     tokens: int = Field(ge=2, le=4, description="n: tokens of the joint; head 1 is the target itself")
     layer_tensors: LayerTensors = Field(
@@ -68,6 +102,16 @@ class DynaMoConfig(HeadsConfig):
     def counts_tensor(self) -> str | None:
         return "cooccurrence.unigram" if self.cooccurrence_entries else None
 
+    @property
+    def layer_shapes(self) -> Shapes:
+        return self.layer_tensors
+
+    def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
+        from vllm_ppd.heads.dynamo.counts import check_counts
+
+        if self.cooccurrence_entries:
+            check_counts(tensors)
+
     def shapes(self) -> Shapes:
         found = {
             f"head.{token}.{name}": shape
@@ -79,3 +123,18 @@ class DynaMoConfig(HeadsConfig):
             for order, entries in self.cooccurrence_entries.items():
                 found |= {f"cooccurrence.{order}.keys": [entries], f"cooccurrence.{order}.counts": [entries]}
         return found
+
+    def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
+        """n - 1 layers, which run over every token, and as many reads of the draft vocabulary."""
+        heads = self.tokens - 1
+        measured = list(by_vocabulary(parts, self.target.vocab_size, greedy))
+        if not greedy:
+            measured += [(None, 1.0, found) for found in parts.get("mask", {}).values()]
+        for size, share, found in measured:
+            for row in found["rows"]:
+                cycles, n = max(row["cycles"], 1), row["drafts_allowed"]
+                alpha = row.get("alpha_c", self.sampling.alpha_c)  # earlier calibrations knew one power alone
+                sampling = self.sampling.model_dump() | {"eps_b": row["eps_b"], "alpha_c": alpha}
+                options = {"num_speculative_tokens": n, "draft_vocab_size": size, "sampling": sampling}
+                length = 1 + row["accepted"] / cycles
+                yield Setting(options, n, row["drafted"] / cycles, length, heads, heads * share)

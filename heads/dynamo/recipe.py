@@ -16,10 +16,9 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from vllm_ppd.heads.draft_vocabulary import first_guess
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
+from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.dynamo.options import DynaMoOptions
 from vllm_ppd.heads.training.recipe import Counts, Recipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
@@ -185,3 +184,6 @@ class DynaMoRecipe(Recipe):
     def tensors(self) -> dict[str, torch.Tensor]:
         masks = {} if self.cooccurrence is None else self.cooccurrence.tensors()
         return self.heads.tensors() | masks
+
+
+RECIPE = DynaMoRecipe

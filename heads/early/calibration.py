@@ -153,7 +153,7 @@ def sampling(calibration: Calibration) -> dict[str, Any]:
 def _early_heads(calibration: Calibration) -> EarlyHeads:
     config, target = calibration.config, calibration.target
     assert isinstance(config, EarlyConfig)
-    heads = EarlyHeads.from_tensors(calibration.tensors, config.exit_layers, config.head)
+    heads = EarlyHeads.from_tensors(config, calibration.tensors)
     return heads.to(target.device, target.dtype)
 
 

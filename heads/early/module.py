@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_ppd.heads.early.config import EarlyConfig
+
 HeadForm = Literal["transform", "classifier"]
 
 
@@ -49,12 +51,11 @@ class EarlyHeads(nn.Module):
         return {f"exit.{layer}.{self.form}": self.weights[str(layer)].detach() for layer in self.exit_layers}
 
     @classmethod
-    def from_tensors(
-        cls, tensors: dict[str, torch.Tensor], exit_layers: Sequence[int], form: HeadForm = "transform"
-    ) -> EarlyHeads:
-        """Build from a checkpoint's tensors (already checked by heads.checkpoint)."""
-        first = tensors[f"exit.{exit_layers[0]}.{form}"]
-        heads = cls(exit_layers, first.shape[1], form, first if form == "classifier" else None)
-        for layer in heads.exit_layers:
-            heads.weights[str(layer)] = nn.Parameter(tensors[f"exit.{layer}.{form}"])
+    def from_tensors(cls, config: EarlyConfig, tensors: dict[str, torch.Tensor]) -> EarlyHeads:
+        """Build from what io.load_tensors has read and checked."""
+        names = {layer: f"exit.{layer}.{config.head}" for layer in config.exit_layers}
+        start = tensors[names[config.exit_layers[0]]] if config.head == "classifier" else None
+        heads = cls(config.exit_layers, config.target.hidden_size, config.head, start)
+        for layer, name in names.items():
+            heads.weights[str(layer)] = nn.Parameter(tensors[name])
         return heads

@@ -9,9 +9,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vllm_ppd.heads.early.config import EarlyConfig
+from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.early.options import EarlyOptions
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, Recipe
 from vllm_ppd.heads.training.states import Reads
@@ -141,3 +140,6 @@ class EarlyRecipe(Recipe):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.heads.tensors()
+
+
+RECIPE = EarlyRecipe

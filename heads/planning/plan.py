@@ -20,7 +20,6 @@ from vllm_ppd.heads.planning.machine import machine_of, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Way, drafting, group
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_path import find_target
 
 SHOWN = (1, 2, 4, 8, 16, 32)  # batch sizes of the table
@@ -158,7 +157,7 @@ def _ways(folder: str, config: HeadsConfig, parts: dict[str, Any], target: str, 
         if isinstance(config, DynaMoConfig) and setting.options["sampling"]["alpha_c"] != config.sampling.alpha_c:
             continue  # a server takes the power of the mask from the heads
         served = _served(setting, folder if setting.trained else None)
-        yield drafting(setting, HEADS[config.kind].method, served, machine, depth)
+        yield drafting(setting, config.method, served, machine, depth)
 
 
 def _groups(folder: str, matches: dict[str, Any], depth: int, machine: Any, options: PlanOptions) -> Iterator[Way]:

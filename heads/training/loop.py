@@ -18,6 +18,7 @@ from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import save_heads, write_text
+from vllm_ppd.heads.kinds import recipe_of
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training.curve import POINTS, Curve, Point
@@ -29,7 +30,7 @@ from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.order import Order
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import provenance
-from vllm_ppd.heads.training.recipe import Recipe, make_recipe
+from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.signals import Stopped, stop_signals
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, load_weights, peek_facts, save_state, save_weights
 from vllm_ppd.heads.training.states import StatesCache
@@ -73,7 +74,7 @@ def _train(options: TrainingOptions, processes: Processes, work: Path, files: li
             f"--sequence-length {options.sequence_length} is over the model's {target.max_length} positions"
         )
     torch.manual_seed(options.seed)
-    recipe = make_recipe(options, target)
+    recipe = recipe_of(options.kind)(options, target)
     work.mkdir(parents=True, exist_ok=True)
     if processes.is_main:
         _store(options, target, work)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
@@ -109,8 +108,3 @@ def drawn(known: torch.Tensor, share: float) -> torch.Tensor:
     if share < 1:
         rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
     return rows
-
-
-def make_recipe(options: TrainingOptions, target: Target) -> Recipe:
-    """The recipe of the options' kind."""
-    return HEADS[options.kind].recipe(options, target)

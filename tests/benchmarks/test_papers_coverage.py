@@ -42,8 +42,8 @@ def test_no_table_figure_or_algorithm_is_missing(paper: str, kind: str, count: i
 def test_a_reference_to_nothing_is_found(tmp_path: Path) -> None:
     for state, reference in (
         ("measured", "ppd-9"), ("implemented", "heads.cp:Nothing"),
-        ("setting", "heads.cp.options:CPOptions.nothing"),
+        ("setting", "heads.cp.config:CPOptions.nothing"),
     ):  # fmt: skip
         with pytest.raises(KeyError):
             coverage.cell(state, reference)
-    assert coverage.cell("setting", "heads.cp.options:CPOptions.rank") == "`rank`, default 3"
+    assert coverage.cell("setting", "heads.cp.config:CPOptions.rank") == "`rank`, default 3"

@@ -35,14 +35,13 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     """Have one number of the heads be another once they have been read, whatever the reader refuses."""
     reader = "methods.early.reader" if kind == "early" else f"methods.{kind}.drafter"
     module = import_module(f"vllm_ppd.vllm_plugins.{reader}")
-    name = "load_early_heads" if kind == "early" else "load_tensors"
-    stock = getattr(module, name)
+    stock = module.load_tensors
 
     def load(*args: Any) -> Any:
         config, found = stock(*args)
         if kind == "early":
-            for weight in found.weights.values():
-                weight.data[1, 2] = value
+            for weight in found.values():
+                weight[1, 2] = value
         else:
             tensor = found["cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"]
             tensor[(config.factors - config.positions + 1, 0, 2, 3) if kind == "cp" else (3,)] = (
@@ -50,7 +49,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
             )
         return config, found
 
-    monkeypatch.setattr(module, name, load)
+    monkeypatch.setattr(module, "load_tensors", load)
 
 
 @pytest.mark.engine

@@ -18,11 +18,11 @@ def add(subparsers: Any) -> None:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    from vllm_ppd.heads.registry import HEADS
+    from vllm_ppd.heads.kinds import KINDS
 
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(HEADS) + "}")
-    for kind, spec in HEADS.items():
-        options = spec.options
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(KINDS) + "}")
+    for kind, config in KINDS.items():
+        options = config.options
         description = (options.__doc__ or "").strip().replace("%", "%%")
         sub = kinds.add_parser(kind, help=description.split(": ", 1)[-1], description=description)
         add_fields(sub, options)
@@ -33,9 +33,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from vllm_ppd.heads.registry import HEADS
+    from vllm_ppd.heads.kinds import KINDS
 
-    options = options_from(HEADS[args.kind].options, args)
+    options = options_from(KINDS[args.kind].options, args)
     check_data(options.data)  # torch takes seconds to import
 
     from vllm_ppd.heads.training.loop import train

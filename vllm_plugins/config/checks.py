@@ -10,6 +10,7 @@ from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.heads.hub import pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, check_target, kind_of, load_config
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.model_patches.families import GRANITE, STACKABLE, TRANSFORMERS, adapter_path
@@ -157,7 +158,7 @@ def _check_heads(options: DraftingOptions, method: MethodSpec, model_config: Mod
         HeadsError: if they do not fit.
     """
     folder, text_config = str(options.model), model_config.hf_text_config
-    heads = load_config(folder, method.heads)
+    heads = load_config(folder, KINDS[method.heads] if method.heads else None)
     check_target(
         heads,
         folder,

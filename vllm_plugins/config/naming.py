@@ -15,8 +15,8 @@ from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import read_json_object, reason
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.target_path import check_found, find_target
 from vllm_ppd.heads.weights import tensor_names
 from vllm_ppd.vllm_plugins import platform
@@ -26,10 +26,8 @@ from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS
 logger = logging.getLogger("vllm.vllm_ppd")
 
 LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
-ARCHITECTURES = {spec.config.architecture for spec in HEADS.values()}
-TENSORS = re.compile(
-    r"exit\.\d+\.(transform|classifier)$|cp\.(gate|transforms|classifiers)$|head\.\d+\.|cooccurrence\."
-)
+ARCHITECTURES = {config.architecture for config in KINDS.values()}
+TENSORS = re.compile("|".join(config.tensor_names for config in KINDS.values()))
 VLLMS = ("ngram", "[ngram]")  # vLLM's own names of a speculative model that is no model
 
 
@@ -211,7 +209,7 @@ def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, An
 
 
 def _speculators_of_vllm() -> set[str]:
-    return platform.speculators_algorithms() - set(HEADS)
+    return platform.speculators_algorithms() - set(KINDS)
 
 
 def _is_repository(model: str) -> bool:

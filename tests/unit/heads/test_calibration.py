@@ -25,10 +25,10 @@ from vllm_ppd.heads.early import calibration as early_calibration
 from vllm_ppd.heads.early.calibration import match_exits
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import all_ways
-from vllm_ppd.heads.registry import HEADS
 from vllm_ppd.heads.training import loop
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -87,7 +87,7 @@ def heads(tiny_model: Callable[..., Path], data: Path, tmp_path_factory: pytest.
                 "sequence_length": 64, "precision": "float32", "stored_dtype": "float32", "device": "cpu",
                 "held_out": 0.1, **options,
             }  # fmt: skip
-            loop.train(HEADS[kind].options(**given))
+            loop.train(KINDS[kind].options(**given))
         return made[kind]
 
     return get

@@ -15,10 +15,8 @@ from scipy.stats import chisquare
 from torch.nn import functional
 
 from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.cost import settings
+from vllm_ppd.heads.cp.config import CPConfig, CPOptions
 from vllm_ppd.heads.cp.module import Condition, CPHead
-from vllm_ppd.heads.cp.options import CPOptions
 from vllm_ppd.heads.cp.recipe import CPRecipe
 from vllm_ppd.heads.cp.start import ridge_start
 from vllm_ppd.heads.draft_vocabulary import most_frequent
@@ -186,7 +184,7 @@ def test_cost_of_a_condition() -> None:
     found = {}
     for condition in ("none", "token", "chain"):
         config = CPConfig(verifier="m", positions=4, rank=2, condition=condition, target=target)
-        three = list(settings(config, parts, greedy=True))[2]
+        three = list(config.settings(parts, greedy=True))[2]
         found[condition] = (three.layers, three.reads, three.rows)
     assert found == {"none": (8, 1, 8), "token": (6 + 3, 1, 6), "chain": (6 + 3 + 2, 3, 2)}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from vllm_ppd.heads.cp.options import CPOptions
+from vllm_ppd.heads.cp.config import CPOptions
 from vllm_ppd.heads.cp.recipe import CPRecipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch

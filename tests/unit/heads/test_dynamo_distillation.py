@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_ppd.heads.dynamo.options import DynaMoOptions
+from vllm_ppd.heads.dynamo.config import DynaMoOptions
 from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch

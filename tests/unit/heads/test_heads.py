@@ -13,6 +13,7 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
 from vllm_ppd.heads.io import (
@@ -21,7 +22,7 @@ from vllm_ppd.heads.io import (
     check_target,
     kind_of,
     load_config,
-    load_early_heads,
+    load_tensors,
 )
 
 
@@ -41,7 +42,8 @@ def test_head_is_lm_head_times_transform() -> None:
 
 def test_round_trip(heads_folder: Callable[..., Path]) -> None:
     folder = heads_folder(exit_layers=(2, 4), noise=0.1)
-    config, heads = load_early_heads(folder)
+    config, tensors = load_tensors(folder, EarlyConfig)
+    heads = EarlyHeads.from_tensors(config, tensors)
     assert kind_of(folder) == "early"
     assert (config.exit_layers, config.num_speculative_tokens) == ([2, 4], 2)
     assert torch.equal(heads.weights["4"], load_file(folder / "model.safetensors")["exit.4.transform"])

@@ -15,7 +15,7 @@ from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop, order
 from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target
@@ -24,7 +24,7 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 ROUNDED = {"rtol": 1e-2, "atol": 1e-2}  # bfloat16
 ALL = Reads(exits=(2, 4), stem=True, top_k=5)
 ROOM = 10**9
-KINDS: dict[str, dict[str, Any]] = {"early": {"exit_layers": (2, 4)}, "cp": {}, "dynamo": {}}
+SMALL: dict[str, dict[str, Any]] = {"early": {"exit_layers": (2, 4)}, "cp": {}, "dynamo": {}}
 
 
 @pytest.fixture
@@ -176,9 +176,9 @@ def test_training_over_a_cache(
     def train(out: str, **options: Any) -> dict[str, torch.Tensor]:
         given = {
             "model": str(tiny_model()), "data": (str(data),), "epochs": 2, "sequence_length": 32, "batch_size": 8,
-            "precision": "float32", "stored_dtype": "float32", "device": "cpu", "held_out": 0.2, **KINDS[kind],
+            "precision": "float32", "stored_dtype": "float32", "device": "cpu", "held_out": 0.2, **SMALL[kind],
         }  # fmt: skip
-        loop.train(HEADS[kind].options(**given, out=str(tmp_path / out), **options))
+        loop.train(KINDS[kind].options(**given, out=str(tmp_path / out), **options))
         return load_file(tmp_path / out / "model.safetensors")
 
     cached = {"states_cache": str(tmp_path / "cache"), "states_layers": "2,4,5"}
@@ -198,7 +198,7 @@ def test_training_over_a_cache(
 
 def test_the_full_recipe_has_no_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
-    options = HEADS["dynamo"].options(
+    options = KINDS["dynamo"].options(
         model=str(tiny_model()), data=(str(data),), out=str(tmp_path / "out"), recipe="full", device="cpu",
         sequence_length=32, states_cache=str(tmp_path / "cache"),
     )  # fmt: skip

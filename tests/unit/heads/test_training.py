@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.evaluation import Evaluation
 from vllm_ppd.heads.training.folder import WORK
@@ -34,7 +34,7 @@ COMMON = {
     "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
     "device": "cpu", "held_out": 0.1, "evaluation_tokens": 2048, "learning_rate": 3e-3,
 }  # fmt: skip
-KINDS: dict[str, dict[str, Any]] = {
+SMALL: dict[str, dict[str, Any]] = {
     "early": {},
     "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
     "dynamo": {"tokens": 3, "mask_entries": 50},
@@ -52,8 +52,8 @@ def train(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Train:
 
     def run(kind: str = "early", family: str | Path = "llama", out: str = "heads", **options: Any) -> Path:
         model = family if isinstance(family, Path) else tiny_model(family)
-        given = {**COMMON, **KINDS[kind], **options, "model": str(model), "data": (str(data),)}
-        loop.train(HEADS[kind].options(**given, out=str(tmp_path / out)))
+        given = {**COMMON, **SMALL[kind], **options, "model": str(model), "data": (str(data),)}
+        loop.train(KINDS[kind].options(**given, out=str(tmp_path / out)))
         return tmp_path / out
 
     return run
@@ -86,7 +86,7 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     before, after = losses(folder, FIGURES[kind])
     assert after < before
     assert kind_of(folder) == kind
-    check_folder(folder, kind)
+    assert check_folder(folder).kind == kind
     files = ["README.md", "config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
     assert sorted(p.name for p in folder.iterdir()) == files
     assert [file.name for file in provenance_of(folder).data_files] == ["data.jsonl"]
@@ -135,7 +135,7 @@ def test_full_recipe_moves_the_base_model_and_names_it(
     folder = train(kind, recipe="full", base_learning_rate=1e-3, **options)
     config = load_config(folder)
     assert config.verifier == str((folder / "base").resolve())
-    check_folder(folder, kind)
+    assert check_folder(folder).kind == kind
     ours, theirs = load_file(folder / "base" / "model.safetensors"), load_file(tiny_model() / "model.safetensors")
     name = "model.layers.2.mlp.down_proj.weight"
     moved = float((ours[name] - theirs[name]).norm() / theirs[name].norm())
@@ -312,12 +312,11 @@ def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pyte
 
 
 def test_flags_are_the_fields(capsys: Any) -> None:
-    for kind, spec in HEADS.items():
-        options = spec.options
+    for kind, config in KINDS.items():
         with pytest.raises(SystemExit):
             main(["train", kind, "--help"])
         text = capsys.readouterr().out
-        for name in options.model_fields:
+        for name in config.options.model_fields:
             assert "--" + name.replace("_", "-") in text
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.early.recipe import EarlyRecipe
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.curve import NAME, Point, read_curve
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress
@@ -37,7 +37,7 @@ def train(tiny_model: Callable[..., Path], tmp_path: Path) -> Train:
 
     def run(out: str = "heads", **options: Any) -> Path:
         given = {**COMMON, **options, "model": str(tiny_model()), "data": (str(data),)}
-        loop.train(HEADS["early"].options(**given, out=str(tmp_path / out)))
+        loop.train(KINDS["early"].options(**given, out=str(tmp_path / out)))
         return tmp_path / out
 
     return run

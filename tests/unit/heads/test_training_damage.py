@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.heads.training.state import NAME, RunFacts, load_state, peek_facts, save_state
@@ -155,7 +155,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     data, out = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6)), tmp_path / "heads"
-    options = HEADS["early"].options(
+    options = KINDS["early"].options(
         model=str(tiny_model()), data=(str(data),), out=str(out), steps=8, sequence_length=32, batch_size=2,
         precision="float32", device="cpu", held_out=0.1, exit_layers=(3,),
     )  # fmt: skip

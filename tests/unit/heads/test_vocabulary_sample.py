@@ -14,7 +14,7 @@ import tiny
 import torch
 from conftest import patterned_texts, write_texts
 
-from vllm_ppd.heads.registry import HEADS
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.vocabulary_sample import VocabularySample
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
@@ -137,7 +137,7 @@ def train(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., dict
             "device": "cpu", "held_out": 0.1, "evaluation_tokens": 1024, "learning_rate": 3e-3,
         }  # fmt: skip
         loop.train(
-            HEADS[kind].options(
+            KINDS[kind].options(
                 **{**given, **options}, model=str(tiny_model()), data=(str(data),), out=str(tmp_path / out)
             )
         )
@@ -178,7 +178,7 @@ def test_less_is_read(train: Callable[..., dict[str, Any]], monkeypatch: pytest.
 
 def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
     common: dict[str, Any] = {"model": "m", "data": ("d",), "out": "o"}
-    make = HEADS["early"].options
+    make = KINDS["early"].options
     ppd = make(**common, head="classifier", loss="ce")
     assert (ppd.learning_rate, ppd.batch_size, ppd.epochs, ppd.warmup) == (2e-5, 128, 3.0, 0.04)
     assert make(**common, head="classifier", loss="ce", batch_size=4).batch_size == 4

@@ -38,8 +38,7 @@ class CPDrafter(Drafter):
     """Drafts with a CP head over the target's last hidden state."""
 
     def load(self, config: DraftingConfig, target: Target) -> None:
-        heads, tensors = load_tensors(str(config.model), CPConfig.kind)
-        assert isinstance(heads, CPConfig)
+        heads, tensors = load_tensors(str(config.model), CPConfig)
         self.target = target
         self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
         drafts = config.num_speculative_tokens

@@ -33,8 +33,7 @@ class DynaMoDrafter(Drafter):
     """Drafts with DynaMo token heads; each is one more layer in the target's forward."""
 
     def load(self, config: DraftingConfig, target: Target) -> None:
-        heads, tensors = load_tensors(str(config.model), DynaMoConfig.kind)
-        assert isinstance(heads, DynaMoConfig)
+        heads, tensors = load_tensors(str(config.model), DynaMoConfig)
         self.target, self.drafts = target, config.num_speculative_tokens
         self.states = target.with_token_heads([  # [heads, tokens of the step, hidden]
             {name: tensors[f"head.{token}.{name}"] for name in heads.layer_tensors}

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.io import load_early_heads
+from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, distribution, draw, drawn_from, is_greedy
@@ -40,7 +41,8 @@ def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype
     """
     if config.model is None:
         return None
-    return load_early_heads(config.model)[1].requires_grad_(False).to(device=device, dtype=dtype)
+    heads = EarlyHeads.from_tensors(*load_tensors(config.model, EarlyConfig))
+    return heads.requires_grad_(False).to(device=device, dtype=dtype)
 
 
 class Reading(NamedTuple):

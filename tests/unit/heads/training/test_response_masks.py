@@ -16,8 +16,7 @@ import torch
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.registry import HEADS
-from vllm_ppd.heads.training.recipe import make_recipe
+from vllm_ppd.heads.kinds import KINDS, recipe_of
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 
@@ -129,8 +128,8 @@ def recipe(tiny_model: Callable[..., Path]) -> Callable[[str], Any]:
     def make(name: str) -> Any:
         torch.manual_seed(0)
         target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
-        options = HEADS[name.split()[0]].options(model="-", data=("-",), out="-", **OPTIONS[name])
-        return make_recipe(options, target).eval()
+        options = KINDS[name.split()[0]].options(model="-", data=("-",), out="-", **OPTIONS[name])
+        return recipe_of(options.kind)(options, target).eval()
 
     return make
 

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of heads: a folder of this package each, whose config registers itself when it is imported here.
+
+Whatever lists or reads kinds asks KINDS. `recipe.py` and `calibration.py` stand beside a kind's `config.py`; they load
+torch, so they are imported when they are asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from vllm_ppd.heads.base import KINDS
+from vllm_ppd.heads.cp import config as cp
+from vllm_ppd.heads.dynamo import config as dynamo
+from vllm_ppd.heads.early import config as early
+
+if TYPE_CHECKING:
+    from vllm_ppd.heads.training.recipe import Recipe
+
+__all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "recipe_of"]
+
+
+def recipe_of(kind: str) -> type[Recipe]:
+    """How heads of a kind are trained: RECIPE in `recipe.py`."""
+    return _beside(kind, "recipe").RECIPE
+
+
+def calibration_of(kind: str) -> Any:
+    """The module `calibration.py` of a kind: PARTS, what `ppd calibrate` measures by name, and their `tables`."""
+    return _beside(kind, "calibration")
+
+
+def _beside(kind: str, module: str) -> Any:
+    return import_module(f"{KINDS[kind].__module__.rpartition('.')[0]}.{module}")
