@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllm_ppd.heads.calibration.setting import Setting
-from vllm_ppd.heads.fingerprint import TargetFingerprint
-from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetLayers, TargetName
+from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetFingerprint, TargetLayers, TargetName
 from vllm_ppd.heads.training.options import TrainingOptions
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field
 from safetensors import safe_open
 
+from vllm_ppd.heads.layout import TargetFingerprint
 from vllm_ppd.heads.raw_tensors import raw_tensors, rounded
 
 # Heads read through the LM head; when it is tied, the checkpoint stores the embedding only.
@@ -25,37 +25,6 @@ SAMPLED_ROWS = 64
 
 
 DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; float32 holds their values exactly
-
-
-class TargetFingerprint(BaseModel):
-    """Hashes in hexadecimal; None where the target is not at hand."""
-
-    tokenizer: str | None = None  # of the file
-    vocabulary: str | None = None  # which token has which ID (None: not recorded, as in older heads)
-    lm_head: str | None = None
-    lm_head_bfloat16: str | None = None  # of the values rounded to bfloat16 (None: not recorded, as in older heads)
-    # Of a target at hand, not recorded with heads: what lm_head would be for a copy of the same values in another
-    # dtype, and for one that rounds them.
-    same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
-    rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
-
-    def difference(self, target: TargetFingerprint) -> str | None:
-        """What tells the target of heads with this fingerprint from another; None if nothing does.
-
-        Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
-        """
-        if self.vocabulary and target.vocabulary:
-            # The same tokenizer is another file when another version of transformers writes it.
-            if self.vocabulary != target.vocabulary:
-                return "the hash of its vocabulary differs"
-        elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
-            return "the hash of its tokenizer differs"
-        if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
-            return None
-        both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
-        if both or self.lm_head in target.rounded:
-            return "the dtype of its lm_head differs (the values are equal once they are rounded to the narrower one)"
-        return "the hash of its lm_head differs"
 
 
 def fingerprint(model_folder: str | Path) -> TargetFingerprint:

@@ -19,9 +19,9 @@ from typing_extensions import TypeVar
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
-from vllm_ppd.heads.fingerprint import TargetFingerprint
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors
 from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.layout import TargetFingerprint
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 from vllm_ppd.heads.weights import WEIGHTS_NAME, check_header, check_weights, read_weights
 

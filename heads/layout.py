@@ -7,13 +7,42 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.fingerprint import TargetFingerprint
-
 MOST_DRAFTS = 16  # a step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 
 TargetName = Annotated[str, Field(min_length=1, max_length=4096, description="name or path of the target")]
 Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
+
+
+class TargetFingerprint(BaseModel):
+    """Hashes in hexadecimal; None where the target is not at hand."""
+
+    tokenizer: str | None = None  # of the file
+    vocabulary: str | None = None  # which token has which ID (None: not recorded, as in older heads)
+    lm_head: str | None = None
+    lm_head_bfloat16: str | None = None  # of the values rounded to bfloat16 (None: not recorded, as in older heads)
+    # Of a target at hand, not recorded with heads: what lm_head would be for a copy of the same values in another
+    # dtype, and for one that rounds them.
+    same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
+    rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
+
+    def difference(self, target: TargetFingerprint) -> str | None:
+        """What tells the target of heads with this fingerprint from another; None if nothing does.
+
+        Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
+        """
+        if self.vocabulary and target.vocabulary:
+            # The same tokenizer is another file when another version of transformers writes it.
+            if self.vocabulary != target.vocabulary:
+                return "the hash of its vocabulary differs"
+        elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
+            return "the hash of its tokenizer differs"
+        if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
+            return None
+        both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
+        if both or self.lm_head in target.rounded:
+            return "the dtype of its lm_head differs (the values are equal once they are rounded to the narrower one)"
+        return "the hash of its lm_head differs"
 
 
 class TargetLayers(BaseModel):

@@ -7,10 +7,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.hub import pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, check_target, kind_of, load_config
 from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.layout import TargetFingerprint
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.model_patches.families import GRANITE, STACKABLE, TRANSFORMERS, adapter_path

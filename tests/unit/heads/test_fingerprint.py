@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.layout import TargetFingerprint
 
 DEMO = Path(__file__).resolve().parents[3] / "benchmarks" / "demo"
 SAME_DTYPE = "the dtype of its lm_head differs"

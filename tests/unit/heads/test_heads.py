@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
-from vllm_ppd.heads.fingerprint import TargetFingerprint, fingerprint
+from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import (
     HeadsError,
     check_folder,
@@ -24,6 +24,7 @@ from vllm_ppd.heads.io import (
     load_config,
     load_tensors,
 )
+from vllm_ppd.heads.layout import TargetFingerprint
 
 
 def test_fresh_heads_are_the_untrained_exit() -> None:
