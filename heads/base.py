@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.calibration.setting import Setting
+from vllm_ppd.heads.calibration.setting import Setting, Work
 from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetFingerprint, TargetLayers, TargetName
 from vllm_ppd.heads.training.options import TrainingOptions
 
@@ -72,6 +72,16 @@ class HeadsConfig(BaseModel, ABC):
     @abstractmethod
     def shapes(self) -> Shapes:
         """The tensors of `model.safetensors`: shape by name."""
+
+    @abstractmethod
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """What drafting reads.
+
+        Args:
+            drafts: of a step.
+            vocabulary: share of it that is drafted.
+            exit_layer: where drafts are read, by heads that have a choice (None: the exit that they recommend).
+        """
 
     @abstractmethod
     def describe(self) -> str:

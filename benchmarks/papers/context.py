@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tables share: the target, texts, heads and engines, each made when a table first asks for it."""
+"""What tables share: the target, tasks, texts, heads and engines, each made when a table first asks for it."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.decode.run import decode
 from vllm_ppd.benchmarks.decode.table import rows_of
 from vllm_ppd.benchmarks.harness.contenders import Contender
-from vllm_ppd.benchmarks.harness.results import Row
-from vllm_ppd.benchmarks.papers import Missing
+from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.options import TablesOptions
+from vllm_ppd.benchmarks.papers.table import Missing
 from vllm_ppd.benchmarks.papers.tasks import Group, Task, answers, counterpart, read_task
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration, data_windows
@@ -28,11 +28,26 @@ from vllm_ppd.heads.io import load_config, write_text
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
-Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def once(make: Callable[Concatenate[Context, Arguments], Result]) -> Callable[Concatenate[Context, Arguments], Result]:
+    """Decorate a function of a context whose result the context keeps, for each of its further arguments."""
+
+    @wraps(make)
+    def made_once(context: Context, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        name: Hashable = (make.__module__, make.__qualname__, args, *sorted(kwargs.items()))
+        if name not in context.made:
+            context.made[name] = make(context, *args, **kwargs)
+        result: Result = context.made[name]
+        return result
+
+    return made_once
 
 
 class Context:
-    """Given to every table.
+    """What every table is measured with.
 
     Raises:
         HeadsError: if a heads folder cannot be read.
@@ -43,25 +58,18 @@ class Context:
         self.folders: dict[str, list[str]] = defaultdict(list)  # by kind of heads
         for folder in options.heads:
             self.folders[load_config(folder).kind].append(folder)
-        self._calibrations: dict[str, Calibration] = {}
-        self._made: dict[Hashable, Any] = {}
+        self.calibrations: dict[str, Calibration] = {}
+        self.made: dict[Hashable, Any] = {}
 
     def heads(self, kind: str) -> list[str]:
         """The folders of a kind, at least one.
 
         Raises:
-            Missing: if none was given.
+            Missing: if the options name none.
         """
         if not self.folders[kind]:
             raise Missing(f"needs {kind} heads: give a folder that `ppd train {kind}` wrote with --heads")
         return self.folders[kind]
-
-    def once(self, name: Hashable, make: Callable[[], Made]) -> Made:
-        """What make gives, made when a table first asks for it by that name."""
-        if name not in self._made:
-            self._made[name] = make()
-        made: Made = self._made[name]
-        return made
 
     def calibration(self, folder: str) -> Calibration:
         """Target and heads as `ppd calibrate` has them; all folders share the target.
@@ -69,20 +77,20 @@ class Context:
         Raises:
             HeadsError, TrainingError: on heads, a target or data that do not fit.
         """
-        if folder not in self._calibrations:
-            same = self.settings("model", "batch", "seed", "device", "trust_remote_code")
-            own = {"heads": folder, "data": self.options.files, "precision": self.options.dtype, "recommend": False}
-            options = CalibrationOptions(**{**own, **same})
-            first = next(iter(self._calibrations.values()), None)
-            self._calibrations[folder] = Calibration(options, first)
-        return self._calibrations[folder]
+        if folder not in self.calibrations:
+            options = CalibrationOptions(
+                heads=folder, data=self.options.files, precision=self.options.dtype, recommend=False,
+                **self.settings("model", "batch", "seed", "device", "trust_remote_code"),
+            )  # fmt: skip
+            self.calibrations[folder] = Calibration(options, next(iter(self.calibrations.values()), None))
+        return self.calibrations[folder]
 
     @cached_property
     def tasks(self) -> list[Task]:
         """The tasks of the options."""
-        given = self.options
-        limits = given.prompts, given.longest, given.prompt_tokens
-        return [read_task(task, self.target, *limits) for task in given.task]
+        options = self.options
+        limits = options.prompts, options.longest, options.prompt_tokens
+        return [read_task(task, self.target, *limits) for task in options.task]
 
     @property
     def task(self) -> Task:
@@ -93,34 +101,28 @@ class Context:
         """Our task or category that stands for a data set of the papers."""
         return counterpart(data_set, self.tasks)
 
+    @once
     def texts(self, task: Task, temperature: float = 0.0, **sampling: float) -> Texts:
-        """What the target writes after the prompts of a task; the same texts for the same way of decoding."""
-
-        def make() -> Texts:
-            torch.manual_seed(self.options.seed)
-            prompts, starts = task.padded(self.target.device)
-            size, tokens = max(32, self.options.batch), self.options.new_tokens
-            return generate(self.target, prompts, tokens, temperature, size, starts, **sampling)
-
-        return self.once(("texts", task.name, temperature, *sorted(sampling.items())), make)
+        """What the target writes after the prompts of a task, by temperature, top_k and top_p."""
+        torch.manual_seed(self.options.seed)
+        prompts, starts = task.padded(self.target.device)
+        size, tokens = max(32, self.options.batch), self.options.new_tokens
+        return generate(self.target, prompts, tokens, temperature, size, starts, **sampling)
 
     def sampled(self, task: Task) -> Texts:
         """Texts at the options' temperature."""
         return self.texts(task, self.options.temperature)
 
+    @once
     def windows(self, task: Task) -> list[Batch]:
         """What likelihoods are measured on: the texts of a task, or what the target sampled after its prompts."""
-
-        def make() -> list[Batch]:
-            if task.texts:
-                return data_windows([task.path], self.target, self.options.prompts, self.options.batch)
-            return answers(self.sampled(task), self.options.batch)
-
-        return self.once(("windows", task.name), make)
+        if task.texts:
+            return data_windows([task.path], self.target, self.options.prompts, self.options.batch)
+        return answers(self.sampled(task), self.options.batch)
 
     @cached_property
     def num_layers(self) -> int:
-        """d, or L: decoder layers of the target."""
+        """Decoder layers of the target, d or L."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.options.model, trust_remote_code=self.options.trust_remote_code)
@@ -135,52 +137,42 @@ class Context:
         return self.calibration(folder).target
 
     def speeds(
-        self,
-        everyone: list[Contender],
-        kind: type[DecodeOptions] = DecodeOptions,
-        task: Task | None = None,
+        self, contenders: list[Contender], kind: type[DecodeOptions] = DecodeOptions, task: Task | None = None,
         **changes: Any,
-    ) -> dict[tuple[str, int], Row]:
-        """Decode in turns, the base first in each round; every turn is kept beside the tables as soon as it is over.
+    ) -> dict[str, Summary]:  # fmt: skip
+        """Decode one request at a time in turns; every turn is written beside the tables as soon as it is over.
 
         Args:
-            everyone: who is compared; the first is contenders.BASE.
+            contenders: the base first.
             kind: GroupOptions for worker groups.
             task: whose prompts are decoded (None: the first one's).
-            changes: of DecodeOptions' fields; by default one request at a time.
+            changes: of DecodeOptions' fields.
 
         Returns:
-            Summaries as decode/table.py makes them, by contender and batch size, earlier turns of the same
-            contenders included; contenders that failed are missing.
+            Summaries as decode/table.py makes them by contender, earlier turns of the same contenders included;
+            contenders that failed are missing.
 
         Raises:
             BenchError: if the base does not start.
             Stopped: on Ctrl-C.
         """
-        same = self.settings(
+        task = task or self.task
+        shared = self.settings(
             "model", "rounds", "new_tokens", "eager", "kv_cache_gib", "engine", "alive", "seed", "trust_remote_code",
         )  # fmt: skip
-        task = task or self.task
-        own = {
+        options = kind(**shared | {
             "batch_sizes": (1,), "dtype": self.options.engine_dtype, "out": str(self.turns),
             "data": (str(self._prompts_file(task)),), "prompt_tokens": max(map(len, task.prompts)),
-        }  # fmt: skip
-        options = kind(**{**same, **own, **changes})
-        return {(row["contender"], row["batch"]): row for row in rows_of(decode(options, everyone)[0])}
+        } | changes)  # fmt: skip
+        return {row["contender"]: row for row in rows_of(decode(options, contenders)[0])}
 
     def _prompts_file(self, task: Task) -> Path:
-        """A task's prompts as token ids, for engines; in an order of no meaning."""
+        """A task's prompts as token ids, for engines; shuffled, as a task has them by length."""
         path = self.turns.with_suffix("") / f"{task.name.replace('/', '-')}-{len(task.prompts)}.jsonl"
-        order = np.random.default_rng(self.options.seed).permutation(len(task.prompts))  # they stand by length
-        text = "".join(json.dumps({"prompt_token_ids": task.prompts[i]}) + "\n" for i in order)
+        order = np.random.default_rng(self.options.seed).permutation(len(task.prompts))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text)
+        write_text(path, "".join(json.dumps({"prompt_token_ids": task.prompts[i]}) + "\n" for i in order))
         return path
-
-    @staticmethod
-    def quartiles(summary: Row | None) -> str | None:
-        """Lower and upper quartile of a speed-up, as a table shows them."""
-        return None if summary is None else "{1:.2f}-{2:.2f}".format(*summary["speed_up"])
 
     def settings(self, *names: str) -> dict[str, Any]:
         """Some of the options, for a table to name."""
@@ -188,6 +180,17 @@ class Context:
 
     @property
     def turns(self) -> Path:
-        """Where the turns of engines are kept."""
+        """The file of the engines' turns."""
         out = Path(self.options.out)
         return out.with_name(f"{out.stem}.turns{out.suffix or '.json'}")
+
+
+def timed(row: Summary | None) -> list[Any]:
+    """The median speed-up of a contender, and its quartiles as a table shows them."""
+    return [None, None] if row is None else [row["speed_up"][0], "{1:.2f}-{2:.2f}".format(*row["speed_up"])]
+
+
+def loops(context: Context) -> dict[str, str]:
+    """The share of repeated 4-grams in the greedy texts of each task, for a table to name."""
+    shares = (f"{context.texts(task).repeated_4_grams():.2f} ({task.name})" for task in context.tasks)
+    return {"repeated 4-grams": ", ".join(shares)}

@@ -3,41 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
+from torch.utils.benchmark import Timer
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
-from vllm_ppd.benchmarks.papers import Measure, PaperTable, Row, Value, Verdict
-from vllm_ppd.benchmarks.papers.context import Context
-from vllm_ppd.benchmarks.papers.cp_times import LONGEST, forward_times
+from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
 from vllm_ppd.benchmarks.papers.intervals import over_texts, rises
-from vllm_ppd.benchmarks.papers.ppd import loops
 from vllm_ppd.benchmarks.papers.published import CP as theirs
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.cp.calibration import acceptance, perplexities
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
 
 KIND = "cp"
-PAPER = "CP heads"
-HOW = (
-    "Loss is of the joint of the heads' n tokens, on a task's texts or on the answers that the target samples, divided "
-    "by n: the paper does not tell, and its values are of that size. Accepted: expected a pass along texts that the "
-    "target sampled, the first draft counted, which is the token that the target samples itself and always accepted "
-    "(Algorithm 1; the paper does not tell whether its averages count it). Drafts are of the whole vocabulary, one "
-    "n-gram a pass. Heads that read the sampled token (reading token, chain) are no setting of the paper."
-)
+TURNS, CALLS = 3, 3  # of the forward passes
+LONGEST = 1024  # tokens of their sequence; the paper's are of 1024 to 4096
 
 
-@dataclass
-class Given:
+@dataclass(eq=False)
+class CPHeads:
     """A folder of CP heads."""
 
     label: str  # its rank, and its name where there are several of that rank
@@ -47,197 +45,210 @@ class Given:
     head: CPHead
 
 
-def given(context: Context) -> list[Given]:
-    """All CP heads that were given, ranks ascending."""
-
-    def make() -> list[Given]:
-        found = []
-        for folder in context.heads(KIND):
-            calibration = context.calibration(folder)
-            config, target = calibration.config, calibration.target
-            assert isinstance(config, CPConfig)
-            head = CPHead.from_tensors(calibration.tensors).to(target.device, target.dtype)
-            found.append(Given("", folder, calibration, config, head))
-        ranks = [heads.config.rank for heads in found]
-        for heads in found:
-            rank = heads.config.rank
-            reads = heads.config.condition
-            heads.label = f"Rank {rank}" + f" reading {reads}" * (reads != "none")
-            heads.label += f" ({Path(heads.folder).name})" * (ranks.count(rank) > 1)
-        return sorted(found, key=lambda heads: heads.config.rank)
-
-    return context.once("cp heads", make)
+@once
+def all_heads(context: Context) -> list[CPHeads]:
+    """All CP heads of the options, ranks ascending."""
+    heads = []
+    for folder in context.heads(KIND):
+        calibration = context.calibration(folder)
+        config, target = calibration.config, calibration.target
+        assert isinstance(config, CPConfig)
+        head = CPHead.from_tensors(calibration.tensors).to(target.device, target.dtype)
+        label = f"Rank {config.rank}" + f" reading {config.condition}" * (config.condition != "none")
+        heads.append(CPHeads(label, folder, calibration, config, head))
+    ranks = [of_rank.config.rank for of_rank in heads]
+    for of_rank in heads:
+        of_rank.label += f" ({Path(of_rank.folder).name})" * (ranks.count(of_rank.config.rank) > 1)
+    return sorted(heads, key=lambda of_rank: of_rank.config.rank)
 
 
-def by_rank(context: Context, values: Callable[[Given, Task], Sequence[Value]], published: dict[int, Any]) -> list[Row]:
+def by_rank(
+    context: Context, values: Callable[[CPHeads, Task], Sequence[Value]], published: dict[int, Any]
+) -> list[Row]:
     """A row a rank and task; beside the first of a rank stands the paper's."""
-    rows: list[tuple[int, Row]] = []
     left = dict(published)
-    for heads in given(context):
-        rank = heads.config.rank
-        for task in context.tasks:
-            rows.append((rank, Row(f"{heads.label}, {task.name}", values(heads, task), left.pop(rank, None))))
-    rows += [(rank, Row(f"Rank {rank}", None, theirs_of)) for rank, theirs_of in left.items()]
-    return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    rows = [
+        (heads.config.rank, Row(f"{heads.label}, {task.name}", values(heads, task), left.pop(heads.config.rank, None)))
+        for heads in all_heads(context) for task in context.tasks
+    ]  # fmt: skip
+    rows += [(rank, Row(f"Rank {rank}", None, of_paper)) for rank, of_paper in left.items()]
+    return [row for _, row in sorted(rows, key=lambda ranked: ranked[0])]
 
 
-def likelihood(context: Context, heads: Given, task: Task) -> dict[str, Any]:
+@once
+def likelihood(context: Context, heads: CPHeads, task: Task) -> dict[str, Any]:
     """Perplexities of a head, and the joint's nats, on a task."""
-
-    def make() -> dict[str, Any]:
-        c = heads.calibration
-        return perplexities(c.target, heads.head, context.windows(task), c.autocast)
-
-    return context.once(("cp loss", heads.folder, task.name), make)
+    calibration = heads.calibration
+    return perplexities(calibration.target, heads.head, context.windows(task), calibration.autocast)
 
 
-def loss(context: Context, heads: Given, task: Task) -> float:
+def loss(context: Context, heads: CPHeads, task: Task) -> float:
     """Nats a token of the joint."""
     return float(likelihood(context, heads, task)["joint_nats"]) / heads.config.positions
 
 
-def chances(context: Context, heads: Given, task: Task, sampled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+@once
+def chances(context: Context, heads: CPHeads, task: Task, sampled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Of drafts 2 to n to be accepted [texts, places, n - 1], and lengths [texts], on sampled or greedy texts."""
-
-    def make() -> tuple[torch.Tensor, torch.Tensor]:
-        c, texts = heads.calibration, context.sampled(task) if sampled else context.texts(task)
-        found = acceptance(c.target, heads.head, texts, context.options.batch, c.autocast)
-        return found, texts.lengths.cpu()
-
-    return context.once(("cp accepted", heads.folder, task.name, sampled), make)
+    calibration, texts = heads.calibration, context.sampled(task) if sampled else context.texts(task)
+    chance = acceptance(calibration.target, heads.head, texts, context.options.batch, calibration.autocast)
+    return chance, texts.lengths.cpu()
 
 
 def gain(context: Context, task: Task, label: str, sampled: bool) -> list[Verdict]:
     """What a higher rank gets accepted over rank 1, the first draft counted; texts are resampled."""
-    by_rank = {heads.config.rank: heads for heads in given(context)}
+    of_rank = {heads.config.rank: heads for heads in all_heads(context)}
     claims = []
-    for rank in sorted(set(by_rank) - {1}) if 1 in by_rank else ():
-        pairs = [_counts(*chances(context, by_rank[one], task, sampled)) for one in (rank, 1)]
-        found = over_texts(lambda a, m, b, n: (1 + a / m) / (1 + b / n) - 1, *pairs[0], *pairs[1])
-        claims.append(
-            rises("A higher rank gets more drafts accepted", f"{label}, rank {rank} over 1", found, "{:+.1%}")
-        )
-        first = [likelihood(context, by_rank[one], task)["ppl_n"][0] for one in (rank, 1)]
-        told = f"{task.name}, perplexity at rank {rank}: {first[0]:.2f}, at rank 1: {first[1]:.2f}"
-        claims.append(Verdict("The first token's loss is that of rank 1", abs(first[0] / first[1] - 1) < 0.02, told))
-        less = [loss(context, by_rank[one], task) for one in (rank, 1)]
-        told = f"{task.name}, rank {rank}: {less[0]:.3f} nats a token, rank 1: {less[1]:.3f}"
-        claims.append(Verdict("A higher rank has a lower joint loss", less[0] < less[1], told))
+    for rank in sorted(set(of_rank) - {1}) if 1 in of_rank else ():
+        higher, first = of_rank[rank], of_rank[1]
+        more = over_texts(
+            lambda a, m, b, n: (1 + a / m) / (1 + b / n) - 1,
+            *_counts(*chances(context, higher, task, sampled)), *_counts(*chances(context, first, task, sampled)),
+        )  # fmt: skip
+        nexts = [likelihood(context, heads, task)["ppl_n"][0] for heads in (higher, first)]
+        losses = [loss(context, heads, task) for heads in (higher, first)]
+        claims += [
+            rises("A higher rank gets more drafts accepted", f"{label}, rank {rank} over 1", more, "{:+.1%}"),
+            Verdict("The first token's loss is that of rank 1", abs(nexts[0] / nexts[1] - 1) < 0.02,
+                    f"{task.name}, perplexity at rank {rank}: {nexts[0]:.2f}, at rank 1: {nexts[1]:.2f}"),
+            Verdict("A higher rank has a lower joint loss", losses[0] < losses[1],
+                    f"{task.name}, rank {rank}: {losses[0]:.3f} nats a token, rank 1: {losses[1]:.3f}"),
+        ]  # fmt: skip
     return claims
 
 
 def _counts(chance: torch.Tensor, lengths: torch.Tensor) -> tuple[list[float], list[float]]:
     """Drafts accepted and passes, of each text."""
-    each = [replay(chance[i : i + 1], lengths[i : i + 1]) for i in range(len(lengths))]
-    return [one.accepted for one in each], [max(one.cycles, 1e-9) for one in each]
+    texts = [replay(chance[i : i + 1], lengths[i : i + 1]) for i in range(len(lengths))]
+    return [counts.accepted for counts in texts], [max(counts.cycles, 1e-9) for counts in texts]
 
 
+@once
 def engines(context: Context) -> dict[str, Summary]:
     """Everyone of Table 1, sampling, one request at a time; who failed to start is missing."""
-
-    def make() -> dict[str, Summary]:
-        everyone = [Contender(BASE), Contender(CONTROL)]
-        for heads in given(context):
-            config = {
-                "method": "cp", "model": heads.folder, "num_speculative_tokens": heads.config.positions - 1,
-                "adaptive": False, "draft_vocab_size": heads.config.target.vocab_size,
-            }  # fmt: skip
-            if heads.config.counts_tensor is None:  # such heads draft from the whole vocabulary anyway
-                del config["draft_vocab_size"]
-            everyone.append(Contender(_name(heads), config))
-        found = context.speeds(everyone, temperature=context.options.temperature)
-        return {name: row for (name, _), row in found.items()}
-
-    return context.once("cp engines", make)
+    contenders = [Contender(BASE), Contender(CONTROL)]
+    for heads in all_heads(context):
+        config: dict[str, Any] = {
+            "method": "cp", "model": heads.folder, "num_speculative_tokens": heads.config.positions - 1,
+            "adaptive": False,
+        }  # fmt: skip
+        if heads.config.counts_tensor is not None:  # heads without counts draft from the whole vocabulary anyway
+            config["draft_vocab_size"] = heads.config.target.vocab_size
+        contenders.append(Contender(_name(heads), config))
+    return context.speeds(contenders, temperature=context.options.temperature)
 
 
-def _name(heads: Given) -> str:
+def _name(heads: CPHeads) -> str:
     return f"cp, {heads.label}"
 
 
 def speculative(context: Context) -> PaperTable:
-    found = engines(context)
+    """Table 1."""
+    summaries = engines(context)
 
-    def values(heads: Given, task: Task) -> list[Value]:
-        row = found.get(_name(heads)) if task is context.task else None
-        timed: list[Value] = [None, None, None]
-        if row is not None:
-            timed = [1 / row["tokens_per_second"][0], row["speed_up"][0], context.quartiles(row)]
-        places = accepted_by_position(*chances(context, heads, task))
-        return [loss(context, heads, task), 1 + sum(places), *timed]
+    def seconds(name: str) -> list[Value]:
+        row = summaries.get(name)
+        return [] if row is None else [1 / row["tokens_per_second"][0], *timed(row)]
 
-    base, control = found[BASE], found.get(CONTROL)
-    rows = [Row("vLLM, no heads", [None, None, 1 / base["tokens_per_second"][0], 1.0, None])]
-    if control is not None:
-        again = [1 / control["tokens_per_second"][0], control["speed_up"][0], context.quartiles(control)]
-        rows.append(Row("vLLM, no heads, again", [None, None, *again]))
-    published = {rank: (*values_of, None, None) for rank, values_of in theirs.FROM_SCRATCH.items()}
-    rows += by_rank(context, values, published)
-    return PaperTable(
-        "cp-1", PAPER, "Table 1: results with the speculative decoding, by rank",
-        ("Loss", "Avg. draft tokens accepted", "Time per token (with speculative decoding), s", "speed-up over vLLM",
-         "quartiles"),
-        tuple(rows),
-        f"{HOW} Time: vLLM engines in turns, one request at a time, sampling at the same temperature, on "
-        f"{context.task.name}. Theirs: a tiny transformer of 56.3M parameters trained from scratch on TinyStories with "
-        "each rank; ours: heads on the given model, which stays as it was.",
-        ("{:.2f}", "{:.2f}", "{:.4f}", "{:.3f}x", "{}"),
-        context.settings("rounds", "prompts", "new_tokens", "temperature", "engine_dtype", "eager"),
+    def values(heads: CPHeads, task: Task) -> list[Value]:
+        accepted = 1 + sum(accepted_by_position(*chances(context, heads, task)))
+        return [loss(context, heads, task), accepted, *(seconds(_name(heads)) if task is context.task else [])]
+
+    rows = [Row("vLLM, no heads", [None, None, seconds(BASE)[0], 1.0])]
+    if CONTROL in summaries:
+        rows.append(Row("vLLM, no heads, again", [None, None, *seconds(CONTROL)]))
+    return paper_table(
+        "cp-1", [*rows, *by_rank(context, values, theirs.FROM_SCRATCH)], task=context.task.name,
+        settings=context.settings("rounds", "prompts", "new_tokens", "temperature", "engine_dtype", "eager"),
     )  # fmt: skip
 
 
 def head_only(context: Context) -> PaperTable:
-    most = max(heads.config.positions for heads in given(context))
+    """Table 2."""
+    most = max(heads.config.positions for heads in all_heads(context))
 
-    def values(heads: Given, task: Task) -> list[Value]:
+    def values(heads: CPHeads, task: Task) -> list[Value]:
         n, nats = heads.config.positions, loss(context, heads, task)
-        places, greedy = (accepted_by_position(*chances(context, heads, task, way)) for way in (True, False))
+        places, greedy = (accepted_by_position(*chances(context, heads, task, sampled)) for sampled in (True, False))
         return [nats, 1 + sum(places), 1 + sum(greedy), *places, *[None] * (most - n), n * nats]
 
-    positions = tuple(f"accepted at position {s}" for s in range(2, most + 1))
-    published = {rank: (*values_of, *[None] * (most + 1)) for rank, values_of in theirs.HEAD_ONLY.items()}
+    positions = [f"accepted at position {s}" for s in range(2, most + 1)]
     claims = [
-        claim for task in context.tasks for way, sampled in (("sampled", True), ("greedy", False))
-        for claim in gain(context, task, f"{task.name}, {way}", sampled)
+        claim for task in context.tasks for texts, sampled in (("sampled", True), ("greedy", False))
+        for claim in gain(context, task, f"{task.name}, {texts}", sampled)
     ]  # fmt: skip
-    return PaperTable(
-        "cp-2", PAPER, "Table 2: average number of accepted draft tokens, the head alone trained",
-        ("Loss", "Average Draft Tokens Accepted", "of greedy texts", *positions, "joint, nats"),
-        tuple(by_rank(context, values, published)),
-        f"{HOW} Positions 2 to n add up to the average but for the first draft. Loops, which small models fall into, "
-        "flatter greedy texts: see the share of repeated 4-grams. Theirs: PyCodeGPT on GitHub code, its head alone "
-        "fine-tuned.",
-        ("{:.2f}", "{:.2f}", "{:.2f}", *["{:.3f}"] * (most - 1), "{:.2f}"),
-        context.settings("prompts", "new_tokens", "temperature") | loops(context),
-        claims=tuple(dict.fromkeys(claims)),
+    return paper_table(
+        "cp-2", by_rank(context, values, theirs.HEAD_ONLY), claims=claims,
+        columns=["Loss", "Average Draft Tokens Accepted", "of greedy texts", *positions, "joint, nats"],
+        forms=["{:.2f}", "{:.2f}", "{:.2f}", *["{:.3f}"] * (most - 1), "{:.2f}"],
+        settings=context.settings("prompts", "new_tokens", "temperature") | loops(context),
     )  # fmt: skip
 
 
 def forward_pass(context: Context) -> PaperTable:
-    everyone = given(context)
-    calibration = everyone[0].calibration
-    times = forward_times(calibration.target, {h.label: h.head for h in everyone}, calibration.autocast)
-    nothing: list[Value] = [None] * len(theirs.FORWARD_COLUMNS)
-
+    """Table 3."""
+    heads = all_heads(context)
+    calibration = heads[0].calibration
+    times = forward_times(calibration.target, {h.label: h.head for h in heads}, calibration.autocast)
     published = {rank: (None, None, None, *row) for rank, row in theirs.FORWARD.items()}
-    rows = [Row("Barebone", [times.bare, None, times.bare, *nothing], published.pop(0))]
-    for heads in everyone:
-        ours = [times.bare, times.head[heads.label], times.full[heads.label], *nothing]
-        rows.append(Row(heads.label, ours, published.pop(heads.config.rank, None)))
+    rows = [Row("Barebone", [times.bare, None, times.bare], published.pop(0))]
+    for of_rank in heads:
+        ours = [times.bare, times.head[of_rank.label], times.full[of_rank.label]]
+        rows.append(Row(of_rank.label, ours, published.pop(of_rank.config.rank, None)))
     rows += [Row(f"Rank {rank}", None, row) for rank, row in published.items()]
-    added = {heads.label: times.full[heads.label] / times.bare - 1 for heads in everyone}
-    told = ", ".join(f"{label}: {share:+.1%}" for label, share in added.items())
-    claims = (Verdict("A head adds less than a quarter to a forward pass", max(added.values()) < 0.25, told),)
-    forms = sorted({"factorised" if heads.config.factorised else "full" for heads in everyone})
-    return PaperTable(
-        "cp-3", PAPER, "Table 3: inference time for one forward pass, s",
-        ("given model Barebone", "given model Head", "given model Full", *theirs.FORWARD_COLUMNS), tuple(rows),
-        f"Ours: medians in turns of one pass over a sequence of {times.tokens} tokens (the paper: {LONGEST} to 4096), "
-        "of the CP head with all its experts and positions on the last hidden state, and of both together; "
-        "transformers' modules, no engine. Barebone is one measurement, whatever the rank. Ours are of the form "
-        f"{' and '.join(forms)}; theirs are whole classifiers.",
-        "{:.4f}", {"dtype": context.options.dtype, "device": calibration.target.device.type}, claims=claims,
+    added = {label: seconds / times.bare - 1 for label, seconds in times.full.items()}
+    shares = ", ".join(f"{label}: {share:+.1%}" for label, share in added.items())
+    claim = Verdict("A head adds less than a quarter to a forward pass", max(added.values()) < 0.25, shares)
+    forms = sorted({"factorised" if h.config.factorised else "full" for h in heads})
+    return paper_table(
+        "cp-3", rows, claims=[claim], tokens=times.tokens, form=" and ".join(forms),
+        settings={"dtype": context.options.dtype, "device": calibration.target.device.type},
     )  # fmt: skip
 
 
-TABLES: dict[str, Measure] = {"cp-1": speculative, "cp-2": head_only, "cp-3": forward_pass}
+class PassTimes(NamedTuple):
+    """Median seconds."""
+
+    tokens: int  # of the sequence
+    bare: float  # the target, with its LM head for the last token
+    head: dict[str, float]  # each CP head alone, on the last hidden state
+    full: dict[str, float]  # target and CP head, timed as one
+
+
+@torch.no_grad()
+def forward_times(target: Target, heads: Mapping[str, CPHead], autocast: Any) -> PassTimes:
+    """Time everyone a few calls a turn, so that what else the machine does falls on all alike.
+
+    transformers' eager modules, batch 1, no KV history: the whole sequence is computed.
+    """
+    tokens = min(LONGEST, target.max_length or LONGEST)
+    ids = torch.arange(tokens, device=target.device)[None] % target.vocab_size
+    batch = Batch(ids, torch.arange(tokens, device=target.device)[None])
+
+    def bare() -> torch.Tensor:
+        last = target.run(batch).final[-1:]
+        functional.linear(last.to(target.unembedding.dtype), target.unembedding, target.bias)
+        return last
+
+    def alone(head: CPHead, hidden: torch.Tensor) -> None:
+        context = target.embed(ids[:, : head.positions - 1]) if head.lead else None
+        head.log_weights(hidden, context)
+        head.log_factors(hidden, target.unembedding, target.bias, context)
+
+    def full(head: CPHead) -> None:
+        alone(head, bare())
+
+    with autocast():
+        hidden = bare()
+        calls: dict[tuple[str, str], Callable[[], Any]] = {("bare", ""): bare}
+        for name, head in heads.items():
+            calls |= {("head", name): partial(alone, head, hidden), ("full", name): partial(full, head)}
+        threads = torch.get_num_threads()
+        timers = {key: Timer("call()", globals={"call": call}, num_threads=threads) for key, call in calls.items()}
+        turns = [{key: timer.timeit(CALLS).median for key, timer in timers.items()} for _ in range(TURNS)]
+    median = {key: statistics.median(turn[key] for turn in turns) for key in calls}
+    alone_and_full = ({name: median[what, name] for name in heads} for what in ("head", "full"))
+    return PassTimes(tokens, median["bare", ""], *alone_and_full)
+
+
+TABLES = {"cp-1": speculative, "cp-2": head_only, "cp-3": forward_pass}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ppd.benchmarks.harness.estimates import CONFIDENCE, RESAMPLES
-from vllm_ppd.benchmarks.papers import Verdict
+from vllm_ppd.benchmarks.papers.table import Verdict
 
 
 class Interval(NamedTuple):
@@ -42,6 +42,6 @@ def over_texts(statistic: Callable[..., Any], *counts: Any) -> Interval:
     return Interval(float(statistic(*(array.sum() for array in arrays))), float(low), float(high))
 
 
-def rises(claim: str, where: str, found: Interval, form: str = "{:+.3f}") -> Verdict:
+def rises(claim: str, where: str, interval: Interval, form: str = "{:+.3f}") -> Verdict:
     """The verdict on a claim that a difference is above 0."""
-    return Verdict(claim, found.above(), f"{where}: {found.text(form)}")
+    return Verdict(claim, interval.above(), f"{where}: {interval.text(form)}")

@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
-from vllm_ppd.benchmarks.papers import Curve, Measure, PaperTable, Row, Value, Verdict
-from vllm_ppd.benchmarks.papers.context import Context
-from vllm_ppd.benchmarks.papers.paradecode_texts import predictions, unverified
+from vllm_ppd.benchmarks.papers.context import Context, once, timed
 from vllm_ppd.benchmarks.papers.ppd import early_heads
 from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
+from vllm_ppd.benchmarks.papers.table import Curve, PaperTable, Row, Value, Verdict, paper_table
 from vllm_ppd.benchmarks.papers.tasks import Task
-from vllm_ppd.heads.early.config import EarlyConfig
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.text import Texts, generate, logits_at
+from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"
-PAPER = "ParaDecode"
 DRAFTER = "SpecDecode, given model w/ given drafter"
 OURS = "ParaDecode (Ours), given model"
 PARALLEL = "ParaDecode (Ours), given model, layer-parallel schedule"
@@ -26,24 +27,21 @@ UNTRAINED = "w/o lightweight LM head training"
 SETTINGS = ("rounds", "new_tokens", "engine_dtype", "eager")
 
 
+@once
 def engines(context: Context, task: Task) -> dict[str, Summary]:
     """Everyone of Tables 1 to 3, one request at a time; who failed to start is missing."""
-
-    def make() -> dict[str, Summary]:
-        config = drafting(context)
-        everyone = [
-            Contender(BASE),
-            Contender(CONTROL),
-            Contender(OURS, config),
-            Contender(PARALLEL, {**config, "schedule": "parallel"}),
-            Contender(UNTRAINED, {name: value for name, value in config.items() if name != "model"}),
-        ]
-        if context.options.draft_model is not None:
-            drafts = {"method": "draft_model", "model": context.options.draft_model}
-            everyone.append(Contender(DRAFTER, {**drafts, "num_speculative_tokens": context.options.drafts}))
-        return {name: row for (name, _), row in context.speeds(everyone, task=task).items()}
-
-    return context.once(("paradecode engines", task.name), make)
+    config = drafting(context)
+    contenders = [
+        Contender(BASE),
+        Contender(CONTROL),
+        Contender(OURS, config),
+        Contender(PARALLEL, {**config, "schedule": "parallel"}),
+        Contender(UNTRAINED, {name: value for name, value in config.items() if name != "model"}),
+    ]
+    if context.options.draft_model is not None:
+        drafts = {"method": "draft_model", "model": context.options.draft_model}
+        contenders.append(Contender(DRAFTER, {**drafts, "num_speculative_tokens": context.options.drafts}))
+    return context.speeds(contenders, task=task)
 
 
 def drafting(context: Context) -> dict[str, Any]:
@@ -56,152 +54,186 @@ def drafting(context: Context) -> dict[str, Any]:
 
 def exit_layer(context: Context) -> int:
     """The exit asked for, or the one nearest to the middle."""
-    config = load_config(context.heads(KIND)[0], EarlyConfig)
     wanted = context.options.exit_layer or context.num_layers / 2
-    return min(config.exit_layers, key=lambda layer: abs(layer - wanted))
+    return min(early_heads(context).exit_layers, key=lambda layer: abs(layer - wanted))
 
 
 def speedups(context: Context) -> PaperTable:
-    found = {task.name: engines(context, task) for task in context.tasks}
+    """Table 1."""
     claims = []
-    for name, rows in found.items():
-        if OURS in rows:
-            _, low, high = rows[OURS]["speed_up"]
-            told = f"{name}: {rows[OURS]['speed_up'][0]:.3f}x, quartiles {low:.2f} to {high:.2f}"
-            claims.append(Verdict("ParaDecode is faster than autoregressive decoding", _side(low, high, 1.0), told))
-    return _by_task(
-        context, 1, "speed-up over vanilla autoregressive decoding", theirs.SPEEDUPS, found,
-        lambda row: f"{row['speed_up'][0]:.3f}x ({Context.quartiles(row)})", "{:.3f}x",
-        "Quartiles in brackets; vLLM alone once more in the same turns is what noise is.", claims,
-    )  # fmt: skip
-
-
-def _side(low: float, high: float, of: float) -> bool | None:
-    return True if low > of else False if high < of else None
+    for task in context.tasks:
+        if (row := engines(context, task).get(OURS)) is not None:
+            median, low, high = row["speed_up"]
+            claims.append(Verdict(
+                "ParaDecode is faster than autoregressive decoding", True if low > 1 else False if high < 1 else None,
+                f"{task.name}: {median:.3f}x, quartiles {low:.2f} to {high:.2f}",
+            ))  # fmt: skip
+    return _by_task(context, "paradecode-1", theirs.SPEEDUPS, lambda row: "{:.3f}x ({})".format(*timed(row)), claims)
 
 
 def consistency(context: Context) -> PaperTable:
-    found = {task.name: engines(context, task) for task in context.tasks}
-    claims = [
-        Verdict(
-            "Output equals ordinary decoding's as often as numerics allow",
-            rows[OURS]["consistency"] >= rows[CONTROL]["consistency"] - 0.05,
-            f"{name}: {rows[OURS]['consistency']:.2%}, and vLLM against itself {rows[CONTROL]['consistency']:.2%}",
-        )
-        for name, rows in found.items() if OURS in rows and CONTROL in rows
-    ]  # fmt: skip
-    return _by_task(
-        context, 2, "consistency ratio", theirs.CONSISTENCY, found, lambda row: f"{row['consistency']:.2%}", "{:.2%}",
-        f"A token counts if it equals vLLM's own at its place, in {context.options.engine_dtype}; vLLM against itself "
-        "is what numerics alone change.", claims,
-    )  # fmt: skip
+    """Table 2."""
+    claims = []
+    for task in context.tasks:
+        rows = engines(context, task)
+        if OURS in rows and CONTROL in rows:
+            ours, control = rows[OURS]["consistency"], rows[CONTROL]["consistency"]
+            claims.append(Verdict(
+                "Output equals ordinary decoding's as often as numerics allow", ours >= control - 0.05,
+                f"{task.name}: {ours:.2%}, and vLLM against itself {control:.2%}",
+            ))  # fmt: skip
+    return _by_task(context, "paradecode-2", theirs.CONSISTENCY, lambda row: f"{row['consistency']:.2%}", claims)
 
 
 def _by_task(
-    context: Context, number: int, what: str, published: Mapping[str, Sequence[float]],
-    found: Mapping[str, Mapping[str, Summary]], cell: Callable[[Summary], str], form: str, further: str,
+    context: Context, key: str, published: Mapping[str, Sequence[float]], cell: Callable[[Summary], str],
     claims: list[Verdict],
 ) -> PaperTable:  # fmt: skip
     """A column a task of ours and of theirs."""
-    nothing: list[Value] = [None] * len(found)
-    rows = [Row(label, None, [*nothing, *values]) for label, values in published.items()]
+    by_task = {task.name: engines(context, task) for task in context.tasks}
+    rows = [Row(label, None, [*[None] * len(by_task), *values]) for label, values in published.items()]
     for label in (DRAFTER, OURS, PARALLEL, UNTRAINED, CONTROL):
-        if any(label in own for own in found.values()):
-            ours = [cell(own[label]) if label in own else None for own in found.values()]
-            rows.append(Row(label, [*ours, *[None] * len(theirs.TASKS)]))
-    return PaperTable(
-        f"paradecode-{number}", PAPER, f"Table {number}: {what}", (*found, *theirs.TASKS), tuple(rows),
-        f"{_how(context)} Self-SpecDecode is no method of vLLM. {further}", form, context.settings(*SETTINGS),
-        claims=tuple(claims),
+        if any(label in summaries for summaries in by_task.values()):
+            ours = [cell(summaries[label]) if label in summaries else None for summaries in by_task.values()]
+            rows.append(Row(label, ours))
+    return paper_table(
+        key, rows, columns=(*by_task, *theirs.TASKS), settings=context.settings(*SETTINGS), claims=claims,
+        dtype=context.options.engine_dtype, **_facts(context),
     )  # fmt: skip
 
 
 def ablation(context: Context) -> PaperTable:
-    task, folder = code_task(context), context.heads(KIND)[0]
-    found, calibration, layer = engines(context, task), context.calibration(folder), exit_layer(context)
-    alone = unverified(calibration, early_heads(context), context.texts(task), layer)
-    ours: dict[str, list[Value]] = {"w/o verification step": [alone, None, None]}
+    """Table 3."""
+    task = code_task(context)
+    summaries, calibration = engines(context, task), context.calibration(context.heads(KIND)[0])
+    alone = unverified(calibration, early_heads(context), context.texts(task), exit_layer(context))
+    ours: dict[str, list[Value]] = {"w/o verification step": [alone]}
     for label, name in (("ParaDecode", OURS), (UNTRAINED, UNTRAINED)):
-        row = found.get(name)
-        ours[label] = [None] * 3 if row is None else [row["consistency"], row["speed_up"][0], context.quartiles(row)]
+        row = summaries.get(name)
+        ours[label] = [] if row is None else [row["consistency"], *timed(row)]
     claims = [Verdict("Without verification the text is another", alone < 0.9, f"{task.name}: {alone:.2%} of tokens")]
-    if OURS in found and UNTRAINED in found:
-        trained, plain = found[OURS]["speed_up"], found[UNTRAINED]["speed_up"]
-        told = f"{task.name}: {plain[0]:.3f}x untrained, {trained[0]:.3f}x trained"
+    if OURS in summaries and UNTRAINED in summaries:
+        trained, plain = summaries[OURS]["speed_up"][0], summaries[UNTRAINED]["speed_up"][0]
+        evidence = f"{task.name}: {plain:.3f}x untrained, {trained:.3f}x trained"
         claims += [
-            Verdict("Without training the head, drafting is slower than ordinary decoding", plain[0] < 1, told),
-            Verdict("Training the head makes drafting faster", trained[0] > plain[0], told),
+            Verdict("Without training the head, drafting is slower than ordinary decoding", plain < 1, evidence),
+            Verdict("Training the head makes drafting faster", trained > plain, evidence),
         ]
-    return PaperTable(
-        "paradecode-3", PAPER, "Table 3: ablation study", ("Consistency Ratio", "Speedup", "quartiles"),
-        tuple(Row(label, ours[label], [*published, None]) for label, published in theirs.ABLATION.items()),
-        f"{_how(context)} Ours is of {task.name}, theirs of HumanEval. Without verification: the exit's own greedy "
-        "text beside the target's, without an engine; no server of ours emits it, so it has no speed-up. With "
-        "verification an untrained exit changes no token, only the speed.",
-        ("{:.2%}", "{:.3f}x", "{}"), context.settings(*SETTINGS), claims=tuple(claims),
-    )  # fmt: skip
+    rows = [Row(label, ours[label], published) for label, published in theirs.ABLATION.items()]
+    settings = context.settings(*SETTINGS)
+    return paper_table("paradecode-3", rows, settings=settings, claims=claims, task=task.name, **_facts(context))
 
 
 def code_task(context: Context) -> Task:
     """The task that stands for HumanEval if one does as a whole, else the first."""
-    found = context.counterpart(theirs.TASKS[1])
-    return found.task if found is not None and found.whole else context.task
+    group = context.counterpart(theirs.TASKS[1])
+    return group.task if group is not None and group.whole else context.task
 
 
 def threshold(context: Context) -> PaperTable:
+    """Fig. 6."""
     task, config = code_task(context), drafting(context)
     calibration = context.calibration(context.heads(KIND)[0])
     exits = predictions(calibration, early_heads(context), context.texts(task), exit_layer(context))
     names = {gamma: f"paradecode, gamma {gamma:g}" for gamma in theirs.GAMMAS if gamma < 1}
-    everyone = [Contender(name, {**config, "gamma": gamma}) for gamma, name in names.items()]
-    speeds = context.speeds([Contender(BASE), Contender(CONTROL), *everyone], task=task)
+    drafting_with = [Contender(name, {**config, "gamma": gamma}) for gamma, name in names.items()]
+    speeds = context.speeds([Contender(BASE), Contender(CONTROL), *drafting_with], task=task)
+    rates = {gamma: exits.rates(gamma) for gamma in theirs.GAMMAS}
     rows = []
     for gamma in theirs.GAMMAS:
-        row = speeds.get((names.get(gamma, CONTROL), 1))
-        ours = [row["speed_up"][0] if row else None, *exits.rates(gamma), context.quartiles(row)]
-        published = theirs.THRESHOLD.get(gamma)
-        rows.append(Row(f"gamma = {gamma:g}", ours, published and [*published, None]))
-    best = max(
-        (row["speed_up"][0], gamma) for gamma, name in names.items() if (row := speeds.get((name, 1))) is not None
-    )
-    rates = [exits.rates(gamma) for gamma in theirs.GAMMAS]
-    early, rejected = [rate for rate, _ in rates], [value for _, value in rates if value is not None]
-    claims = (
+        speed_up, quartiles = timed(speeds.get(names.get(gamma, CONTROL)))
+        rows.append(Row(f"gamma = {gamma:g}", [speed_up, *rates[gamma], quartiles], theirs.THRESHOLD.get(gamma)))
+    best = max((speeds[name]["speed_up"][0], gamma) for gamma, name in names.items() if name in speeds)
+    early, rejected = [rate for rate, _ in rates.values()], [value for _, value in rates.values() if value is not None]
+    claims = [
         Verdict("gamma 0 is the fastest", best[1] == 0, f"{task.name}: {best[0]:.3f}x at gamma {best[1]:g}"),
         Verdict("A higher gamma predicts fewer tokens early", early == sorted(early, reverse=True), task.name),
         Verdict("A higher gamma rejects fewer of them", rejected == sorted(rejected, reverse=True),
                 f"{task.name}: {', '.join(f'{value:.1%}' for value in rejected)}"),
         Verdict("Around 30 % are rejected at gamma 0", 0.2 <= rejected[0] <= 0.4, f"{task.name}: {rejected[0]:.1%}"),
-    )  # fmt: skip
+    ]  # fmt: skip
     columns = ("(a) speedup", "(b) early prediction rate", "(c) verification rejection rate")
-    return PaperTable(
-        "paradecode-fig-6", PAPER, "Figure 6: varying the early prediction threshold gamma",
-        (*columns, "quartiles of (a)"), tuple(rows),
-        f"{_how(context)} Ours is of {task.name}. Rates are of every token of its greedy texts, "
-        "without an engine: how often the exit "
-        "is surer than gamma, and how often it is then wrong. gamma 1 is vLLM alone: no confidence exceeds it. Theirs "
-        "is of HumanEval; its curves are drawn without numbers, so only what its text and Table 3 say is here.",
-        ("{:.3f}x", "{:.2%}", "{:.2%}", "{}"), context.settings(*SETTINGS), ("gamma", "speedup and rates"),
-        tuple(Curve(column, _points(rows, index, "ours"), _points(rows, index, "theirs"))
-              for index, column in enumerate(columns)),
-        claims,
+    return paper_table(
+        "paradecode-fig-6", rows, settings=context.settings(*SETTINGS), claims=claims, task=task.name,
+        curves=[
+            Curve(column, _points([row.ours for row in rows], i), _points([row.theirs for row in rows], i))
+            for i, column in enumerate(columns)
+        ],
+        **_facts(context),
     )  # fmt: skip
 
 
-def _points(rows: list[Row], index: int, whose: str) -> list[tuple[float, float]]:
+def _points(rows: list[Sequence[Value] | None], column: int) -> list[tuple[float, float]]:
     """What is known of a column over gamma."""
-    values = [(getattr(row, whose) or (None,) * 3)[index] for row in rows]
+    values = [None if row is None else row[column] for row in rows]
     return [(gamma, value) for gamma, value in zip(theirs.GAMMAS, values, strict=True) if isinstance(value, float)]
 
 
-def _how(context: Context) -> str:
-    return (
-        f"Ours: greedy decoding after the prompts of a task, one request at a time, in turns with vLLM alone; "
-        f"early head at layer {exit_layer(context)} of {context.num_layers}, gamma 0, {context.options.drafts} drafts."
-    )
+def _facts(context: Context) -> dict[str, Any]:
+    return {"layer": exit_layer(context), "depth": context.num_layers, "drafts": context.options.drafts}
 
 
-TABLES: dict[str, Measure] = {
+class Predictions(NamedTuple):
+    """Early predictions at every generated token of texts, a flat row of tokens each."""
+
+    confidence: torch.Tensor  # [tokens] p of the exit's best token
+    right: torch.Tensor  # [tokens] whether the target chose it, too
+
+    def rates(self, gamma: float) -> tuple[float, float | None]:
+        """Early prediction rate, and the share of these that verification rejects (None: there are none)."""
+        early = self.confidence > gamma
+        rejected = 1 - float(self.right[early].double().mean()) if bool(early.any()) else None
+        return float(early.double().mean()), rejected
+
+
+@torch.no_grad()
+def predictions(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer: int) -> Predictions:
+    """Read one exit at every token of greedy texts."""
+    confidence, right = [], []
+    for rows, windows in texts.batches(calibration.options.batch):
+        with calibration.autocast():
+            states = calibration.target.run(windows, (layer,))
+        valid = texts.valid()[rows].flatten()
+        hidden = texts.reading(states.exits[layer], windows)[valid]
+        best = exit_logits(calibration, heads, hidden, layer).softmax(-1).max(-1)
+        confidence.append(best.values.cpu())
+        right.append((best.indices == texts.generated[rows].flatten()[valid]).cpu())
+    return Predictions(torch.cat(confidence), torch.cat(right))
+
+
+def exit_logits(calibration: Calibration, heads: EarlyHeads, hidden: torch.Tensor, layer: int) -> torch.Tensor:
+    """The logits of the head at an exit for normed states [..., hidden]: [..., vocabulary]."""
+    with calibration.autocast():
+        read = heads(hidden, layer)
+    return read.float() if heads.form == "classifier" else logits_at(calibration.target, read, 0.0)
+
+
+@torch.no_grad()
+def unverified(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer: int) -> float:
+    """Share of tokens equal to the texts' where each next token is the exit's best one and nothing verifies it."""
+    target, states = calibration.target, list[torch.Tensor]()
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        states[:] = [output[0] if isinstance(output, tuple) else output]
+
+    def read_exit(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        return exit_logits(calibration, heads, target.norm(states[0][:, -logits.shape[1] :]), layer).to(logits.dtype)
+
+    hooks = [
+        target.layers[layer - 1].register_forward_hook(keep),
+        target.model.get_output_embeddings().register_forward_hook(read_exit),
+    ]
+    try:
+        prompts, steps = texts.ids[:, : texts.prompt], texts.generated.shape[1]
+        written = generate(target, prompts, steps, batch=calibration.options.batch, starts=texts.starts)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    valid = texts.valid()
+    return float(((written.generated == texts.generated) & valid).sum() / valid.sum().clamp(min=1))
+
+
+TABLES = {
     "paradecode-1": speedups,
     "paradecode-2": consistency,
     "paradecode-3": ablation,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tables are measured on: named files of chats, prompts or texts, and their categories.
 
-Chats, prompts and token ids are answered as records ask. Where one is a text, all are: prompts of one length come from
-the middle of each.
+Chats, prompts and token ids are answered as records ask. Where a record is a text, all are: prompts of one length come
+from the middle of each.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.options import named
-from vllm_ppd.heads.calibration.text import Texts, padded, take_prompts
+from vllm_ppd.heads.calibration.text import Padded, Texts, padded, take_prompts
 from vllm_ppd.heads.data.documents import Documents
-from vllm_ppd.heads.data.prompts import in_turns
+from vllm_ppd.heads.data.prompts import document_prompts, in_turns
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -32,7 +32,7 @@ COUNTERPARTS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
     """Prompts of a name, shortest first."""
 
@@ -43,11 +43,15 @@ class Task:
     texts: bool = False  # documents to be cut, instead of prompts
     left_out: int = 0  # prompts that were too long
 
-    def padded(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def padded(self, device: torch.device) -> Padded:
         """Prompts at the right of [prompts, longest], and where each begins."""
-        ids, starts = padded(self.prompts, device)
-        assert starts is not None
-        return ids, starts
+        return padded(self.prompts, device)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The whole task, followed by its categories."""
+        whole = Group(self.name, self, torch.arange(len(self.prompts)))
+        return [whole, *(Group(f"{self.name}/{name}", self, torch.tensor(at)) for name, at in self.categories.items())]
 
 
 class Group(NamedTuple):
@@ -63,32 +67,27 @@ class Group(NamedTuple):
 
 
 def answers(texts: Texts, size: int) -> list[Batch]:
-    """The generated part of texts, for likelihoods."""
-    found = []
-    for part, windows in texts.batches(size):
-        ids = torch.cat([windows.input_ids, texts.ids[part, -1:]], dim=1)
+    """The generated tokens of texts, for likelihoods, as batches of some size."""
+    batches = []
+    for rows, windows in texts.batches(size):
+        ids = torch.cat([windows.input_ids, texts.ids[rows, -1:]], dim=1)
         positions = torch.cat([windows.position_ids, windows.position_ids[:, -1:] + 1], dim=1)
         place = torch.arange(ids.shape[1], device=ids.device) - (ids.shape[1] - texts.generated.shape[1])
-        counted = (place >= 0) & (place < texts.lengths[part, None])
-        found.append(Batch(ids, positions, counted=counted))
-    return found
-
-
-def groups_of(tasks: list[Task]) -> list[Group]:
-    """Every task, followed by its categories."""
-    found = []
-    for task in tasks:
-        found.append(Group(task.name, task, torch.arange(len(task.prompts))))
-        found += [Group(f"{task.name}/{name}", task, torch.tensor(at)) for name, at in task.categories.items()]
-    return found
+        counted = (place >= 0) & (place < texts.lengths[rows, None])
+        batches.append(Batch(ids, positions, counted=counted))
+    return batches
 
 
 def counterpart(data_set: str, tasks: list[Task]) -> Group | None:
-    """The task or category that stands for a data set of the papers."""
-    wanted = (data_set.lower(), *COUNTERPARTS.get(data_set, ()))
-    by_name = {group.label.lower().rpartition("/")[2]: group for group in reversed(groups_of(tasks))}
-    by_name |= {task.name.lower(): group for task in tasks for group in groups_of([task])[:1]}
-    return next((by_name[name] for name in wanted if name in by_name), None)
+    """The task that stands for a data set of the papers, or the first such category where there is no task."""
+    by_name = {
+        name.lower(): group
+        for task in reversed(tasks)
+        for name, group in zip(task.categories, task.groups[1:], strict=True)
+    }
+    by_name |= {task.name.lower(): task.groups[0] for task in reversed(tasks)}
+    names = (data_set.lower(), *COUNTERPARTS.get(data_set, ()))
+    return next((by_name[name] for name in names if name in by_name), None)
 
 
 def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> Task:
@@ -104,9 +103,9 @@ def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> T
     Raises:
         BenchError, TrainingError: if the file is missing or malformed, or holds too little.
     """
-    found = read_prompts(text, target.tokenizer, most, longest)
-    if found is not None:
-        return found
+    task = read_prompts(text, target.tokenizer, most, longest)
+    if task is not None:
+        return task
     name, path = named(text)
     return Task(name, path, take_prompts([path], target, most, cut).tolist(), texts=True)
 
@@ -118,25 +117,25 @@ def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> T
         text: NAME=FILE.
         tokenizer: the target's, with its chat template.
         most: prompts at most (None: all).
-        longest: tokens of a prompt; longer ones are left out, as a part of a chat is no chat.
+        longest: tokens of a prompt; longer ones are left out, as a piece of a chat is no chat.
 
     Raises:
         BenchError, TrainingError: if the file is missing or malformed, or holds no prompt of that length.
     """
     name, path = named(text)
-    found: dict[str, list[list[int]]] = defaultdict(list)
+    by_category: dict[str, list[list[int]]] = defaultdict(list)
     left_out = 0
     documents = Documents([path], lambda: tokenizer, report=False)
-    for document in documents.tokens(prompts=True):
-        if document.prompt_ids is None:
+    for document in document_prompts(documents, longest):
+        if not document.is_asked:
             return None
-        if len(document.prompt_ids) <= longest:
-            found[document.category].append(document.prompt_ids)
-        left_out += len(document.prompt_ids) > longest
+        by_category[document.category] += [ids for ids in document.ids if len(ids) <= longest]
+        left_out += sum(len(ids) > longest for ids in document.ids)
     documents.report_skips()
-    taken = in_turns([(category, ids) for ids in rows] for category, rows in found.items())[:most]
+    taken = in_turns([(category, ids) for ids in rows] for category, rows in by_category.items())[:most]
     if not taken:
         raise BenchError(f"--task {name}: none of {left_out} prompts has up to {longest} tokens; give more --longest")
-    taken.sort(key=lambda pair: len(pair[1]))
-    categories = {one: [at for at, (own, _) in enumerate(taken) if own == one] for one in found if len(found) > 1}
-    return Task(name, path, [ids for _, ids in taken], {k: v for k, v in categories.items() if v}, left_out=left_out)
+    taken.sort(key=lambda prompt: len(prompt[1]))
+    places = {name: [at for at, (category, _) in enumerate(taken) if category == name] for name in by_category}
+    categories = {name: at for name, at in places.items() if at and len(places) > 1}
+    return Task(name, path, [ids for _, ids in taken], categories, left_out=left_out)

@@ -13,8 +13,8 @@ from vllm_ppd.benchmarks.decode import table as decode_table
 from vllm_ppd.benchmarks.harness.contenders import BASE
 from vllm_ppd.benchmarks.harness.estimates import ALL
 from vllm_ppd.benchmarks.harness.results import Measured, Row, stored
-from vllm_ppd.benchmarks.papers import PaperTable, acceptance
-from vllm_ppd.benchmarks.papers.render import render
+from vllm_ppd.benchmarks.papers import acceptance
+from vllm_ppd.benchmarks.papers.table import PaperTable, claims, read_tables, render
 from vllm_ppd.benchmarks.results.again import AGAIN
 from vllm_ppd.benchmarks.results.drawing import ALONE, OURS, THEIRS, Bar, Bars, Line, Plot, bars, lines, stacks
 from vllm_ppd.benchmarks.serve import open_loop_table
@@ -54,7 +54,9 @@ def headlines(folder: Path) -> dict[str, str]:
     """Tables that are of no file as a whole, by the name that a document asks for them by."""
     known = {"decode": decode_table.headline, "acceptance": acceptance.headline}
     files = {name: folder / f"{name}.json" for name in known}
-    return {f"{name}_headline": known[name](stored(path)) for name, path in files.items() if path.exists()}
+    tables = [path for path in sorted(folder.glob("tables*.json")) if not path.stem.endswith(".turns")]
+    headlines = {f"{name}_headline": known[name](stored(path)) for name, path in files.items() if path.exists()}
+    return headlines | {"claims": claims(tables)}
 
 
 def whose(measured: Measured, name: str) -> str:
@@ -212,13 +214,13 @@ def breakdown(path: Path) -> Parts:
 
 def paper_tables(path: Path) -> Parts:
     """The papers' tables; the newest of each counts."""
-    newest = {entry["key"]: entry for entry in json.loads(path.read_text())["tables"]}
-    found = [PaperTable.from_json(entry) for entry in newest.values()]
-    shown = "\n\n".join(map(render, found))
+    newest = {entry["key"]: entry for entry in read_tables(path)}
+    tables = [PaperTable.model_validate(entry) for entry in newest.values()]
+    shown = "\n\n".join(map(render, tables))
     drawn = [
-        _figure(one, f"ours: {entry['identity']['model']}; {entry['machine']}")
-        for one, entry in zip(found, newest.values(), strict=True)
-        if one.axes is not None and any(_curves(one))
+        _figure(table, f"ours: {entry['identity']['model']}; {entry['machine']}")
+        for table, entry in zip(tables, newest.values(), strict=True)
+        if table.axes is not None and any(_curves(table))
     ]
     return shown, shown, drawn
 

@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
+class Work(NamedTuple):
+    """What the drafts of a step read beside a full pass of the target."""
+
+    layers: float  # decoder layers
+    matrices: float  # d x d matrices of the heads
+    reads: float  # reads of the whole LM head
+    rows: int = 1  # hidden states of a request in each of these reads
+
+
 class Setting(NamedTuple):
     """One way of drafting with heads, what it costs, and how much of it is accepted."""
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.calibration.setting import Setting, by_vocabulary
+from vllm_ppd.heads.calibration.setting import Setting, Work, by_vocabulary
 from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
 
 
@@ -109,6 +109,19 @@ class CPConfig(HeadsConfig):
     def max_drafts(self) -> int:
         return self.positions - 1
 
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """One read of the LM head, which all states share; chain reads it a draft, as each needs the draft before.
+
+        A transform is read for each expert and position. A condition saves the first position's, and adds a matrix a
+        draft, which all experts share; chain one more a draft but the first. Whole classifiers are an LM head each.
+        """
+        lead, chain = self.positions - self.factors, self.condition == "chain"
+        states = self.rank * (drafts + 1 - lead)
+        if not self.factorised:
+            return Work(0, 0, states * vocabulary)
+        matrices = states + drafts * lead + (drafts - 1) * chain
+        return Work(0, matrices, *((drafts * vocabulary, self.rank) if chain else (vocabulary, states)))
+
     def shapes(self) -> Shapes:
         size, n, r = self.target.hidden_size, self.positions, self.rank
         name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
@@ -124,20 +137,11 @@ class CPConfig(HeadsConfig):
         return "token_counts" if self.token_counts else None
 
     def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
-        """One read of the LM head, which all states share, or that share of it which the draft vocabulary is.
-
-        A transform is read for each expert and position that it predicts. A condition saves the first position's, and
-        adds a matrix of that size a draft, which all experts share; chain one more a draft but the first, and a read of
-        the draft vocabulary for each draft in place of one for all.
-        """
+        """Every number of drafts over every draft vocabulary that was measured."""
         transform = parts["timing"].get("transform_in_layers", 0.0)
-        lead, chain = self.positions - self.factors, self.condition == "chain"
         for size, share, found in by_vocabulary(parts, self.target.vocab_size, greedy):
             for n, counts in enumerate(found["by_drafts"], start=1):
                 options = {"num_speculative_tokens": n, "draft_vocab_size": size}
-                drafted = counts["drafted"] / max(counts["cycles"], 1)
-                states = self.rank * (n + 1 - lead)
-                matrices = states + n * lead + (n - 1) * chain
-                layers = matrices * transform if self.factorised else 0.0
-                reads, rows = (n * share, self.rank) if chain else (share, states)
-                yield Setting(options, n, drafted, counts["length"], layers, reads, rows=rows)
+                drafted, work = counts["drafted"] / max(counts["cycles"], 1), self.work(n, share)
+                layers = work.matrices * transform
+                yield Setting(options, n, drafted, counts["length"], layers, work.reads, rows=work.rows)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.calibration.setting import Setting, by_vocabulary
+from vllm_ppd.heads.calibration.setting import Setting, Work, by_vocabulary
 from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
 
@@ -112,6 +112,10 @@ class DynaMoConfig(HeadsConfig):
         if self.cooccurrence_entries:
             check_counts(tensors)
 
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """All layers run in every step, however many drafts are made, and one read of the LM head serves them."""
+        return Work(self.tokens - 1, 0, vocabulary, self.tokens - 1)
+
     def shapes(self) -> Shapes:
         found = {
             f"head.{token}.{name}": shape
@@ -125,8 +129,7 @@ class DynaMoConfig(HeadsConfig):
         return found
 
     def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
-        """n - 1 layers, which run over every token, and as many reads of the draft vocabulary."""
-        heads = self.tokens - 1
+        """Every threshold, number of drafts, draft vocabulary and mask that was measured."""
         measured = list(by_vocabulary(parts, self.target.vocab_size, greedy))
         if not greedy:
             measured += [(None, 1.0, found) for found in parts.get("mask", {}).values()]
@@ -137,4 +140,5 @@ class DynaMoConfig(HeadsConfig):
                 sampling = self.sampling.model_dump() | {"eps_b": row["eps_b"], "alpha_c": alpha}
                 options = {"num_speculative_tokens": n, "draft_vocab_size": size, "sampling": sampling}
                 length = 1 + row["accepted"] / cycles
-                yield Setting(options, n, row["drafted"] / cycles, length, heads, heads * share)
+                work = self.work(n, share)
+                yield Setting(options, n, row["drafted"] / cycles, length, work.layers, work.reads, rows=work.rows)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.calibration.setting import Setting, on_texts
+from vllm_ppd.heads.calibration.setting import Setting, Work, on_texts
 from vllm_ppd.heads.comma_lists import Integers
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.training.options import TrainingOptions
@@ -99,21 +99,27 @@ class EarlyConfig(HeadsConfig):
     def describe(self) -> str:
         return f"a {self.head} at {len(self.exit_layers)} exit layers"
 
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """Each draft runs the layers before the exit and reads the LM head, and its transform where it has one."""
+        layer = self.serving_exits[0] if exit_layer is None else exit_layer
+        return Work(drafts * layer, drafts * (self.head == "transform"), drafts * vocabulary)
+
     def shapes(self) -> Shapes:
         size = self.target.hidden_size
         rows = size if self.head == "transform" else self.target.vocab_size
         return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
 
     def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
-        """n drafts at layer l add n l layers, n reads of the LM head and of a transform to the pass."""
+        """Every number of drafts at every exit that was measured, with the heads and without them."""
         transform = parts["timing"].get("transform_in_layers", 0.0)
         for form, by_layer in on_texts(parts["matches"]["acceptance"], greedy).items():
-            own = transform if form == "Y" and self.head == "transform" else 0.0
             for layer, by_n in by_layer.items():
                 for n, counts in enumerate(by_n, start=1):
                     options = {"default_exit_layers": [int(layer)], "num_speculative_tokens": n}
                     drafted = counts["drafted"] / max(counts["cycles"], 1)
-                    layers = n * (int(layer) + own)
+                    work, trained = self.work(n, exit_layer=int(layer)), form == "Y"
+                    layers = work.layers + (work.matrices * transform if trained else 0.0)
                     yield Setting(
-                        options, n, drafted, counts["length"], layers, n, exit_layer=int(layer), trained=form == "Y"
-                    )
+                        options, n, drafted, counts["length"], layers, work.reads, exit_layer=int(layer),
+                        trained=trained,
+                    )  # fmt: skip
