@@ -65,7 +65,7 @@ def emit(
     going = torch.ones(texts, dtype=torch.bool, device=device)
     begin = torch.zeros_like(written) if starts is None else starts
     everywhere = torch.arange(ids.shape[1], device=device)
-    states_of, given, real = _CachedStates(measures, texts), prompts, everywhere[:width] >= begin[:, None]
+    states_of, given, real = CachedStates(measures, texts), prompts, everywhere[:width] >= begin[:, None]
     columns = everywhere[:n]
     progress = tqdm(total=tokens, desc="writing n-grams", mininterval=2, delay=2, leave=False)
     while bool(going.any()):
@@ -99,7 +99,7 @@ def emit(
     return Emitted(Texts(ids[:, : width + tokens], width, lengths, temperature, starts), taken.cpu())
 
 
-class _CachedStates:
+class CachedStates:
     """What the LM head reads for each head at every text's last token; earlier tokens stand in a KV cache."""
 
     def __init__(self, measures: DynaMoMeasures, texts: int) -> None:

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import cells_of
+from heads_folders import make_heads
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import stored
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers import acceptance
-from vllm_ppd.benchmarks.papers.acceptance import fixed, headline, report, run
+from vllm_ppd.benchmarks.papers.acceptance import costs, fixed, headline, report, run
 from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
 
 TOKENS = 9
@@ -65,7 +69,7 @@ def options(
     return lambda **changes: AcceptanceOptions(**{**given, **changes})
 
 
-def test_table(options: Callable[..., AcceptanceOptions]) -> None:
+def test_tables_tell_what_is_accepted_and_equal(options: Callable[..., AcceptanceOptions]) -> None:
     text = run(options())
     greedy, sampled = (cells_of(part) for part in text.split("\n\n\n")[0].split("left out: broken")[:2])
     assert greedy[1][:5] == ["vLLM", "5", "5 of 5", "0.000 (0.000-0.000)", "0.000"]
@@ -74,20 +78,20 @@ def test_table(options: Callable[..., AcceptanceOptions]) -> None:
     assert [row[2] for row in sampled[1:3]] == ["-", "-"]
     assert "broken: does not start" in text and "Predictions" not in text  # without heads there are none
     assert report(stored(Path(options().out))) == text
-    found = stored(Path(options().out))
-    found[-1].run["predicted"] = [["heads", "1.5 (n 3)", "2 (n 2)"]]
-    header, *rows = cells_of(headline(found))
+    runs = stored(Path(options().out))
+    runs[-1].run["predicted"] = [["heads", "1.5 (n 3)", "2 (n 2)"]]
+    header, *rows = cells_of(headline(runs))
     assert header[1:] == ["accepted, greedy", "accepted, T 0.8", "cost, passes", "predicted, H100", "predicted, L4"]
     assert rows == [["ngram", "1.00 (1.000-1.000)", "1.00 (1.000-1.000)", "0.00", "-", "-"]]
     assert greedy[1][-2:] == ["-", "-"] and greedy[2][-2:] == ["0.000", "2.00"]
-    found[-1].contenders["ngram"]["speculative_config"] = {"model": "somewhere/heads"}
-    assert cells_of(headline(found))[1][-2:] == ["1.5 (n 3)", "2 (n 2)"]
-    found[-1].contenders["ngram"]["speculative_config"]["prompt_lookup_min"] = 2  # of which no plan knows
-    assert cells_of(headline(found))[1][-2:] == ["-", "-"]
-    for one in (found[-1].run, *found[-1].earlier):  # measured at one temperature alone
-        one["turns"] = [turn for turn in one["turns"] if turn["contender"] != "ngram"]
-    del found[-1].contenders["ngram"]
-    assert cells_of(headline(found))[1] == ["ngram", "1.00 (1.000-1.000)", "-", "0.00", "-", "-"]
+    runs[-1].contenders["ngram"]["speculative_config"] = {"model": "somewhere/heads"}
+    assert cells_of(headline(runs))[1][-2:] == ["1.5 (n 3)", "2 (n 2)"]
+    runs[-1].contenders["ngram"]["speculative_config"]["prompt_lookup_min"] = 2  # of which no plan knows
+    assert cells_of(headline(runs))[1][-2:] == ["-", "-"]
+    for measured in (runs[-1].run, *runs[-1].earlier):  # nothing at this temperature
+        measured["turns"] = [turn for turn in measured["turns"] if turn["contender"] != "ngram"]
+    del runs[-1].contenders["ngram"]
+    assert cells_of(headline(runs))[1] == ["ngram", "1.00 (1.000-1.000)", "-", "0.00", "-", "-"]
 
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
@@ -111,8 +115,8 @@ def test_drafts_are_made_in_every_step() -> None:
 
 
 def test_lists_are_written_with_commas(options: Callable[..., AcceptanceOptions]) -> None:
-    found = options(temperatures="0,0.8", batch_sizes="4")
-    assert (found.temperatures, found.batch_sizes) == ((0.0, 0.8), (4,))
+    runs = options(temperatures="0,0.8", batch_sizes="4")
+    assert (runs.temperatures, runs.batch_sizes) == ((0.0, 0.8), (4,))
 
 
 def test_texts_that_are_too_short_are_refused(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
@@ -122,8 +126,66 @@ def test_texts_that_are_too_short_are_refused(options: Callable[..., AcceptanceO
         run(options(data=(str(texts),)))
 
 
+def passes(model: Path, numbers: float, layers: int, lm_heads: float) -> Any:
+    """Numbers of heads, layers of the target and reads of its LM head, in passes."""
+    tensors = load_file(model / "model.safetensors")
+    layer = sum(tensor.numel() for name, tensor in tensors.items() if "layers.0." in name)
+    lm_head = tensors["lm_head.weight"].numel()
+    whole = AutoConfig.from_pretrained(model).num_hidden_layers * layer + lm_head
+    return pytest.approx((numbers + layers * layer + lm_heads * lm_head) / whole, abs=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [None, 100])
+@pytest.mark.parametrize(
+    ("condition", "matrices", "reads"), [("none", 3, 1), ("token", 3 + 1, 1), ("chain", 3 + 1 + 1, 2)]
+)
+def test_cp_reads_its_matrices_and_the_lm_head_once_or_once_a_draft(
+    tiny_model: Callable[..., Path], tmp_path: Path, condition: str, matrices: int, reads: int, vocabulary: int | None
+) -> None:
+    """For two drafts all matrices of the checkpoint, for a single draft those of fewer positions."""
+    model = tiny_model()
+    heads = make_heads(tmp_path / "heads", "cp", model, rank=3, condition=condition)
+    config = {"model": str(heads), "num_speculative_tokens": 2}
+    config |= {"draft_vocab_size": vocabulary} if vocabulary else {}
+    tensors = load_file(heads / "model.safetensors")
+    saved = sum(t.numel() for name, t in tensors.items() if name.startswith("cp.") and "gate" not in name)
+    size = AutoConfig.from_pretrained(model).vocab_size
+    share = (vocabulary or size) / size
+    everyone = [Contender("vLLM"), Contender("2", config), Contender("1", config | {"num_speculative_tokens": 1})]
+    assert costs(everyone, str(model)) == {
+        "2": passes(model, saved, 0, share * reads), "1": passes(model, saved - matrices * 64**2, 0, share)
+    }  # fmt: skip
+
+
+def test_costs_are_counted_where_weights_are_known(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Layers of heads and of peers; none of vLLM's other methods and of drafts of several exits."""
+    model, drafts = tiny_model(), {"num_speculative_tokens": 2}
+    early, dynamo = ({"model": str(make_heads(tmp_path / kind, kind, model))} for kind in ("early", "dynamo"))
+    peer = tmp_path / "peer"
+    peer.mkdir()
+    save_file(
+        {"fc": torch.zeros(7, 11), "lm_head": torch.zeros(AutoConfig.from_pretrained(model).vocab_size, 3)},
+        peer / "model.safetensors",
+    )
+    configs: dict[str, dict[str, Any]] = {
+        "early": early, "exit 2": early | {"method": "ppd", "exit_layer": 2}, "dynamo": dynamo,
+        "eagle": {"method": "eagle", "model": str(peer)}, "medusa": {"method": "medusa", "model": str(peer)},
+        "ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}, "no heads": {"method": "ppd"},
+        "eagle3": {"method": "eagle3", "model": str(peer)}, "exits": early | {"exit_layer": [2, 4]},
+        "draft model": {"method": "draft_model", "model": str(model)},
+    }  # fmt: skip
+    assert costs([Contender(name, config | drafts) for name, config in configs.items()], str(model)) == {
+        "early": passes(model, 2 * 64**2, 2 * 4, 2), "exit 2": passes(model, 2 * 64**2, 2 * 2, 2),
+        "dynamo": passes(model, 0, 2, 1), "eagle": passes(model, 2 * 77, 0, 2), "medusa": passes(model, 77, 0, 2),
+        "ngram": 0.0,
+    }  # fmt: skip
+    assert costs([Contender("ngram", {"method": "ngram"})], str(tiny_model("mixtral"))) == {}
+
+
 @pytest.mark.full
-def test_engines(tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_greedy_text_of_engines_is_vllms(
+    tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], tmp_path: Path
+) -> None:
     data = tmp_path / "ids.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": [3 + n, 40, 3] * 4}) + "\n" for n in range(6)))
     text = run(

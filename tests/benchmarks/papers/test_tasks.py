@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from conftest import DEMO, patterned_texts, write_texts
+from conftest import patterned_texts, write_texts
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.harness.options import named
-from vllm_ppd.benchmarks.papers.dynamo import recipe_of
 from vllm_ppd.benchmarks.papers.intervals import over_texts, rises
-from vllm_ppd.benchmarks.papers.tasks import Task, answers, counterpart, groups_of, read_task
+from vllm_ppd.benchmarks.papers.tasks import Task, answers, counterpart, read_task
 from vllm_ppd.heads.calibration.text import Texts, generate
 from vllm_ppd.heads.training.target import Target
 
@@ -28,14 +26,14 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Callable[..., Path]) -> Target:
-    found = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
-    found.tokenizer.chat_template = TEMPLATE
-    return found
+    target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)
+    target.tokenizer.chat_template = TEMPLATE
+    return target
 
 
-def task_of(target: Target, path: Path, records: list[dict[str, Any]], most: int = 9, longest: int = 40) -> Task:
+def task_of(target: Target, path: Path, records: list[dict[str, Any]], most: int = 9) -> Task:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_task(f"chats={path}", target, most, longest, 8)
+    return read_task(f"chats={path}", target, most, 40, 8)
 
 
 def chat(text: str, *more: str, **columns: Any) -> dict[str, Any]:
@@ -43,10 +41,12 @@ def chat(text: str, *more: str, **columns: Any) -> dict[str, Any]:
     return {"messages": turns, **columns}
 
 
-def test_chats_through_the_template(target: Target, tmp_path: Path) -> None:
-    task = task_of(target, tmp_path / "a.jsonl", [chat("hello"), chat("a", "answer"), {"prompt_token_ids": [5, 6]}])
+def test_chats_go_through_the_template(target: Target, tmp_path: Path) -> None:
+    share_gpt = {"conversations": [{"from": "human", "value": "hey"}, {"from": "gpt", "value": "answer"}]}
+    records = [chat("hello"), chat("a", "answer"), {"prompt_token_ids": [5, 6]}, share_gpt]
+    task = task_of(target, tmp_path / "a.jsonl", records)
     decoded = [target.tokenizer.decode(ids) for ids in task.prompts]
-    assert decoded[1:] == ["<user>a<a>", "<user>hello<a>"] and task.prompts[0] == [5, 6]
+    assert decoded[1:] == ["<user>a<a>", "<user>hey<a>", "<user>hello<a>"] and task.prompts[0] == [5, 6]
     assert not task.texts and not task.categories
 
 
@@ -54,20 +54,18 @@ def test_categories_take_turns(target: Target, tmp_path: Path) -> None:
     records = [chat("x" * n, category=name) for name, n in (("qa", 1), ("qa", 2), ("qa", 3), ("rag", 9), ("rag", 99))]
     task = task_of(target, tmp_path / "a.jsonl", records, most=3)
     assert {name: len(rows) for name, rows in task.categories.items()} == {"qa": 2, "rag": 1} and task.left_out == 1
-    labels = [group.label for group in groups_of([task])]
-    assert labels == ["chats", "chats/qa", "chats/rag"]
-    found = counterpart("SQUAD", [task])
-    assert found is not None and found.label == "chats/qa" and found.rows.tolist() == task.categories["qa"]
+    assert [group.label for group in task.groups] == ["chats", "chats/qa", "chats/rag"]
+    group = counterpart("SQUAD", [task])
+    assert group is not None and group.label == "chats/qa" and group.rows.tolist() == task.categories["qa"]
     assert counterpart("CNN/DM", [task]) is None
     with pytest.raises(BenchError, match="--task chats: none of 1 prompts has up to 40 tokens; give more --longest"):
         task_of(target, tmp_path / "a.jsonl", records[-1:])
 
 
-def test_texts_give_prompts_of_one_length(target: Target, tmp_path: Path) -> None:
+def test_texts_give_prompts_of_the_same_length(target: Target, tmp_path: Path) -> None:
     path = write_texts(tmp_path / "texts.jsonl", patterned_texts(4, 30))
     task = read_task(str(path), target, 3, 40, 8)
     assert task.name == "texts" and task.texts and {len(ids) for ids in task.prompts} == {8}
-    assert named("spec=a/b.jsonl") == ("spec", "a/b.jsonl") and named("dir=x/b.jsonl/c") == ("dir", "x/b.jsonl/c")
 
 
 def test_padding_changes_nothing(target: Target) -> None:
@@ -79,47 +77,29 @@ def test_padding_changes_nothing(target: Target) -> None:
     (first, windows), (_, second) = texts.batches(2)
     assert windows.input_ids.shape == (2, 12) and second.input_ids.shape == (1, 25)  # no longer than they must be
     states = texts.reading(target.run(windows).final, windows).unflatten(0, (2, 6))
-    likelihood = answers(texts, 2)[0]
-    tokens, valid = likelihood.ahead(2)
+    tokens, valid = answers(texts, 2)[0].ahead(2)
     for row in range(2):
         alone = generate(target, torch.tensor([prompts[row]]), 6)
         assert alone.generated.tolist() == texts.generated[row : row + 1].tolist()
-        ((_, own),) = alone.batches(1)
-        torch.testing.assert_close(states[row], alone.reading(target.run(own).final, own), atol=1e-4, rtol=1e-4)
-        told = tokens.view(2, -1, 2)[row][valid.view(2, -1)[row]].tolist()
+        ((_, window),) = alone.batches(1)
+        torch.testing.assert_close(states[row], alone.reading(target.run(window).final, window), atol=1e-4, rtol=1e-4)
+        counted = tokens.view(2, -1, 2)[row][valid.view(2, -1)[row]].tolist()
         answer = alone.generated[0, : int(alone.lengths[0])].tolist()
-        assert told == [answer[i : i + 2] for i in range(len(answer) - 1)]
+        assert counted == [answer[i : i + 2] for i in range(len(answer) - 1)]
     assert texts.rows(first).ids.tolist() == texts.ids[:2].tolist()
 
 
 def test_answers_end_with_the_text(target: Target) -> None:
-    texts = Texts(torch.arange(1, 9)[None], 4, torch.tensor([2]), 0.0)
-    (batch,) = answers(texts, 1)
+    (batch,) = answers(Texts(torch.arange(1, 9)[None], 4, torch.tensor([2]), 0.0), 1)
     tokens, valid = batch.ahead(1)
     assert tokens[valid].flatten().tolist() == [5, 6]
 
 
-def test_letters_of_recipes(tmp_path: Path) -> None:
-    """(C) is a copied layer at the base's low rate; the demo heads are copied and trained at the heads' own rate."""
-    folder = DEMO.parent / "heads" / "dynamo"
-    assert recipe_of(str(folder)) == " (H, copied)"
-    provenance = json.loads((folder / "provenance.json").read_text())
-    for changes, letters in (
-        ({"learning_rate": 1e-5}, " (H, C)"), ({"start": "random"}, " (H)"),
-        ({"distillation": 1.0, "start": "random"}, " (H, distilled)"),
-        ({"recipe": "full", "start": "random"}, ""),
-    ):  # fmt: skip
-        changed = {**provenance, "options": {**provenance["options"], **changes}}
-        (tmp_path / "provenance.json").write_text(json.dumps(changed))
-        assert recipe_of(str(tmp_path)) == letters
-
-
-def test_intervals() -> None:
+def test_intervals_decide_what_texts_allow() -> None:
     hits, tokens = torch.tensor([9, 8, 9, 10] * 8), torch.full((32,), 10)
-    found = over_texts(lambda a, n: a / n - 0.5, hits, tokens)
-    assert found.value == pytest.approx(0.4) and found.low < 0.4 < found.high and found.above() is True
+    interval = over_texts(lambda a, n: a / n - 0.5, hits, tokens)
+    assert interval.value == pytest.approx(0.4) and interval.low < 0.4 < interval.high and interval.above() is True
     assert over_texts(lambda a, n: a / n - 0.9, hits, tokens).above() is None
-    assert found.above(0.9) is False
-    assert rises("It rises", "here", found).holds is True and rises("It rises", "here", found).evidence.startswith(
-        "here: +0.400 ("
-    )
+    assert interval.above(0.9) is False
+    verdict = rises("It rises", "here", interval)
+    assert verdict.holds is True and verdict.evidence.startswith("here: +0.400 (")

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of CP heads: losses against the joint, rows by rank, forward passes, engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ppd.benchmarks.papers import cp
+from vllm_ppd.benchmarks.papers.context import Context
+from vllm_ppd.benchmarks.papers.published import CP
+from vllm_ppd.benchmarks.papers.run import make_tables
+from vllm_ppd.benchmarks.papers.table import PaperTable
+from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
+
+
+def rows_of(table: PaperTable) -> dict[str, tuple[Any, Any]]:
+    return {row.label: (row.ours, row.theirs) for row in table.rows}
+
+
+def test_published_gains_are_those_that_the_text_names() -> None:
+    assert CP.FROM_SCRATCH[8][1] / CP.FROM_SCRATCH[1][1] == pytest.approx(1.3, abs=0.02)
+    assert CP.HEAD_ONLY[5][1] / CP.HEAD_ONLY[1][1] == pytest.approx(1.09, abs=0.01)
+    for rank in (1, 3, 5):
+        bare, head, full, _ = CP.FORWARD[rank]
+        assert bare and head and bare + head == pytest.approx(full)
+
+
+def test_accepted_drafts_by_position_add_up() -> None:
+    accept, lengths = torch.rand(3, 9, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([10, 10, 4])
+    counts, places = replay(accept, lengths), accepted_by_position(accept, lengths)
+    assert sum(places) == pytest.approx(counts.accepted / counts.cycles) and places == sorted(places, reverse=True)
+    assert accepted_by_position(accept * torch.tensor([0.0, 1.0, 1.0]), lengths) == [0, 0, 0]
+
+
+def test_rows_are_by_rank(drafted: Context) -> None:
+    rows = rows_of(cp.head_only(drafted))
+    first, second, chain = "Rank 1 (cp-b), patterns", "Rank 1 (cp-c), patterns", "Rank 2 reading chain, patterns"
+    assert list(rows) == [first, second, chain, "Rank 3", "Rank 5"]
+    assert rows[first][1][:2] == (2.07, 1.52) and rows[second][1] is None and rows[chain][1] is None
+    assert rows["Rank 3"] == (None, (1.88, 1.64, None, None, None, None))
+    ours = rows[chain][0]
+    assert ours[1] == pytest.approx(1 + ours[3] + ours[4]) and ours[5] == pytest.approx(3 * ours[0])
+
+
+@pytest.mark.parametrize("place", [0, -1], ids=["rank 1", "rank 2, chain"])
+def test_loss_is_that_of_the_joint(drafted: Context, place: int) -> None:
+    heads = cp.all_heads(drafted)[place]
+    target, n, lead = heads.calibration.target, heads.config.positions, heads.head.lead
+    total, count = 0.0, 0
+    for batch in drafted.windows(drafted.task):
+        states = target.model(batch.input_ids, output_hidden_states=True).hidden_states[-1]
+        for row, ids in zip(states, batch.input_ids, strict=True):
+            following = ids.unfold(0, n, 1)[1:]
+            row = row[: len(following)]
+            seen = target.embed(following[:, : n - 1]) if lead else None
+            joint, _ = heads.head.log_likelihood(row, following[:, lead:], target.unembedding, None, seen)
+            first = (row @ target.unembedding.T).log_softmax(-1).gather(1, following[:, :lead])  # the target's
+            total, count = total - float(joint.detach().sum() + first.sum()), count + len(following)
+    assert cp.loss(drafted, heads, drafted.task) == pytest.approx(total / count / n, abs=1e-3)
+
+
+def test_a_head_alone_is_faster_than_with_its_target(drafted: Context) -> None:
+    rows = rows_of(cp.forward_pass(drafted))
+    bare = rows["Barebone"][0][0]
+    for heads in cp.all_heads(drafted):
+        ours = rows[heads.label][0]
+        assert ours[0] == bare and 0 < ours[1] < ours[2]
+    assert rows["Rank 5"][0] is None
+
+
+@pytest.mark.full
+def test_engines_are_measured(drafted: Context, tmp_path: Path) -> None:
+    changes = {"out": str(tmp_path / "speeds.json"), "only": ("cp-1",), "heads": (drafted.heads("cp")[0],)}
+    (table,), left_out = make_tables(drafted.options.model_copy(update=changes))
+    turns = json.loads((tmp_path / "speeds.turns.json").read_text())
+    assert not left_out and all(run["finished"] and not run["failures"] for run in turns["runs"])
+    ours = rows_of(table)["Rank 2 reading chain, patterns"][0]
+    assert ours[2] > 0 and ours[3] > 0
