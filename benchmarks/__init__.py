@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks: `ppd bench KIND`, and `python -m vllm_ppd.benchmarks.FOLDER.NAME` for the rest.
 
-harness/  contenders, engines, turns, kept results, statistics: what every benchmark shares
-decode/   batches of fixed size: decode, closed_loop, group; plan_check and step_breakdown explain the speeds
-serve/    requests that arrive: serve (real servers), open_loop (engines in turns)
+harness/  contenders, engines, turns, files of results, statistics: what every benchmark shares
+decode/   batches of fixed size, beside what `ppd plan` and Theorem 4.1 predict
+serve/    requests that arrive at real servers
 soak/     many thousand requests to real servers: equal answers, counters, memory, what is left
-papers/   the tables and figures of the four papers
+papers/   the tables and figures of the four papers, and how many drafts are accepted
 models/   the demo corpus and model, the inflated models and the peers
-gpu/      everything to measure on a machine with a GPU
-results/  the kept results, and the page made of them
+gpu/      times of kernels, and what a step launches
+results/  results, and the page made of them
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench decode`: which batch is whose turn, and what is kept of it."""
+"""`ppd bench decode`: which batch is whose turn, and what is written of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.decode import group
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
+from vllm_ppd.benchmarks.decode.predicted import predictions
 from vllm_ppd.benchmarks.decode.table import table
-from vllm_ppd.benchmarks.harness.batch import repeats
 from vllm_ppd.benchmarks.harness.contenders import Contender, contenders
+from vllm_ppd.benchmarks.harness.estimates import repeats
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results, Turn, all_runs
-from vllm_ppd.benchmarks.harness.session import OneByOne
+from vllm_ppd.benchmarks.harness.session import Session
 
 WARM_UP_TOKENS = 48  # enough for adaptive drafting to have timed its steps, which a server does once
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
@@ -30,17 +32,22 @@ class Load(NamedTuple):
 
 
 def run(options: DecodeOptions) -> str:
-    """Measure; the table of each temperature."""
-    return "\n\n".join(map(table, decode(options)))
+    """Measure, and predict; the table of each temperature."""
+    from transformers import AutoConfig
+
+    runs = decode(options, group.contenders(options) if options.group else contenders(options))
+    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+    for results in runs:
+        results.finish(predicted=predictions(results, options.out, config.get_text_config().num_hidden_layers))
+    return "\n\n".join(map(table, runs))
 
 
-def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **facts: Any) -> list[Results]:
-    """Measure every contender at every temperature and batch size, and keep each turn in options.out.
+def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
+    """Measure every contender at every temperature and batch size, and write each turn to options.out.
 
     Args:
         options: of the run.
-        everyone: who is compared, the base first (None: whom the options name).
-        facts: to be kept with the run.
+        everyone: who is compared, the base first.
 
     Returns:
         The run of each temperature.
@@ -49,11 +56,10 @@ def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **fa
         BenchError, HeadsError, TrainingError: on input that does not fit, or if the base does not start.
         Stopped: on Ctrl-C.
     """
-    everyone = everyone or contenders(options)
-    runs = all_runs(options, everyone, **facts)
+    runs = all_runs(options, everyone)
     others = max(options.batch_sizes)  # to warm up with: other texts than what is measured, of the same kind
     wanted = options.rounds * sum(options.batch_sizes)
-    skipped = others + wanted * max(len(run.earlier) for run in runs)  # a further run takes further prompts
+    skipped = others + wanted * max(len(results.earlier) for results in runs)  # a further run takes further prompts
     prompts = read_prompts(
         options.data, options.model, options.prompt_tokens, skipped + wanted, options.trust_remote_code
     )
@@ -65,9 +71,12 @@ def decode(options: DecodeOptions, everyone: list[Contender] | None = None, **fa
         (size, number): [prompts[(skipped + start + i) % len(prompts)] for i in range(size)]
         for size, number, start in _places(options)
     }
-    _Decoding(options, loads_of(options, runs), batches, [prompts[i % len(prompts)] for i in range(others)]).measure(
-        everyone
-    )
+    loads = {
+        Load(temperature.temperature, size): results
+        for temperature, results in zip(options.runs, runs, strict=True)
+        for size in options.batch_sizes
+    }
+    _Decoding(options, loads, batches, [prompts[i % len(prompts)] for i in range(others)]).measure(everyone)
     return runs
 
 
@@ -80,17 +89,10 @@ def _places(options: DecodeOptions) -> Iterator[tuple[int, int, int]]:
             start += size
 
 
-def loads_of(options: DecodeOptions, runs: list[Results]) -> dict[Load, Results]:
-    """Each temperature and batch size, with the run that its turns are kept in."""
-    return {
-        Load(run.temperature, size): results
-        for run, results in zip(options.runs, runs, strict=True)
-        for size in options.batch_sizes
-    }
-
-
-class _Decoding(OneByOne[EngineProcess, Load]):
+class _Decoding(Session[EngineProcess, Load]):
     """Engines in processes of their own; every temperature has the same prompts."""
+
+    options: DecodeOptions
 
     def __init__(
         self,
@@ -100,37 +102,60 @@ class _Decoding(OneByOne[EngineProcess, Load]):
         others: list[list[int]],
     ) -> None:
         super().__init__(options, loads)
-        self.batches, self.others, self.new_tokens = batches, others, options.new_tokens
+        self.batches, self.others = batches, others
         self.arguments = options.engine_arguments
-        self.said: list[list[int]] = []  # by the base in this round
+        self.text_of_base: list[list[int]] = []  # of this round
 
     def start(self, contender: Contender, log: Path) -> EngineProcess:
         return EngineProcess(contender, self.arguments, log)
 
-    def ready(self, one: EngineProcess) -> None:
-        one.ready()
+    def ready(self, running: EngineProcess) -> None:
+        running.ready()
         needed = max(load.batch for load in self.loads) * self.arguments["max_model_len"]
-        room = one.facts["kv_cache_tokens"]
+        room = running.facts["kv_cache_tokens"]
         if room < needed:
             raise BenchError(
-                f"{one.name}: {self.options.kv_cache_gib} GiB of KV cache hold {room:,} of {needed:,} tokens; "
+                f"{running.name}: {self.options.kv_cache_gib} GiB of KV cache hold {room:,} of {needed:,} tokens; "
                 "give more with --kv-cache-gib"
             )
 
-    def warm_up(self, one: EngineProcess, load: Load) -> None:
-        one.turn(self.others[: load.batch], min(WARM_UP_TOKENS, self.new_tokens), load.temperature)
+    def warm_up(self, running: EngineProcess, load: Load) -> None:
+        running.turn(self.others[: load.batch], min(WARM_UP_TOKENS, self.options.new_tokens), load.temperature)
 
-    def turn(self, one: EngineProcess, load: Load, number: int) -> Turn:
-        if any(other.ranks > 1 for other in self.alive if other is not one):
+    def turn(self, running: EngineProcess, load: Load, number: int) -> Turn:
+        if any(other.ranks > 1 for other in self.alive if other is not running):
             time.sleep(SPIN_SECONDS)
-        turn = one.turn(self.batches[load.batch, number], self.new_tokens, load.temperature)
-        ids = turn.pop("token_ids")
-        if one is self.alive[0]:
-            self.said = ids
-        return {"batch": load.batch} | turn | _same(self.said, ids, load.temperature) | repeats(ids)
+        return self._turn(running, load, running.turn(*self._request(load, number)))
+
+    def round(self, load: Load, number: int) -> Iterator[Turn]:
+        """A whole batch of each, or turns of a few steps there and back until a request has ended."""
+        steps = self.options.turn_steps
+        if steps is None:
+            yield from super().round(load, number)
+            return
+        for engine in list(self.alive):
+            self.attempt(engine, engine.begin, *self._request(load, number))
+        order, decoding = 1, True
+        while decoding:
+            going = [self.attempt(engine, engine.advance, steps) for engine in self.alive[::order]]
+            order, decoding = -order, False not in going
+        for engine in list(self.alive):
+            ended = self.attempt(engine, engine.end)
+            if ended is not None:
+                yield {"contender": engine.name} | self._turn(engine, load, ended)
+
+    def _request(self, load: Load, number: int) -> tuple[list[list[int]], int, float]:
+        return self.batches[load.batch, number], self.options.new_tokens, load.temperature
+
+    def _turn(self, engine: EngineProcess, load: Load, ended: dict[str, Any]) -> Turn:
+        """What is written of a batch that has ended."""
+        ids = ended.pop("token_ids")
+        if engine is self.alive[0]:
+            self.text_of_base = ids
+        return {"batch": load.batch} | ended | _same(self.text_of_base, ids, load.temperature) | repeats(ids)
 
 
-def _same(said: list[list[int]], ids: list[list[int]], temperature: float) -> dict[str, int]:
-    """Tokens equal to the base's at their place, of greedy texts."""
-    pairs = [] if temperature else [pair for a, b in zip(said, ids, strict=True) for pair in zip(a, b, strict=True)]
+def _same(base: list[list[int]], ids: list[list[int]], temperature: float) -> dict[str, int]:
+    """Tokens equal to the base's at their place, of greedy texts; as far as both go."""
+    pairs = [] if temperature else [pair for a, b in zip(base, ids, strict=True) for pair in zip(a, b, strict=False)]
     return {"same_tokens": sum(a == b for a, b in pairs), "compared_tokens": len(pairs)}

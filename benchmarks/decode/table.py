@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of `ppd bench decode`: their summary, and the tables of it."""
+"""Turns of `ppd bench decode`: their summary, and the table of it."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quartiles
-from vllm_ppd.benchmarks.harness.results import Measured, Row, Run, Turn, paired
+from vllm_ppd.benchmarks.harness.results import Measured, Row, Turn
 from vllm_ppd.heads.calibration.tables import table as markdown
 
 SUMS = ("drafts", "draft_tokens", "accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams",
         "all_4_grams")  # fmt: skip
 COLUMNS = (
-    "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "step ms", "length", "rate", "same tokens",
-    "repeated 4-grams", "verify + draft + host ms", "memory MB",
+    "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "predicted", "step ms", "length", "rate",
+    "same tokens", "repeated 4-grams", "verify + draft + host ms", "memory MB",
 )  # fmt: skip
 
 LEGEND = """\
 tokens/s: of all requests together while all decode, without prefill and the tail of a batch.
 speed-up: over vLLM without speculation, whose turn is in the same round.
+predicted: the speed-up by `ppd plan`, from the heads' calibration and the base's steps; of a worker group by PPD's
+Theorem 4.1, from its measured match rate.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
 same tokens: equal to vLLM's without speculation at their place (greedy); "vLLM, again" is what numerics alone change.
 verify, draft, host: the worker but for drafting (forward pass over base token and drafts, DynaMo's layers within it,
@@ -33,13 +35,13 @@ memory: the most that was held, of the GPU where there is one, else by the proce
 def rows_of(measured: Measured) -> list[Row]:
     """A row a contender and batch size."""
     sizes = sorted(size for (size,) in measured.places("batch"))
-    found = (summarise(measured.runs_of(name), name, size) for size in sizes for name in measured.contenders)
-    return [row for row in found if row is not None]
+    rows = (summarise(measured, name, size) for size in sizes for name in measured.contenders)
+    return [row for row in rows if row is not None]
 
 
-def summarise(runs: list[Run], name: str, batch: int) -> Row | None:
-    """Medians and quartiles over turns; ratios are to the base's turn of the same round."""
-    pairs = paired(runs, name, {"batch": batch})
+def summarise(measured: Measured, name: str, batch: int) -> Row | None:
+    """Medians and quartiles over a contender's turns; ratios are to the base's turn of the same round."""
+    pairs = measured.paired(name, batch=batch)
     if not pairs:
         return None
     turns = [turn for turn, _ in pairs]
@@ -54,6 +56,7 @@ def summarise(runs: list[Run], name: str, batch: int) -> Row | None:
         "turns": len(turns),
         "tokens_per_second": quartiles([_speed(turn) for turn in turns]),
         "speed_up": quartiles([_speed(turn) / _speed(base) for turn, base in pairs]),
+        "predicted": measured.run.get("predicted", {}).get(name, {}).get(str(batch)),
         "drafts": sums["drafts"],
         "step_ms": 1e3 * statistics.median(turn["step_seconds"] for turn in turns),
         "length": 1 + sums["accepted_tokens"] / sums["drafts"] if sums["drafts"] else None,
@@ -85,51 +88,20 @@ def _speed(turn: Turn) -> float:
     return turn["window_tokens"] / turn["window_seconds"]
 
 
-def table(results: Measured) -> str:
-    """Markdown, with what was measured above it and what the columns mean below."""
-    run = results.run
-    options = run["options"]
-    lines = [
+def body(measured: Measured) -> str:
+    """Markdown: the table, with what was measured above it and who was left out below."""
+    options = measured.run["options"]
+    steps = f", turns of {options['turn_steps']} steps" if options.get("turn_steps") else ""
+    about = (
         f"{options['model']}, {options['dtype']}, temperature {options['temperature']}, {options['prompt_tokens']} + "
-        f"{options['new_tokens']} tokens; {run['machine']}{results.before}",
-        "",
-        body(results),
-        "",
-        LEGEND,
-    ]
-    return "\n".join([*lines, *(f"left out: {reason}" for reason in run["failures"].values())])
-
-
-def body(results: Measured) -> str:
-    """The table alone."""
-    return markdown(COLUMNS, [_cells(row) for row in rows_of(results)])
-
-
-def overview(results: Measured) -> str:
-    """Speed-ups alone: a row a contender, a column a batch size; lengths are of the first one."""
-    rows = rows_of(results)
-    sizes = sorted({row["batch"] for row in rows})
-    cells = []
-    for name in dict.fromkeys(row["contender"] for row in rows):
-        own = {row["batch"]: row for row in rows if row["contender"] == name}
-        speeds = [with_quartiles(own[size]["speed_up"], 2) if size in own else "-" for size in sizes]
-        length = number(own[sizes[0]]["length"], "{:.2f}") if sizes[0] in own else "-"
-        cells.append([name, *speeds, length])
-    return markdown(["contender", *(f"batch {size}" for size in sizes), f"length, batch {sizes[0]}"], cells)
-
-
-def headline(found: Iterable[Measured]) -> str:
-    """Speed-ups at batch 1: a row a contender, a column a temperature."""
-    cells: dict[str, dict[str, str]] = {}
-    for one in found:
-        temperature = f"temperature {one.run['options']['temperature']:g}"
-        for row in rows_of(one):
-            if row["batch"] == 1:
-                cells.setdefault(row["contender"], {})[temperature] = with_quartiles(row["speed_up"], 2)
-    columns = list(dict.fromkeys(name for own in cells.values() for name in own))
-    return markdown(
-        ["batch 1", *columns], [[name, *(own.get(column, "-") for column in columns)] for name, own in cells.items()]
+        f"{options['new_tokens']} tokens{steps}; {measured.run['machine']}{measured.before}"
     )
+    return "\n".join([about, "", markdown(COLUMNS, list(map(_cells, rows_of(measured)))), *measured.notes])
+
+
+def table(measured: Measured) -> str:
+    """The same, with what the columns mean."""
+    return f"{body(measured)}\n\n{LEGEND}"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -139,6 +111,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["contender"],
         with_quartiles(row["tokens_per_second"], 1),
         with_quartiles(row["speed_up"], 3),
+        number(row["predicted"], "{:.3f}"),
         f"{row['step_ms']:.2f}",
         number(row["length"], "{:.2f}"),
         number(row["rate"], "{:.3f}"),

@@ -86,9 +86,9 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--engine", default="{}", metavar="JSON", help="more settings of the engine")
     args = parser.parse_args()
-    found = measure(args)
+    calls = measure(args)
     method = (json.loads(args.speculative_config) or {}).get("method", "none")
-    print(f"| {' | '.join([method, args.runner, args.mode, *(f'{count:g}' for count in found.values())])} |")
+    print(f"| {' | '.join([method, args.runner, args.mode, *(f'{count:g}' for count in calls.values())])} |")
 
 
 if __name__ == "__main__":

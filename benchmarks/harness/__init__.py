@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every benchmark shares.
 
-options.py -> contenders.py (who is compared) -> session.py (who computes when) -> results.py (what is kept)
+options.py -> contenders.py (who is compared) -> session.py (whose turn it is) -> results.py (the file of results)
 -> estimates.py (medians, ratios, intervals)
 
-A contender runs as engine.py (in this process), process.py (an engine in its own process) or serve/server.py.
+A contender runs as process.py (engine.py in a process of its own) or as serve/server.py.
 """

@@ -22,7 +22,7 @@ DRAFTS = 3  # of contenders that recommend no number
 
 @dataclass(frozen=True)
 class Contender:
-    """A speculative_config (None: without speculation); engine arguments and environment variables of its own."""
+    """A speculative_config (None: without speculation), and engine arguments and environment variables beside it."""
 
     name: str
     speculative_config: dict[str, Any] | None = None
@@ -36,51 +36,50 @@ def contenders(options: BenchOptions) -> list[Contender]:
     Raises:
         BenchError, HeadsError: if a checkpoint is missing or a contender is not a speculative_config.
     """
-    found = [Contender(BASE), Contender(CONTROL)]
-    found += [_heads(folder, options.drafts) for folder in options.heads]
-    found += [Contender(name, config) for name, config in _plain(options)]
-    found += [Contender(name, config) for name, config in _peers(options)]
-    found += [_further(text, options.drafts) for text in options.also]
-    names = [contender.name for contender in found]
+    everyone = [Contender(BASE), Contender(CONTROL), *_from_heads(options), *_without_checkpoint(options)]
+    everyone += [*_checkpoints_of_vllm(options), *(_further(text, options.drafts) for text in options.also)]
+    names = [contender.name for contender in everyone]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise BenchError(f"two contenders are called {twice!r}; name one with --also NAME=...")
-    return found
+    return everyone
 
 
-def _heads(folder: str, drafts: int | None) -> Contender:
-    config = load_config(folder)
-    name = " ".join(dict.fromkeys((config.method, Path(folder).name)))
-    options: dict[str, Any] = {"model": folder} | ({} if drafts is None else {"num_speculative_tokens": drafts})
-    if drafts is not None and config.max_drafts is not None:
-        options["num_speculative_tokens"] = min(drafts, config.max_drafts)
-    return Contender(name, options)
+def _from_heads(options: BenchOptions) -> Iterator[Contender]:
+    for folder in options.heads:
+        config = load_config(folder)
+        name = " ".join(dict.fromkeys((config.method, Path(folder).name)))
+        drafts = options.drafts
+        if drafts is not None and config.max_drafts is not None:
+            drafts = min(drafts, config.max_drafts)
+        yield Contender(name, {"model": folder} | ({} if drafts is None else {"num_speculative_tokens": drafts}))
 
 
-def _plain(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
+def _without_checkpoint(options: BenchOptions) -> Iterator[Contender]:
     drafts = options.drafts or DRAFTS
     if "ppd" in options.plain:
-        yield "ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts}
+        yield Contender("ppd, no heads", {"method": "ppd", "num_speculative_tokens": drafts})
     if "ngram" in options.plain:
         lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
-        yield "ngram", {"method": "ngram", "num_speculative_tokens": drafts, **lookup}
+        yield Contender("ngram", {"method": "ngram", "num_speculative_tokens": drafts, **lookup})
     if "suffix" in options.plain and find_spec("arctic_inference") is not None:
-        yield "suffix", {"method": "suffix"}
+        yield Contender("suffix", {"method": "suffix"})
 
 
-def _peers(options: BenchOptions) -> Iterator[tuple[str, dict[str, Any]]]:
-    drafts = options.drafts or DRAFTS
+def _checkpoints_of_vllm(options: BenchOptions) -> Iterator[Contender]:
     for method in ("medusa", "eagle", "draft_model"):
         folder = getattr(options, method)
         if folder is None:
             continue
-        if not (Path(folder) / "config.json").is_file():
+        config, name = Path(folder) / "config.json", method.replace("_", " ")
+        if not config.is_file():
             raise BenchError(f"--{method.replace('_', '-')} {folder}: no config.json there; give a checkpoint folder")
         if method not in platform.speculative_methods():
             raise BenchError(f"--{method}: this vLLM has no method {method!r} any more; leave it out, or use 0.32")
-        if method == "eagle" and "eagle3" in (Path(folder) / "config.json").read_text().lower():
-            method = "eagle3"
-        yield method.replace("_", " "), {"method": method, "model": folder, "num_speculative_tokens": drafts}
+        if method == "eagle" and "eagle3" in config.read_text().lower():
+            method, name = "eagle3", "eagle3"
+        drafts = options.drafts or DRAFTS
+        yield Contender(name, {"method": method, "model": folder, "num_speculative_tokens": drafts})
 
 
 def _further(text: str, drafts: int | None) -> Contender:

@@ -1,28 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in this process: an engine whose steps are called one by one, and timed from the inside."""
+"""vLLM in this process: an engine that decodes a batch step by step, timed from the inside."""
 
 from __future__ import annotations
 
-import hashlib
+import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from functools import wraps
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.machine import free_bytes, peak_bytes
+from vllm_ppd.vllm_plugins.engine.metrics import totals
 
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
+PARTS = {"execute_model": "worker", "sample_tokens": "worker", "propose_draft_token_ids": "draft"}
+
+
+@dataclass
+class Batch:
+    """Requests that decode together, and the steps in which all of them do.
+
+    Attributes:
+        tokens: of each request, by vLLM's name of it.
+        counted: counters before the batch, vLLM's and ours.
+        steps: seconds of each timed step.
+        window_tokens: that the timed steps made.
+        parts: seconds of the timed steps in the worker, and in drafting within it.
+        finished: whether a request has ended.
+    """
+
+    tokens: dict[str, list[int]]
+    counted: tuple[dict[str, int], dict[str, float]]
+    steps: list[float] = field(default_factory=list)
+    window_tokens: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    finished: bool = False
 
 
 class Engine:
     """A contender's engine; IN_PROCESS (machine.py) must be in the environment before vLLM is imported.
 
     Attributes:
-        counts: COUNTERS as vLLM's scheduler counts them, steps, and drafting: steps that verified drafts.
         facts: size of the KV cache, memory held and left.
     """
 
@@ -30,141 +50,125 @@ class Engine:
         """Start it.
 
         Args:
-            contender: its speculative_config, and arguments of its own.
+            contender: its speculative_config, and engine arguments of it alone.
             arguments: of vLLM's LLM, for all contenders.
         """
         from vllm import LLM
 
-        self.name = contender.name
         arguments = {**arguments, **contender.engine, "speculative_config": contender.speculative_config}
-        self.llm = LLM(skip_tokenizer_init=True, **arguments)
-        self.counts: Counter[str] = Counter()
-        self._count(self.core.scheduler)
-        cache = self.llm.llm_engine.vllm_config.cache_config
+        self._engine = LLM(skip_tokenizer_init=True, **arguments).llm_engine
+        core = self._engine.engine_core.engine_core
+        self._counts: Counter[str] = Counter()
+        self._count_drafts(core.scheduler)
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
+        self._timed = worker is not None  # not where workers are processes of their own
+        for owner in (worker, getattr(worker, "model_runner", None)):
+            for name in PARTS:
+                if hasattr(owner, name) and not (owner is not worker and PARTS[name] == "worker"):
+                    self._time(owner, name)
+        cache = self._engine.vllm_config.cache_config
         capacity = (cache.num_gpu_blocks or 0) * cache.block_size
         self.facts = {"kv_cache_tokens": capacity, "peak_bytes": peak_bytes(), "free_bytes": free_bytes()}
-        self._batches = 0
-        self._names: list[str] = []
 
-    @property
-    def core(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core
-
-    @property
-    def worker(self) -> Any:
-        """The worker in this process; None where workers are processes."""
-        return getattr(getattr(self.core.model_executor, "driver_worker", None), "worker", None)
-
-    def _count(self, scheduler: Any) -> None:
+    def _count_drafts(self, scheduler: Any) -> None:
         """vLLM's metrics belong to the newest engine of a process, so the scheduler's calls are counted."""
         original = scheduler.make_spec_decoding_stats
 
         def counted(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any) -> Any:
             drafts = int(num_draft_tokens > 0)
-            self.counts.update(drafts=drafts, draft_tokens=num_draft_tokens, accepted_tokens=num_accepted_tokens)
+            self._counts.update(drafts=drafts, draft_tokens=num_draft_tokens, accepted_tokens=num_accepted_tokens)
             return original(
                 stats, *args, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens, **kwargs
             )
 
         scheduler.make_spec_decoding_stats = counted
 
-    def add(self, name: str, prompt: list[int], tokens: int, temperature: float, top_p: float = 1.0) -> str:
-        """Send a request for so many tokens; returns the engine's name for it."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def _time(self, owner: Any, name: str) -> None:
+        """Add up the seconds of every call of owner.name."""
+        original = getattr(owner, name)
 
-        params = SamplingParams(
-            temperature=temperature, top_p=top_p if temperature else 1.0, max_tokens=tokens, ignore_eos=True,
-            detokenize=False, output_kind=RequestOutputKind.DELTA,
-        )  # fmt: skip
-        found: str = self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        return found
-
-    def step(self) -> list[Any]:
-        """One step; outputs are deltas."""
-        before = self.counts["drafts"]
-        outputs = self.llm.llm_engine.step()
-        self.counts.update(steps=1, drafting=int(self.counts["drafts"] > before))
-        return outputs
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.llm.llm_engine.has_unfinished_requests())
-
-    def begin(self, prompts: list[list[int]], tokens: int, temperature: float) -> None:
-        """Drop what is decoded, and decode these prompts until each has a token."""
-        self.drop()
-        self._batches += 1
-        names = [f"{self._batches}-{i}" for i in range(len(prompts))]
-        self._names = [self.add(name, ids, tokens, temperature) for name, ids in zip(names, prompts, strict=True)]
-        waiting = set(names)
-        while waiting:
-            waiting -= {output.request_id for output in self.step()}
-
-    def drop(self) -> None:
-        if self._names:
-            self.llm.llm_engine.abort_request(self._names, internal=True)
-        while self.busy:
-            self.step()
-        self._names = []
-
-    @property
-    def whole(self) -> bool:
-        """Whether all prompts of begin() still decode."""
-        return bool(self.llm.llm_engine.get_num_unfinished_requests() == len(self._names))
-
-    def close(self) -> None:
-        """It ends with this process: shutting it down would end the process's groups, which others use."""
-
-
-def share_weights() -> None:
-    """Let vLLM's CPU backend pack equal matrices once for all engines of this process.
-
-    The same product takes up to a fifth longer in one engine than in another, by the memory that each happened to get.
-    Where oneDNN has no product of a type (bfloat16 needs AVX-512 or AMX), vLLM catches its error and takes torch's over
-    matrices of each engine's own: a line says so.
-    """
-    from vllm import _custom_ops
-
-    original = _custom_ops.create_onednn_mm
-    if hasattr(original, "__wrapped__"):
-        return
-    packed: dict[tuple[Any, ...], Any] = {}
-    unpacked: set[torch.dtype] = set()
-
-    @wraps(original)
-    def once(weight: torch.Tensor, *rest: int) -> Any:
-        content = hashlib.blake2b(weight.t().contiguous().view(torch.uint8).numpy().data).digest()
-        key = (weight.shape, weight.dtype, content, rest)
-        if key not in packed:
-            try:
-                packed[key] = original(weight, *rest)
-            except RuntimeError:
-                if weight.dtype not in unpacked:
-                    unpacked.add(weight.dtype)
-                    print(f"oneDNN packs no {weight.dtype} here: each engine reads its own weights, by torch's product")
-                raise
-        return packed[key]
-
-    _custom_ops.create_onednn_mm = once
-
-
-class Timers:
-    """Seconds by part of a step, added up over the calls that it makes."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-
-    def wrap(self, owner: Any, name: str, part: str) -> None:
-        """Time every call of owner.name from here on."""
-        setattr(owner, name, self.timed(getattr(owner, name), part))
-
-    def timed(self, original: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                self.seconds[part] += time.perf_counter() - started
+                self._seconds[PARTS[name]] += time.perf_counter() - started
 
-        return call
+        setattr(owner, name, timed)
+
+    def begin(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> None:
+        """Send the requests of a batch, each for so many tokens."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=temperature, top_p=top_p if temperature else 1.0, max_tokens=new_tokens, ignore_eos=True,
+            detokenize=False, output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        before = {name: self._counts[name] for name in COUNTERS}, dict(totals())
+        names = [str(index) for index in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        self._batch = Batch({name: [] for name in names}, before)
+
+    def advance(self, steps: int | None = None) -> bool:
+        """Decode so many timed steps, or to the end of the batch.
+
+        Timed are steps in which all requests decode, without prefill and without the tail in which requests that got
+        more drafts accepted have left. Of a few steps the first is not timed: it reads the weights into cold caches.
+
+        Returns:
+            Whether all requests still decode.
+        """
+        batch, timed_before = self._batch, len(self._batch.steps)
+        cold = steps is not None
+        while self._engine.has_unfinished_requests() and (steps is None or not batch.finished):
+            if steps is not None and len(batch.steps) - timed_before == steps:
+                return True
+            decoding = all(batch.tokens.values()) and not batch.finished
+            self._seconds.clear()
+            started = time.perf_counter()
+            outputs = self._engine.step()
+            seconds = time.perf_counter() - started
+            made = 0
+            for output in outputs:
+                batch.tokens[output.request_id] += output.outputs[0].token_ids
+                made += len(output.outputs[0].token_ids)
+                batch.finished |= output.finished
+            if decoding and not cold:
+                batch.steps.append(seconds)
+                batch.window_tokens += made
+                batch.parts.update(self._seconds)
+            cold = cold and not decoding
+        return not batch.finished
+
+    def end(self) -> dict[str, Any]:
+        """Drop what still decodes.
+
+        Returns:
+            window_tokens, window_seconds, steps, step_seconds (median), worker_seconds and draft_seconds of the timed
+            steps; drafts, draft_tokens and accepted_tokens (as vLLM counts them) and ours (our counters) of the batch;
+            token_ids [requests][tokens]; peak_bytes so far.
+
+        Raises:
+            BenchError: if no step was timed.
+        """
+        batch = self._batch
+        self._engine.abort_request(list(batch.tokens))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        if not batch.steps:
+            raise BenchError(f"{len(batch.tokens)} requests never decoded together; give more new tokens")
+        counted, ours = batch.counted
+        return {
+            "window_tokens": batch.window_tokens,
+            "window_seconds": sum(batch.steps),
+            "steps": len(batch.steps),
+            "step_seconds": statistics.median(batch.steps),
+            **{f"{part}_seconds": batch.parts[part] if self._timed else None for part in ("worker", "draft")},
+            **{name: self._counts[name] - counted[name] for name in COUNTERS},
+            "ours": {name: value - ours[name] for name, value in totals().items() if value != ours[name]},
+            "token_ids": list(batch.tokens.values()),
+            "peak_bytes": peak_bytes(),
+        }

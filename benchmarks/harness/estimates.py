@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of turns: quartiles, ratios of sums with bootstrap intervals, geometric means over cells."""
+"""Statistics of turns: quartiles, ratios of sums with bootstrap intervals, repeated text; and cells of tables."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 RESAMPLES = 2000
 CONFIDENCE = 0.9
-ALL = "all"
-Key = TypeVar("Key", bound=Hashable)
 
 
 class Estimate(NamedTuple):
@@ -31,38 +28,18 @@ class Estimate(NamedTuple):
 def ratio(above: np.ndarray, below: np.ndarray, generator: np.random.Generator) -> Estimate:
     """Ratio of the sums of paired observations [n]; the pairs are resampled.
 
-    Use one generator for all cells: cells that drew the same pairs would vary together.
+    Use one generator for all cells of a table: cells that drew the same pairs would vary together.
     """
     from scipy.stats import bootstrap
 
     value = float(above.sum() / below.sum())
     if len(above) < 2:
         return Estimate(value, np.full(RESAMPLES, value))
-    found = bootstrap(
+    resampled = bootstrap(
         (above, below), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, vectorized=True,
         n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=generator,
     )  # fmt: skip
-    return Estimate(value, found.bootstrap_distribution)
-
-
-def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The geometric mean of ratios, each with its own samples."""
-    samples = np.exp(np.mean([np.log(one.samples) for one in estimates], axis=0))
-    return Estimate(statistics.geometric_mean(one.value for one in estimates), samples)
-
-
-def joined(cells: Sequence[tuple[float, Key]]) -> list[tuple[float | str, Key | str, list[tuple[float, Key]]]]:
-    """Groups of cells (temperature, load) to summarise: by load, by temperature, and all.
-
-    Returns:
-        Temperature, load (ALL where they differ) and cells of each group; only the last may be a single cell, or all.
-    """
-    groups: list[tuple[float | str, Key | str, list[tuple[float, Key]]]] = []
-    for load in dict.fromkeys(load for _, load in cells):
-        groups.append((ALL, load, [cell for cell in cells if cell[1] == load]))
-    for temperature in dict.fromkeys(temperature for temperature, _ in cells):
-        groups.append((temperature, ALL, [cell for cell in cells if cell[0] == temperature]))
-    return [one for one in groups if 1 < len(one[2]) < len(cells)] + [(ALL, ALL, list(cells))]
+    return Estimate(value, resampled.bootstrap_distribution)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -71,9 +48,17 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return middle, low, high
 
 
-def with_quartiles(found: Sequence[float], digits: int) -> str:
-    """A median and its quartiles in a table's cell."""
-    middle, low, high = (f"{value:.{digits}f}" for value in found)
+def repeats(texts: list[list[int]]) -> dict[str, int]:
+    """4-grams that occurred before in their text, and all: text in loops flatters acceptance."""
+    grams = [[tuple(ids[i : i + 4]) for i in range(len(ids) - 3)] for ids in texts]
+    return {
+        "repeated_4_grams": sum(len(text) - len(set(text)) for text in grams), "all_4_grams": sum(map(len, grams)),
+    }  # fmt: skip
+
+
+def with_quartiles(spread: Sequence[float], digits: int) -> str:
+    """A table's cell of a median and its quartiles."""
+    middle, low, high = (f"{value:.{digits}f}" for value in spread)
     return f"{middle} ({low}-{high})"
 
 

@@ -15,8 +15,6 @@ from vllm_ppd.heads.comma_lists import COMMAS
 Plain = Literal["ppd", "ngram", "suffix"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 NONE = BeforeValidator(lambda value: () if value == "none" else value)  # 'none' is an empty list
-
-
 PLAIN = (
     "contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding where "
     "arctic-inference is installed; 'none' leaves all out"
@@ -110,24 +108,8 @@ class BenchOptions(BaseModel):
     @property
     def runs(self) -> list[Self]:
         """The options of each run."""
-        return [self.model_copy(update={"temperature": one}) for one in self.temperatures or (self.temperature,)]
+        return [self.model_copy(update={"temperature": value}) for value in self.temperatures or (self.temperature,)]
 
     def essence(self) -> dict[str, Any]:
         """What turns must share to be summarised together; contenders are told apart by their own configuration."""
         return self.model_dump(mode="json", exclude=set(self.apart))
-
-
-class LoopOptions(BenchOptions):
-    """What the closed and the open loop share: engines of one process compute in turns of a few steps."""
-
-    plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field((), description=PLAIN)
-    temperatures: Annotated[tuple[float, ...], COMMAS] = Field(
-        (0.8, 0.0, 1.0), description="measure at each of these; a run each"
-    )
-    dtype: Dtype = Field("bfloat16", description="arithmetic")
-    kv_cache_gib: float = Field(0.6, gt=0, description="KV cache of each engine")
-    steps: int = Field(12, ge=1, description="steps of a turn")
-    most_stolen: float = Field(
-        0.02, ge=0, le=1, description="share of the processors' time that a hypervisor may give to other machines; "
-        "what had more is measured again"
-    )  # fmt: skip

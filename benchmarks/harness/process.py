@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contender: an engine in a process of its own, which decodes when it is its turn.
+"""A contender as an engine in a process of its own, which decodes when it is its turn.
 
 The engine core runs inside that process, so that its steps can be timed one by one; between turns it waits on a pipe.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -32,17 +33,17 @@ class EngineProcess:
         self.name, self.log = contender.name, log
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        own = arguments | contender.engine
-        self.ranks = own.get("pipeline_parallel_size", 1) * own.get("tensor_parallel_size", 1)
+        engine = arguments | contender.engine
+        self.ranks = engine.get("pipeline_parallel_size", 1) * engine.get("tensor_parallel_size", 1)
         environment = IN_PROCESS | huge_pages() | contender.environment
-        kept = {name: os.environ.get(name) for name in environment}
+        before = {name: os.environ.get(name) for name in environment}
         os.environ.update(environment)
         try:
-            given = (theirs, contender, arguments, str(log))
-            self.process = context.Process(target=_serve, args=given, name=contender.name)
+            args = (theirs, contender, arguments, str(log))
+            self.process = context.Process(target=_serve, args=args, name=contender.name)
             self.process.start()
         finally:
-            for name, value in kept.items():
+            for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
         theirs.close()
         self.facts: dict[str, Any] = {}
@@ -55,19 +56,34 @@ class EngineProcess:
         """
         self.facts = self._receive()
 
-    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-        """Decode the prompts as one batch; as decode_batch.
+    def begin(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> None:
+        """As Engine.begin; raises BenchError if the engine fails, as do advance, end and turn."""
+        self._call("begin", prompts, new_tokens, temperature, top_p)
 
-        Raises:
-            BenchError: if the engine fails.
-        """
-        self.pipe.send((prompts, new_tokens, temperature, top_p))
+    def advance(self, steps: int | None = None) -> bool:
+        """As Engine.advance."""
+        return bool(self._call("advance", steps))
+
+    def end(self) -> dict[str, Any]:
+        """As Engine.end."""
+        ended: dict[str, Any] = self._call("end")
+        return ended
+
+    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
+        """Decode the prompts as one batch, to its end."""
+        self.begin(prompts, new_tokens, temperature, top_p)
+        self.advance()
+        return self.end()
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        with contextlib.suppress(BrokenPipeError):  # what is received says why
+            self.pipe.send((method, arguments))
         return self._receive()
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> Any:
         try:
             answer = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.process.join()
             code, last = self.process.exitcode, last_line(self.log)
             raise BenchError(f"{self.name}: the engine ended with code {code}; its last line: {last}") from None
@@ -85,7 +101,7 @@ class EngineProcess:
 
 
 def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], log: str) -> None:
-    """The child's side: load, then a turn for each message, until the parent is gone."""
+    """The child's side: load, then call the engine for each message, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(descriptor, 1)
@@ -93,7 +109,6 @@ def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], lo
     try:
         from vllm.platforms import current_platform
 
-        from vllm_ppd.benchmarks.harness.batch import Parts, decode_batch
         from vllm_ppd.benchmarks.harness.engine import Engine
         from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 
@@ -101,11 +116,10 @@ def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], lo
             # vLLM's own methods sample wrongly on this backend; compared is what they are without that mistake.
             mend_workers_to_come()
         engine = Engine(contender, arguments)
-        parts = Parts(engine.worker)
         pipe.send(engine.facts)
         while True:
-            prompts, new_tokens, temperature, top_p = pipe.recv()
-            pipe.send(decode_batch(engine, prompts, new_tokens, temperature, parts, top_p))
+            method, args = pipe.recv()
+            pipe.send(getattr(engine, method)(*args))
     except (EOFError, BrokenPipeError):
         return
     except Exception as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is kept of measurements: every turn, written as soon as it is over; runs are added, never overwritten.
+"""Files of results: every turn, written as soon as it is over; runs are added, never overwritten.
 
-A turn is one contender's batch or load. Runs are summarised together where code, versions, machine, options and
+A turn is a contender's batch or load. Runs are summarised together where code, versions, machine, options and
 checkpoints are the same.
 """
 
@@ -25,10 +25,15 @@ SAME = ("git", "versions", "machine", "options", "target_stamp")
 
 
 class Measured:
-    """A run, with those like it that were before, as far as they compare the same contenders."""
+    """A run, with those like it that were before, as far as they compare the same contenders.
+
+    Args:
+        run: the newest run.
+        earlier: those before it.
+        contenders: the identity of each contender that is shown, by name.
+    """
 
     def __init__(self, run: Run, earlier: list[Run], contenders: dict[str, Any]) -> None:
-        """Args: the newest run, those before it, and the identity of each contender that is shown, by name."""
         self.run, self.earlier, self.contenders = run, earlier, contenders
 
     def runs_of(self, name: str) -> list[Run]:
@@ -36,15 +41,25 @@ class Measured:
         runs = [*self.earlier, self.run]
         return [run for run in runs if run["contenders"].get(name) == self.contenders[name]]
 
+    def paired(self, name: str, **place: Any) -> list[tuple[Turn, Turn]]:
+        """A contender's turns at a load, each with the base's of the same round, which is its neighbour in time."""
+        pairs = []
+        for run in self.runs_of(name):
+            there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
+            # The base has a turn in each group of a round; the last before a contender's is its neighbour.
+            base = {(turn["group"], turn["round"]): turn for turn in there if turn["contender"] == BASE}
+            pairs += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
+        return pairs
+
+    @property
+    def notes(self) -> list[str]:
+        """Contenders that were left out, a line each."""
+        return [f"left out: {reason}" for reason in self.run["failures"].values()]
+
     @property
     def before(self) -> str:
         """How many runs there were before, for the line above a table."""
         return f"; with {len(self.earlier)} earlier runs" if self.earlier else ""
-
-    def rounds_before(self, **place: Any) -> int:
-        """Rounds of the earlier runs at a load: a further run takes further prompts."""
-        turns = [turn for run in self.earlier for turn in run["turns"] if turn["contender"] == BASE]
-        return sum(place.items() <= turn.items() for turn in turns)
 
     def places(self, *keys: str) -> list[tuple[Any, ...]]:
         """Every load that has turns, in order of first appearance."""
@@ -80,7 +95,7 @@ class Results(Measured):
             options=options.essence(), target_stamp=_stamp(options.model), contenders=identities,
             finished=False, failures={}, turns=[],
         )  # fmt: skip
-        super().__init__(run, [one for one in self.data["runs"] if _alike(one, run)], identities)
+        super().__init__(run, [earlier for earlier in self.data["runs"] if _alike(earlier, run)], identities)
         self.data["runs"].append(run)
 
     def add(self, turn: Turn) -> None:
@@ -91,8 +106,9 @@ class Results(Measured):
         self.run["failures"][name] = reason
         self.write()
 
-    def finish(self) -> None:
-        self.run["finished"] = True
+    def finish(self, **facts: Any) -> None:
+        """Mark the run as finished, with facts that were computed from its turns."""
+        self.run |= {"finished": True, **facts}
         self.write()
 
     def write(self) -> None:
@@ -111,21 +127,21 @@ def stored(path: Path) -> list[Measured]:
             continue
         key = json.dumps([run["options"], run["machine"]], sort_keys=True)
         before = groups.get(key)
-        alike = [] if before is None else [one for one in [*before.earlier, before.run] if _alike(one, run)]
-        contenders = {name: identity for one in [*alike, run] for name, identity in one["contenders"].items()}
+        alike = [] if before is None else [old for old in [*before.earlier, before.run] if _alike(old, run)]
+        contenders = {name: identity for old in [*alike, run] for name, identity in old["contenders"].items()}
         groups[key] = Measured(run, alike, contenders)
     return list(groups.values())
 
 
 def all_runs(options: BenchOptions, contenders: list[Contender], **facts: Any) -> list[Results]:
-    """A run for each of the options' temperatures, in one file, with facts to be kept.
+    """A run for each of the options' temperatures, in one file, with further facts.
 
     Raises:
         BenchError: if the file holds something else.
     """
     runs: list[Results] = []
-    for one in options.runs:
-        runs.append(Results(one, contenders, runs[0] if runs else None))
+    for each in options.runs:
+        runs.append(Results(each, contenders, runs[0] if runs else None))
         runs[-1].run |= facts
     return runs
 
@@ -134,17 +150,6 @@ def write_rows(out: Path, benchmark: str, rows: list[Row], **facts: Any) -> None
     """A file of rows that were computed from other results, or measured at once, with its provenance."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json.dumps(provenance(benchmark=benchmark, **facts, rows=rows), indent=1) + "\n")
-
-
-def paired(runs: Iterable[Run], name: str, place: Row) -> list[tuple[Turn, Turn]]:
-    """A contender's turns at a load, each with the base's of the same round, which is its neighbour in time."""
-    found = []
-    for run in runs:
-        there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
-        # The base has a turn in each group of a round; the last before a contender's is its neighbour.
-        base = {(turn["group"], turn["round"]): turn for turn in there if turn["contender"] == BASE}
-        found += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
-    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes when: contenders take turns, one at a time, in rounds at each load.
-
-OneByOne: A B C A B C ..., the base first in each round. The closed and the open loop order their rounds themselves.
-"""
+"""Whose turn it is: contenders take turns, of which one computes at a time, in rounds at each load."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ import signal
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -27,7 +23,7 @@ MEMORY_SHARE = 0.8  # of what is free, for further engines
 
 
 class Stopped(KeyboardInterrupt):
-    """Stopped by the user; what was measured is kept."""
+    """Stopped by the user; what was measured is in the file of results."""
 
 
 class Runs(Protocol):
@@ -42,7 +38,7 @@ class Runs(Protocol):
 
 Running = TypeVar("Running", bound=Runs)
 Load = TypeVar("Load", bound=Hashable)
-Done = TypeVar("Done")
+Answer = TypeVar("Answer")
 
 
 class Session(ABC, Generic[Running, Load]):
@@ -50,11 +46,12 @@ class Session(ABC, Generic[Running, Load]):
 
     Args:
         options: of all.
-        loads: that each contender is put under, with the results that its turns are kept in.
+        loads: that each contender is put under, with the results that its turns are added to.
     """
 
     def __init__(self, options: BenchOptions, loads: dict[Load, Results]) -> None:
         self.options, self.loads = options, loads
+        self.results = list(dict.fromkeys(loads.values()))
         self.alive: list[Running] = []
         self.started = 0
         self.asked_to_stop = False
@@ -63,19 +60,26 @@ class Session(ABC, Generic[Running, Load]):
     def start(self, contender: Contender, log: Path) -> Running:
         """Start a contender, or raise BenchError."""
 
-    def ready(self, one: Running) -> None:
+    def ready(self, running: Running) -> None:
         """Wait until a contender can take turns, or raise BenchError."""
 
     @abstractmethod
-    def warm_up(self, one: Running, load: Load) -> None:
+    def warm_up(self, running: Running, load: Load) -> None:
         """Let it compute what is not measured, before the rounds at a load."""
 
     @abstractmethod
-    def round(self, load: Load, number: int) -> Iterable[Turn]:
-        """Turns of those that are alive at a load, each with its contender's name; none if the round was disturbed."""
+    def turn(self, running: Running, load: Load, number: int) -> Turn:
+        """Measure a contender in a round at a load, or raise BenchError."""
+
+    def round(self, load: Load, number: int) -> Iterator[Turn]:
+        """A turn of each that is alive, in the order in which they were started."""
+        for running in list(self.alive):
+            turn = self.attempt(running, self.turn, running, load, number)
+            if turn is not None:
+                yield {"contender": running.name} | turn
 
     def measure(self, everyone: list[Contender]) -> None:
-        """All turns of everyone, the base first; each turn is kept as soon as it is over.
+        """All turns of everyone, the base first; each turn is written as soon as it is over.
 
         Raises:
             BenchError: if the base fails; others are left out.
@@ -86,15 +90,12 @@ class Session(ABC, Generic[Running, Load]):
                 with self._listening():
                     self._measure(everyone, Path(folder))
             except KeyboardInterrupt:
-                kept, out = sum(len(one.run["turns"]) for one in self._runs()), self.options.out
-                raise Stopped(f"stopped; {kept} turns are kept in {out}, the same command adds to them") from None
+                turns, out = sum(len(results.run["turns"]) for results in self.results), self.options.out
+                raise Stopped(f"stopped; {turns} turns are kept in {out}, the same command adds to them") from None
             finally:
                 self._close()
-        for results in self._runs():
+        for results in self.results:
             results.finish()
-
-    def _runs(self) -> list[Results]:
-        return list(dict.fromkeys(self.loads.values()))
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
@@ -119,7 +120,7 @@ class Session(ABC, Generic[Running, Load]):
         together = self.options.together
         if not together:
             self._start([base], logs)
-        room = self.room({} if together else self.alive[0].facts)
+        room = self._room()
         total = self.options.rounds * len(self.loads) * len(others)
         with tqdm(total=total, desc="turns", mininterval=1) as progress:
             for group, first in enumerate(range(0, len(others), room)):
@@ -130,8 +131,8 @@ class Session(ABC, Generic[Running, Load]):
                     for contender in chosen:
                         self._start([contender], logs)
                 for load in self.loads:
-                    self._load(load, group, progress)
-                self._close(keep=1)
+                    self._rounds(load, group, progress)
+                self._close(first=1)
 
     def _start(self, chosen: list[Contender], logs: Path) -> None:
         """Start contenders together; those that fail are left out, the base is not."""
@@ -144,64 +145,47 @@ class Session(ABC, Generic[Running, Load]):
             except BenchError as error:
                 if not self.alive:
                     raise
-                self._failed(contender.name, error)
+                self._leave_out(contender.name, error)
             else:
                 self.alive.append(begun[-1])
-        for one in begun:
-            self._tried(one, partial(self.ready, one))
+        for running in begun:
+            self.attempt(running, self.ready, running)
 
-    def room(self, facts: dict[str, Any]) -> int:
+    def _room(self) -> int:
         """Contenders alive beside the base."""
         if self.options.alive is not None:
             return self.options.alive - 1
+        facts = self.alive[0].facts
         return max(1, int(MEMORY_SHARE * facts["free_bytes"] / facts["peak_bytes"]))
 
-    def _load(self, load: Load, group: int, progress: Any) -> None:
-        for one in list(self.alive):
-            self._tried(one, partial(self.warm_up, one, load))
+    def _rounds(self, load: Load, group: int, progress: Any) -> None:
+        for running in list(self.alive):
+            self.attempt(running, self.warm_up, running, load)
         for number in range(self.options.rounds):
             for turn in self.round(load, number):
                 self.loads[load].add({"group": group, "round": number} | turn)
                 progress.update(turn["contender"] != self.alive[0].name)
 
-    def _tried(self, one: Running, work: Callable[[], Done]) -> Done | None:
+    def attempt(self, running: Running, work: Callable[..., Answer], *arguments: Any) -> Answer | None:
         """What the work returns; a contender that fails is left out, the base is not."""
         if self.asked_to_stop:
             raise KeyboardInterrupt
         try:
-            return work()
+            return work(*arguments)
         except BenchError as error:
-            if one is self.alive[0]:
+            if running is self.alive[0]:
                 raise
-            self._failed(one.name, error)
-            self.alive.remove(one)
-            one.close()
+            self._leave_out(running.name, error)
+            self.alive.remove(running)
+            running.close()
             return None
 
-    def _failed(self, name: str, error: BenchError) -> None:
+    def _leave_out(self, name: str, error: BenchError) -> None:
         tqdm.write(f"left out: {error}")
-        for results in self._runs():
+        for results in self.results:
             results.fail(name, str(error))
 
-    def _close(self, keep: int = 0) -> None:
-        for one in self.alive[keep:]:
-            one.close()
-        del self.alive[keep:]
-
-
-class OneByOne(Session[Running, Load]):
-    """Rounds in which everyone has a turn, in the order in which they were started."""
-
-    @abstractmethod
-    def turn(self, one: Running, load: Load, number: int) -> Turn:
-        """Measure one round at a load.
-
-        Raises:
-            BenchError: if it fails.
-        """
-
-    def round(self, load: Load, number: int) -> Iterator[Turn]:
-        for one in list(self.alive):
-            turn = self._tried(one, partial(self.turn, one, load, number))
-            if turn is not None:
-                yield {"contender": one.name} | turn
+    def _close(self, first: int = 0) -> None:
+        for running in self.alive[first:]:
+            running.close()
+        del self.alive[first:]

@@ -20,9 +20,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.harness.batch import repeats
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
-from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio
+from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio, repeats
 from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as cut_prompts

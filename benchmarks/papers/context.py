@@ -137,14 +137,12 @@ class Context:
         return self.calibration(folder).target
 
     def speeds(
-        self, contenders: list[Contender], kind: type[DecodeOptions] = DecodeOptions, task: Task | None = None,
-        **changes: Any,
+        self, contenders: list[Contender], task: Task | None = None, **changes: Any
     ) -> dict[str, Summary]:  # fmt: skip
         """Decode one request at a time in turns; every turn is written beside the tables as soon as it is over.
 
         Args:
             contenders: the base first.
-            kind: GroupOptions for worker groups.
             task: whose prompts are decoded (None: the first one's).
             changes: of DecodeOptions' fields.
 
@@ -160,7 +158,7 @@ class Context:
         shared = self.settings(
             "model", "rounds", "new_tokens", "eager", "kv_cache_gib", "engine", "alive", "seed", "trust_remote_code",
         )  # fmt: skip
-        options = kind(**shared | {
+        options = DecodeOptions(**shared | {
             "batch_sizes": (1,), "dtype": self.options.engine_dtype, "out": str(self.turns),
             "data": (str(self._prompts_file(task)),), "prompt_tokens": max(map(len, task.prompts)),
         } | changes)  # fmt: skip

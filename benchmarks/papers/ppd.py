@@ -9,8 +9,7 @@ from functools import partial
 from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.decode.group import matched, split_of, theorem
-from vllm_ppd.benchmarks.decode.options import GroupOptions
+from vllm_ppd.benchmarks.decode.group import MICRO_STEPS, STAGES, matched, split_of, theorem
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
 from vllm_ppd.benchmarks.papers.intervals import over_texts, rises
@@ -31,7 +30,6 @@ DECODINGS: dict[str, dict[str, float]] = {
 }
 CANDIDATES = (1, 3)  # of Table 3
 TOKENS = 128  # of the texts of Table 3
-MICRO_STEPS = 8  # tokens a step at most
 
 
 def early_heads(context: Context) -> EarlyHeads:
@@ -200,9 +198,9 @@ def implementation(context: Context) -> PaperTable:
     """Table 3: a worker group over two pipeline stages beside decoding without it, and beside Theorem 4.1."""
     folder, depth, tokens = context.heads(KIND)[0], context.num_layers, context.options.new_tokens
     config = {"method": "ppd", "num_speculative_tokens": MICRO_STEPS - 1, "model": folder, "disable_by_batch_size": 1}
-    groups = {k: Contender(f"group, k = {k}", {**config, "candidates": k}) for k in CANDIDATES}
+    groups = {k: Contender(f"group, k = {k}", {**config, "candidates": k}, STAGES) for k in CANDIDATES}
     # vLLM's eager stages die on the CPU where the size of the KV cache is given: no dummy run makes their buffers.
-    summaries = context.speeds([Contender(BASE), *groups.values()], GroupOptions, eager=False)
+    summaries = context.speeds([Contender(BASE, engine=STAGES), *groups.values()], eager=False)
     split = split_of({**config, "candidates": 1}, depth)
     rows = []
     for k, name in {0: BASE, **{k: group.name for k, group in groups.items()}}.items():

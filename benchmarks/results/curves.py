@@ -22,7 +22,7 @@ ACROSS = 2  # panels beside each other
 
 
 class Series(NamedTuple):
-    """One curve."""
+    """A curve."""
 
     panel: str  # what is measured
     label: str
@@ -40,7 +40,7 @@ def run(options: CurvesOptions) -> str:
         raise TrainingError("ppd bench curves draws with matplotlib: pip install 'vllm-ppd[bench]'")
     from vllm_ppd.benchmarks.results.drawing import svg
 
-    found: list[Series] = []
+    curves: list[Series] = []
     kinds = {load_config(folder).kind for folder in options.heads}
     if len(kinds) > 1:
         raise TrainingError(f"--heads are of kinds {', '.join(sorted(kinds))}: draw each kind by itself")
@@ -48,9 +48,9 @@ def run(options: CurvesOptions) -> str:
         points = read_curve(Path(folder))
         if not points:
             raise TrainingError(f"heads in {folder!r} have no {NAME}: train them again, or leave them out")
-        found += series(points, Path(folder).name if len(options.heads) > 1 else "")
-    write_text(Path(options.out), svg(lambda: _figure(found)))
-    return table(["curve", "first", "last", f"fell in the last {LAST:.0%} of the tokens"], list(map(_row, found)))
+        curves += series(points, Path(folder).name if len(options.heads) > 1 else "")
+    write_text(Path(options.out), svg(lambda: _figure(curves)))
+    return table(["curve", "first", "last", f"fell in the last {LAST:.0%} of the tokens"], list(map(row_of, curves)))
 
 
 def series(points: Sequence[Point], name: str) -> Iterator[Series]:
@@ -61,9 +61,9 @@ def series(points: Sequence[Point], name: str) -> Iterator[Series]:
     for point in points:
         for panel, label, value in _figures(point.held_out or {}):
             label = " ".join(filter(None, (name, label)))
-            one = by_name.setdefault((panel, label), Series(f"held out: {panel}", label, [], []))
-            one.tokens.append(point.tokens)
-            one.values.append(value)
+            curve = by_name.setdefault((panel, label), Series(f"held out: {panel}", label, [], []))
+            curve.tokens.append(point.tokens)
+            curve.values.append(value)
     yield from by_name.values()
 
 
@@ -84,29 +84,30 @@ def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
             yield name, "", float(value)
 
 
-def _row(one: Series) -> list[str]:
-    begin = next(i for i, tokens in enumerate(one.tokens) if tokens >= (1 - LAST) * one.tokens[-1])
-    fell = one.values[begin] - one.values[-1]
-    share = f" ({fell / abs(one.values[begin]):.1%})" if one.values[begin] else ""
-    name = ", ".join(filter(None, (one.panel, one.label)))
-    return [name, f"{one.values[0]:.4f}", f"{one.values[-1]:.4f}", f"{fell:.4f}{share}"]
+def row_of(curve: Series) -> list[str]:
+    """A curve's name, its first and last value, and how far it fell in the last part of the tokens."""
+    begin = next(i for i, tokens in enumerate(curve.tokens) if tokens >= (1 - LAST) * curve.tokens[-1])
+    fell = curve.values[begin] - curve.values[-1]
+    share = f" ({fell / abs(curve.values[begin]):.1%})" if curve.values[begin] else ""
+    name = ", ".join(filter(None, (curve.panel, curve.label)))
+    return [name, f"{curve.values[0]:.4f}", f"{curve.values[-1]:.4f}", f"{fell:.4f}{share}"]
 
 
-def _figure(found: Sequence[Series]) -> Any:
+def _figure(curves: Sequence[Series]) -> Any:
     import matplotlib.pyplot as plt
 
     from vllm_ppd.benchmarks.results.drawing import WIDTH
 
-    panels = list(dict.fromkeys(one.panel for one in found))
+    panels = list(dict.fromkeys(curve.panel for curve in curves))
     down = -(-len(panels) // ACROSS)
     figure, axes = plt.subplots(down, ACROSS, figsize=(WIDTH, 2.7 * down), squeeze=False)
     for axis, panel in zip(axes.flat, panels, strict=False):
-        for one in (one for one in found if one.panel == panel):
+        for curve in (curve for curve in curves if curve.panel == panel):
             marker = {} if panel == TRAINING else {"marker": "o", "markersize": 3}
-            axis.plot(one.tokens, one.values, linewidth=1.2, label=one.label or None, **marker)
+            axis.plot(curve.tokens, curve.values, linewidth=1.2, label=curve.label or None, **marker)
         axis.set_title(panel.replace("_", " "), fontsize=9)
         axis.set_xlabel("tokens")
-        if any(one.label for one in found if one.panel == panel):
+        if any(curve.label for curve in curves if curve.panel == panel):
             axis.legend(fontsize=7)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of results as SVG; the same data give the same bytes with the same matplotlib."""
+"""Plots of results as SVG: sorted bars, and curves."""
 
 from __future__ import annotations
 
 import io
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -29,19 +28,19 @@ Plot = Callable[[], Any]  # makes a figure
 
 
 class Bar(NamedTuple):
-    """One contender's value; the interval is None where it is not known."""
+    """A contender's value, with its quartiles."""
 
     label: str
     whose: str  # of COLOURS
     value: float
-    interval: tuple[float, float] | None = None
+    interval: tuple[float, float]
 
 
 class Bars(NamedTuple):
-    """One pair of axes of bars, sorted by value."""
+    """A panel of bars."""
 
     title: str
-    found: Sequence[Bar]
+    bars: Sequence[Bar]
 
 
 class Line(NamedTuple):
@@ -63,38 +62,30 @@ def svg(plot: Plot) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def png(plot: Plot, path: Path) -> None:
-    """Write the figure, to look at."""
-    with plt.rc_context(SETTINGS):
-        figure = plot()
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-
-
-def bars(title: str, x_label: str, panels: Sequence[Bars], level: float = 0.0, across: int = 2) -> Plot:
-    """Panels of sorted horizontal bars with intervals, coloured by whose method it is, from a level."""
+def bars(title: str, x_label: str, panels: Sequence[Bars], across: int = 2) -> Plot:
+    """Panels of sorted horizontal bars of ratios, from 1, with intervals, coloured by whose method it is."""
 
     def plot() -> Any:
         columns = min(across, len(panels))
         down = -(-len(panels) // columns)
-        most = max(len(panel.found) for panel in panels)
+        most = max(len(panel.bars) for panel in panels)
         figure, axes = plt.subplots(down, columns, figsize=(WIDTH, down * (0.75 + 0.2 * most) + 0.7), squeeze=False)
         for axis, panel in zip(axes.flat, panels, strict=False):
-            found = sorted(panel.found, key=lambda bar: bar.value)
-            for place, bar in enumerate(found):
-                low, high = bar.interval or (bar.value, bar.value)
-                spread = [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]] if bar.interval else None
-                axis.barh(place, bar.value - level, 0.7, left=level, color=COLOURS[bar.whose], xerr=spread,
+            ascending = sorted(panel.bars, key=lambda bar: bar.value)
+            for place, bar in enumerate(ascending):
+                low, high = bar.interval
+                spread = [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]]
+                axis.barh(place, bar.value - 1, 0.7, left=1, color=COLOURS[bar.whose], xerr=spread,
                           error_kw={"elinewidth": 1, "capsize": 2})  # fmt: skip
-            axis.set_yticks(range(len(found)), [bar.label for bar in found])
-            axis.axvline(level, color="0.3", linewidth=0.8)
+            axis.set_yticks(range(len(ascending)), [bar.label for bar in ascending])
+            axis.axvline(1, color="0.3", linewidth=0.8)
             axis.locator_params(axis="x", nbins=5 if columns < 3 else 3)
             axis.set_title(panel.title, fontsize=9)
         for axis in list(axes.flat)[len(panels) :]:
             axis.set_axis_off()
         for axis in axes.flat[max(0, len(panels) - columns) : len(panels)]:
             axis.set_xlabel(x_label)
-        there = {bar.whose for panel in panels for bar in panel.found}
+        there = {bar.whose for panel in panels for bar in panel.bars}
         if len(there) > 1:
             handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[whose]) for whose in COLOURS if whose in there]
             figure.legend(handles, [whose for whose in COLOURS if whose in there], loc="outside lower center", ncols=3)
@@ -104,38 +95,19 @@ def bars(title: str, x_label: str, panels: Sequence[Bars], level: float = 0.0, a
     return plot
 
 
-def lines(title: str, x_label: str, y_label: str, found: Sequence[Line]) -> Plot:
-    """Curves in one pair of axes; what a paper published is dashed."""
+def lines(title: str, x_label: str, y_label: str, curves: Sequence[Line]) -> Plot:
+    """Curves in a pair of axes; what a paper published is dashed."""
 
     def plot() -> Any:
         figure, axis = plt.subplots(figsize=(WIDTH, 4.6))
         colours: dict[str, str] = {}
-        for line in found:
+        for line in curves:
             colour = colours.setdefault(line.label, f"C{len(colours) % 10}")
             style = "--" if line.published else "-"
             label = f"{line.label}, {'paper' if line.published else 'ours'}"
             axis.plot(line.x, line.y, style, color=colour, marker="o", markersize=3.5, linewidth=1.2, label=label)
         axis.set_xlabel(x_label)
         axis.set_ylabel(y_label)
-        _legend(figure, axis)
-        _entitle(figure, title)
-        return figure
-
-    return plot
-
-
-def stacks(title: str, x_label: str, rows: Sequence[str], parts: dict[str, Sequence[float]]) -> Plot:
-    """Horizontal bars, each the sum of its parts: parts by name, a number a row."""
-
-    def plot() -> Any:
-        figure, axis = plt.subplots(figsize=(WIDTH, 2.2 + 0.38 * len(rows)))
-        left = [0.0] * len(rows)
-        for name, widths in parts.items():
-            axis.barh(range(len(rows)), widths, left=left, label=name, height=0.6)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axis.set_yticks(range(len(rows)), rows)
-        axis.invert_yaxis()
-        axis.set_xlabel(x_label)
         _legend(figure, axis)
         _entitle(figure, title)
         return figure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contender: `vllm serve` in a process of its own, on a free port of the loopback interface."""
+"""A contender as `vllm serve` in a process of its own, on a free port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
             log: where its output goes.
 
         Raises:
-            BenchError: if it does not start; with the last line it said.
+            BenchError: if it does not start; with the last line of its output.
         """
         self.name, self.model, self.tokenizer, self.log = contender.name, model, arguments.get("tokenizer", model), log
         with socket.socket() as probe:
@@ -54,10 +54,10 @@ class Server:
         words = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(self.port)]
         words += flags(arguments | contender.engine | speculation)
         before = free_bytes()
-        with log.open("w") as said:
+        with log.open("w") as output:
             # Ctrl-C reaches the whole group of this process; the server is in one of its own, and ends when told.
             self.process = subprocess.Popen(
-                command(words), stdout=said, stderr=subprocess.STDOUT, env=environment() | contender.environment,
+                command(words), stdout=output, stderr=subprocess.STDOUT, env=environment() | contender.environment,
                 start_new_session=True,
             )  # fmt: skip
         try:
@@ -87,13 +87,13 @@ class Server:
         return BenchError(f"{self.name}: {what} ({error})")
 
     def check(self) -> None:
-        """Raises BenchError if the server has ended."""
+        """Raise BenchError if the server has ended."""
         code = self.process.poll()
         if code is not None:
             raise BenchError(f"{self.name}: the server ended with code {code}; its last line: {last_line(self.log)}")
 
     def complete(self, prompt: str, tokens: int, temperature: float) -> None:
-        """One request by itself.
+        """Send a request by itself.
 
         Raises:
             BenchError: if it is not answered.
@@ -156,12 +156,12 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 
 def environment() -> dict[str, str]:
     """Of servers and load generators; without a GPU, what vLLM's CPU backend wants to know."""
-    found = {**os.environ, **huge_pages(), "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    found.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over a size that is given
+    variables = {**os.environ, **huge_pages(), "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    variables.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over a size that is given
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's CPU build installs it, and asks for it
     if openmp.exists():
-        found.setdefault("LD_PRELOAD", str(openmp))
-    return found
+        variables.setdefault("LD_PRELOAD", str(openmp))
+    return variables
 
 
 def end(process: subprocess.Popen[Any], how: signal.Signals) -> None:

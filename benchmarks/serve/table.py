@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `ppd bench serve`."""
+"""Turns of `ppd bench serve`: their summary, and the table of it."""
 
 from __future__ import annotations
 
-from vllm_ppd.benchmarks.harness.estimates import number, with_quartiles
+import statistics
+
+from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row
-from vllm_ppd.benchmarks.serve.run import load_rows
+from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES
+from vllm_ppd.benchmarks.serve.options import Load
 from vllm_ppd.heads.calibration.tables import table as markdown
 
 COLUMNS = (
@@ -13,6 +16,7 @@ COLUMNS = (
     "TTFT x (quartiles)", "TPOT x (quartiles)", "latency x (quartiles)", "tokens/s x (quartiles)",
     "length", "rate", "prefix hits",
 )  # fmt: skip
+FASTER = ("ttft", "tpot", "e2el")
 
 LEGEND = """\
 load: requests that come at random at a mean rate, or all at once, or so many at once, the next when one ends.
@@ -24,42 +28,84 @@ length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counte
 prefix hits: share of the prompts' tokens that were in the prefix cache."""
 
 
-def table(measured: Measured) -> str:
-    """Markdown, with what was measured above it and what the columns mean below."""
-    run = measured.run
-    options = run["options"]
-    lines = [
-        f"{options['model']}, {options['dtype']}, temperature {options['temperature']}; {options['requests']} requests "
-        f"a turn of {options['prompt_tokens']} + {options['new_tokens']} tokens (medians, log-normal), "
-        f"{options['shared']:.0%} of them after {options['shared_tokens']} common ones; {run['machine']}"
-        + measured.before,
-        "",
-        body(measured),
-        "",
-        LEGEND,
-    ]
-    lines += [
-        f"failed: {row['failed']} requests of {row['contender']}, {row['load']}"
-        for row in load_rows(measured)
-        if row["failed"]
-    ]
-    lines += [f"left out: {reason}" for reason in run["failures"].values()]
-    return "\n".join(lines)
+def rows_of(measured: Measured) -> list[Row]:
+    """A row a load and contender: rates first, then numbers at once."""
+    loads = sorted((Load(*place) for place in measured.places("rate", "concurrency")), key=_order)
+    rows = (summarise(measured, name, load) for load in loads for name in measured.contenders)
+    return [row for row in rows if row is not None]
+
+
+def _order(load: Load) -> tuple[bool, float, float]:
+    return load.concurrency is not None, load.rate or float("inf"), load.concurrency or 0
+
+
+def summarise(measured: Measured, name: str, load: Load) -> Row | None:
+    """Medians over turns, medians and quartiles of ratios to the base's turn of the same round.
+
+    Returns:
+        contender, load, turns, failed requests; {ttft,tpot,itl,e2el}: (p50, p95) in milliseconds; requests_per_second,
+        tokens_per_second; faster_{ttft,tpot,e2el} and faster_tokens: (median, lower, upper quartile), above 1 where the
+        contender is better; length, rate, prefix_hits: of all turns together, None where they are not known.
+    """
+    pairs = measured.paired(name, **load._asdict())
+    if not pairs:
+        return None
+    turns = [turn for turn, _ in pairs]
+
+    def median(name: str, percentile: str | None = None) -> float:
+        return statistics.median(turn[name] if percentile is None else turn[name][percentile] for turn in turns)
+
+    def faster(time: str) -> tuple[float, float, float]:
+        return quartiles([base[f"{time}_ms"]["p50"] / turn[f"{time}_ms"]["p50"] for turn, base in pairs])
+
+    sums = {key: _sum([turn[key] for turn in turns]) for key in COUNTERS}
+    accepted = _ratio(sums["accepted_tokens"], sums["drafts"])
+    return {
+        "contender": name, "load": load, "turns": len(turns), "failed": sum(turn["failed"] for turn in turns),
+        **{time: (median(f"{time}_ms", "p50"), median(f"{time}_ms", "p95")) for time in TIMES},
+        "requests_per_second": median("requests_per_second"),
+        "tokens_per_second": median("tokens_per_second"),
+        **{f"faster_{time}": faster(time) for time in FASTER},
+        "faster_tokens": quartiles([turn["tokens_per_second"] / base["tokens_per_second"] for turn, base in pairs]),
+        "length": None if accepted is None else 1 + accepted,
+        "rate": _ratio(sums["accepted_tokens"], sums["draft_tokens"]),
+        "prefix_hits": _ratio(sums["prefix_hits"], sums["prefix_queries"]),
+    }  # fmt: skip
+
+
+def _sum(values: list[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _ratio(share: int | None, whole: int | None) -> float | None:
+    return share / whole if share is not None and whole else None
 
 
 def body(measured: Measured) -> str:
-    """The table alone."""
-    return markdown(COLUMNS, [_cells(row) for row in load_rows(measured)])
+    """Markdown: the table, with what was measured above it and what failed below."""
+    options, rows = measured.run["options"], rows_of(measured)
+    about = (
+        f"{options['model']}, {options['dtype']}, temperature {options['temperature']}; {options['requests']} requests "
+        f"a turn for {options['new_tokens']} tokens (median, log-normal); {measured.run['machine']}{measured.before}"
+    )
+    failed = [f"failed: {row['failed']} requests of {row['contender']}, {row['load']}" for row in rows if row["failed"]]
+    return "\n".join([about, "", markdown(COLUMNS, list(map(_cells, rows))), *failed, *measured.notes])
+
+
+def table(measured: Measured) -> str:
+    """The same, with what the columns mean."""
+    return f"{body(measured)}\n\n{LEGEND}"
 
 
 def _cells(row: Row) -> list[str]:
     return [
         str(row["load"]),
         row["contender"],
-        *("{:.1f} / {:.1f}".format(*row[time]) for time in ("ttft", "tpot", "itl", "e2el")),
+        *("{:.1f} / {:.1f}".format(*row[time]) for time in TIMES),
         f"{row['requests_per_second']:.2f}",
         f"{row['tokens_per_second']:.1f}",
-        *(with_quartiles(row[f"faster_{what}"], 3) for what in ("ttft", "tpot", "e2el", "tokens")),
+        *(with_quartiles(row[f"faster_{what}"], 3) for what in (*FASTER, "tokens")),
         number(row["length"], "{:.2f}"),
         number(row["rate"], "{:.3f}"),
         number(row["prefix_hits"], "{:.1%}"),

@@ -1,131 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of ShareGPT-like lengths, drawn from a seed; texts and their true continuations from the data.
-
-Chats are short for the most part and long now and then: lengths are log-normal. A share of the prompts begins alike.
-"""
+"""Requests of a turn, drawn from a seed, as vLLM's load generator reads them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.prompts import load_tokenizer, read_prompts
 from vllm_ppd.benchmarks.serve.options import SHORTEST, ServeOptions
-from vllm_ppd.heads.data.documents import Documents
-
-READ = 4  # vLLM's ShareGPT loader leaves out what is shorter
-TRIES = 100  # pieces of text a request, of which one has tokens enough
-MOST_TOKENS = 4_000_000  # of the data, to be drawn from
+from vllm_ppd.heads.data.special_tokens import SpecialTokens
 
 
-class Request(NamedTuple):
-    """A prompt, and the text that followed it in the data: the request generates as many tokens as that has."""
+class Workload:
+    """Prompts of the data in an order drawn from the seed; lengths of answers are drawn, too.
 
-    prompt: str
-    answer: str
-
-
-class Lengths(NamedTuple):
-    """Tokens of each request: [requests] each."""
-
-    prompt: np.ndarray
-    answer: np.ndarray
-    shared: np.ndarray  # of the prompt's, those of the common beginning
-
-
-def draw_lengths(options: ServeOptions, rng: np.random.Generator) -> Lengths:
-    """Log-normal lengths, clipped so that a request fits the context."""
-    count = options.requests
-    longest = options.context // 2
-    answer = options.new_tokens * np.exp(options.new_spread * rng.standard_normal(count))
-    prompt = options.prompt_tokens * np.exp(options.prompt_spread * rng.standard_normal(count))
-    shared = np.zeros(count, dtype=int)
-    shared[rng.permutation(count)[: round(options.shared * count)]] = options.shared_tokens
-    return Lengths(
-        np.clip(prompt.astype(int), SHORTEST, longest - shared) + shared,
-        np.clip(answer.astype(int), SHORTEST, longest),
-        shared,
-    )
-
-
-class Texts:
-    """The data as one stream of tokens."""
+    Attributes:
+        prompts: texts, without the beginning that the server's tokenizer adds to a prompt by itself.
+    """
 
     def __init__(self, options: ServeOptions) -> None:
-        """Read it.
+        """Read the data, unless vLLM reads it.
 
         Raises:
-            BenchError, TrainingError: if a file is missing or malformed, or all of them are shorter than a request.
+            BenchError, TrainingError: if a file is missing or malformed, or no prompt fits half of the context.
         """
-        from transformers import AutoTokenizer
-
         self.options = options
-        name = options.tokenizer or options.model
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
-        self.stream: list[int] = []
-        documents = Documents(options.data, lambda: self.tokenizer)
-        for ids in documents.token_ids():
-            self.stream += documents.special.bare(ids)  # the server adds its own to each prompt
-            if len(self.stream) >= MOST_TOKENS:
-                break
-        needed = options.context + options.shared_tokens
-        if len(self.stream) <= needed:
-            raise BenchError(
-                f"{', '.join(options.data)}: {len(self.stream):,} tokens in all, and a request may take {needed:,}; "
-                "give more text"
-            )
+        self.prompts: list[str] = []
+        if options.dataset is not None:
+            return
+        trust = options.trust_remote_code
+        tokenizer = load_tokenizer(options.tokenizer, trust)
+        added = SpecialTokens.of(tokenizer)
+        prompts = read_prompts(options.data, options.tokenizer, options.context // 2, None, trust)
+        self.prompts = [tokenizer.decode(added.bare(ids)) for ids in prompts]
 
-    def requests(self, *seed: int) -> list[Request]:
-        """The requests of a turn; the same seed gives the same ones.
+    def write(self, folder: Path, *seed: int) -> list[str]:
+        """The flags of `vllm bench serve` that name the requests of a turn; the same seed gives the same requests.
 
-        Raises:
-            BenchError: if the texts do not keep their tokens when they are read again.
+        Args:
+            folder: where a file of them is written.
+            seed: of the turn; a prompt comes again after all others.
         """
-        rng = np.random.default_rng([self.options.seed, *seed])
-        lengths = draw_lengths(self.options, rng)
-        beginning = self.piece(rng, self.options.shared_tokens)
-        return [
-            self._request(rng, beginning[:shared], int(prompt - shared), int(answer))
-            for prompt, answer, shared in zip(*lengths, strict=True)
-        ]
-
-    def _request(self, rng: np.random.Generator, beginning: list[int], own: int, answer: int) -> Request:
-        for _ in range(TRIES):
-            piece = self.piece(rng, own + answer)
-            prompt = self._text(beginning + piece[:own], len(beginning) + own)
-            found = self._text(piece[own:], answer)
-            if self._fits(prompt) and self._fits(found):
-                return Request(prompt, found)
-        raise BenchError(f"{', '.join(self.options.data)}: its text has fewer tokens when it is read again")
-
-    def piece(self, rng: np.random.Generator, length: int) -> list[int]:
-        start = int(rng.integers(len(self.stream) - length))
-        return self.stream[start : start + length]
-
-    def _text(self, ids: list[int], most: int) -> str:
-        """The text of so many tokens at most, also when it is read again."""
-        text: str = self.tokenizer.decode(ids)
-        while ids and self._count(text) > most:
-            ids = ids[:-1]
-            text = self.tokenizer.decode(ids)
-        return text
-
-    def _fits(self, text: str) -> bool:
-        return self._count(text) >= READ
-
-    def _count(self, text: str) -> int:
-        return len(self.tokenizer(text, verbose=False)["input_ids"])
-
-
-def write_sharegpt(requests: list[Request], path: Path) -> None:
-    """The requests as vLLM's `--dataset-name sharegpt` reads them."""
-
-    def turns(request: Request) -> Iterator[dict[str, str]]:
-        yield {"from": "human", "value": request.prompt}
-        yield {"from": "gpt", "value": request.answer}
-
-    path.write_text(json.dumps([{"conversations": list(turns(request))} for request in requests]))
+        options = self.options
+        if options.dataset is not None:
+            return ["--dataset-name", options.dataset, "--dataset-path", *options.data, "--output-len",
+                    str(options.new_tokens)]  # fmt: skip
+        rng = np.random.default_rng([options.seed, *seed])
+        rounds = [rng.permutation(len(self.prompts)) for _ in range(-(-options.requests // len(self.prompts)))]
+        drawn = options.new_tokens * np.exp(options.new_spread * rng.standard_normal(options.requests))
+        lengths = np.clip(drawn.astype(int), SHORTEST, options.context // 2).tolist()
+        path = folder / "requests.jsonl"
+        with path.open("w") as file:
+            for prompt, length in zip(np.concatenate(rounds)[: options.requests], lengths, strict=True):
+                file.write(json.dumps({"prompt": self.prompts[prompt], "output_tokens": length}) + "\n")
+        return ["--dataset-name", "custom", "--dataset-path", str(path), "--custom-output-len", "-1",
+                "--skip-chat-template", "--disable-shuffle"]  # fmt: skip

@@ -98,7 +98,6 @@ def test_make_calls_the_script() -> None:
         ("models.inflate", "--model", "any", "--factor", "2"),
         ("models.peers.train", "eagle"),
         ("models.recipes", "--model", "any", "--data", "any"),
-        ("gpu.run", "--cpu"),
         ("gpu.kernels", "--cpu"),
     ],
     ids=lambda script: script[0],

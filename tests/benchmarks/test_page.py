@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of results is what its command makes of the committed files, and knows the files that come later."""
+"""The page of results is what its command makes of the committed files, and shows each file by its schema."""
 
 from __future__ import annotations
 
@@ -8,53 +8,60 @@ import re
 from pathlib import Path
 
 import pytest
-from bench_turns import serve_options, serve_turn
 from conftest import ROOT, cells_of
 
+from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE, contenders
 from vllm_ppd.benchmarks.harness.results import Results
-from vllm_ppd.benchmarks.results import page
+from vllm_ppd.benchmarks.results import drawing, page
+from vllm_ppd.benchmarks.results.sections import all_sections, headlines
 
 RESULTS = ROOT / "benchmarks" / "results"
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
-    sections = page.sections.all_sections(RESULTS)
-    tables = page.all_tables(sections, RESULTS)
+    hint = "run python -m vllm_ppd.benchmarks.results.page"
     for document in page.documents():
-        assert page.with_tables(document, tables) == document.read_text(), f"{document} is old, as below"
-    made = page.contents(sections)
-    assert {f"plots/{path.name}" for path in (RESULTS / "plots").iterdir()} | {"README.md"} == made.keys()
-    for path, text in made.items():
-        assert (RESULTS / path).read_text() == text, f"{path} is old; run python -m vllm_ppd.benchmarks.results.page"
+        assert page.with_tables(document, headlines(RESULTS)) == document.read_text(), f"{document} is old; {hint}"
+    sections = all_sections(RESULTS)
+    made = page.page(sections, (RESULTS / "introduction.md").read_text())
+    assert made == (RESULTS / "README.md").read_text(), f"the page is old; {hint}"
+    plots = {path for section in sections for path in section.plots}
+    assert plots == {f"plots/{path.name}" for path in (RESULTS / "plots").iterdir()}, f"plots are old; {hint}"
 
 
 def test_turns_become_a_section(tmp_path: Path) -> None:
-    given = serve_options(out=str(tmp_path / "serve.json"), also=('ours={"method": "ppd"}',))
-    results = Results(given, contenders(given))
-    for load in ({}, {"rate": None, "concurrency": 4}):
-        results.add(serve_turn(BASE, 0, 1.0, **load))
-        results.add(serve_turn("ours", 0, 0.5, **load, drafts=10, draft_tokens=30, accepted_tokens=15))
-    (tmp_path / "other.json").write_text(json.dumps({"rows": [{"a": 1}, {"b": 2}]}))
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- results: serve -->\nold\n<!-- end -->\nafter\n")
-    sections = page.sections.all_sections(tmp_path)
-    tables = page.all_tables(sections, tmp_path)
-    made, filled = page.contents(sections), page.with_tables(readme, tables)
-    text = made["README.md"]
-    assert text.index("## Servers under load") < text.index("![Servers under load](plots/serve.svg)")
+    made = DecodeOptions(
+        model="model", data=("d",), plain="none", out=str(tmp_path / "speeds.json"), also=('ours={"method": "ppd"}',)
+    )  # fmt: skip
+    results = Results(made, contenders(made))
+    counters = ("drafts", "draft_tokens", "accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams")
+    for batch in (1, 16):
+        for name, seconds in ((BASE, 1.0), ("ours", 0.5)):
+            results.add({
+                "contender": name, "batch": batch, "group": 0, "round": 0, "window_tokens": 20, "steps": 10,
+                "window_seconds": seconds, "step_seconds": 0.1, "worker_seconds": None, "draft_seconds": None,
+                "peak_bytes": 5, "all_4_grams": 9, **dict.fromkeys(counters, 0),
+            })  # fmt: skip
+    (tmp_path / "speeds.md").write_text("# Speeds\n\nWhat a reader should know.\n")
+    (tmp_path / "other_rows.json").write_text(json.dumps({"rows": [{"a": 1}, {"b": 2}]}))
+    sections = all_sections(tmp_path)
+    text = page.page(sections, "# Results\n")
+    assert re.search(r"## Speeds\n\nWhat a reader should know.\n\n!\[Speeds\]\(plots/speeds.svg\)\n\n", text)
     assert "The newest run was stopped before its end." in text
-    assert re.search(r"\| +a \| +b \|", text)
-    assert [row[:2] for row in cells_of(filled)[1:]] == [
-        ["2 a second", "vLLM"], ["2 a second", "ours"], ["4 at once", "vLLM"], ["4 at once", "ours"],
+    assert text.index("## Speeds") < text.index("## other rows") and re.search(r"\| +a \| +b \|", text)
+    assert [row[:2] for row in cells_of(sections[0].text)[1:]] == [
+        ["1", "vLLM"], ["1", "ours"], ["16", "vLLM"], ["16", "ours"],
     ]  # fmt: skip
-    assert filled.startswith("before\n") and filled.endswith("<!-- end -->\nafter\n")
-    drawn = made["plots/serve.svg"]
-    assert drawn == page.contents(page.sections.all_sections(tmp_path))["plots/serve.svg"]
-    assert all(
-        word in drawn
-        for word in ("ours", "latency, 4 at once", "vLLM / contender", results.run["machine"].split(",")[0])
-    )
-    with pytest.raises(SystemExit, match="asks for results 'nothing'; there are serve, other"):
-        readme.write_text(readme.read_text().replace("serve", "nothing"))
-        page.with_tables(readme, tables)
+    drawn = drawing.svg(sections[0].plots["plots/speeds.svg"])
+    for words in ("ours", "16 requests at once", results.run["machine"].split(",")[0]):
+        assert words in drawn
+
+
+def test_documents_are_filled_with_tables(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- results: speeds -->\nold\n<!-- end -->\nafter\n")
+    filled = page.with_tables(readme, {"speeds": "| new |"})
+    assert filled == "before\n<!-- results: speeds -->\n| new |\n<!-- end -->\nafter\n"
+    with pytest.raises(SystemExit, match="asks for results 'speeds'; there are others"):
+        page.with_tables(readme, {"others": ""})

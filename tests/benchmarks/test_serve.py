@@ -9,31 +9,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bench_turns import serve_options as options
-from bench_turns import serve_turn as turn
 from conftest import cells_of, patterned_texts, write_texts
+from transformers import AutoTokenizer
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.results import Results, stored
-from vllm_ppd.benchmarks.harness.with_parent import command
 from vllm_ppd.benchmarks.serve import server
-from vllm_ppd.benchmarks.serve.generator import send
-from vllm_ppd.benchmarks.serve.options import Load
-from vllm_ppd.benchmarks.serve.run import load_rows
+from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES, send
+from vllm_ppd.benchmarks.serve.options import Load, ServeOptions
 from vllm_ppd.benchmarks.serve.server import Server, flags
-from vllm_ppd.benchmarks.serve.table import table
-from vllm_ppd.benchmarks.serve.workload import Texts, draw_lengths
+from vllm_ppd.benchmarks.serve.table import rows_of, table
+from vllm_ppd.benchmarks.serve.workload import Workload
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
+
+
+def options(**changes: Any) -> ServeOptions:
+    return ServeOptions(**{"model": "model", "data": ("texts.jsonl",), "plain": "none", **changes})
+
+
+def turn(contender: str, number: int, slower: float, **changes: Any) -> dict[str, Any]:
+    times = {f"{name}_ms": {"mean": 10 * slower, "p50": 9 * slower, "p95": 20 * slower, "p99": 30.0} for name in TIMES}
+    return {
+        "contender": contender, "group": 0, "round": number, "rate": 2.0, "concurrency": None, "completed": 8,
+        "failed": 0, "requests_per_second": 2.0, "tokens_per_second": 100 / slower, **times,
+        **dict.fromkeys(COUNTERS), "prefix_queries": 100, "prefix_hits": 25, **changes,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +52,9 @@ def texts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_loads() -> None:
-    found = options(rates="2,0.5,inf", concurrencies="3").loads
-    assert found == [Load(2.0, None), Load(0.5, None), Load(None, None), Load(None, 3)]
-    assert [str(load) for load in found] == ["2 a second", "0.5 a second", "all at once", "3 at once"]
+    loads = options(rates="2,0.5,inf", concurrencies="3").loads
+    assert loads == [Load(2.0, None), Load(0.5, None), Load(None, None), Load(None, 3)]
+    assert [str(load) for load in loads] == ["2 a second", "0.5 a second", "all at once", "3 at once"]
     assert options(rates="none").loads == [Load(None, 1), Load(None, 4), Load(None, 16)]
     assert options().essence() == options(rates="9", concurrencies="none", rounds=2, out="x.json").essence()
 
@@ -64,41 +74,39 @@ def test_flags_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(words[words.index("--gpu-memory-utilization") + 1]) < 0.05
 
 
-def test_lengths_are_log_normal_and_fit() -> None:
-    made = options(requests=4000, shared=0.25, shared_tokens=100)
-    found = draw_lengths(made, np.random.default_rng(0))
-    assert (found.shared == 100).sum() == 1000
-    alone = found.prompt[found.shared == 0]
-    assert np.median(alone) == pytest.approx(96, rel=0.08)
-    assert np.median(found.prompt[found.shared > 0]) == pytest.approx(196, rel=0.08)
-    inside = found.answer[(found.answer > 8) & (found.answer < 512)]
+def requests_of(workload: Workload, folder: Path, *seed: int) -> list[dict[str, Any]]:
+    words = workload.write(folder, *seed)
+    assert words[:3] == ["--dataset-name", "custom", "--dataset-path"]
+    return [json.loads(line) for line in Path(words[3]).read_text().splitlines()]
+
+
+def test_requests_are_the_datas_prompts_in_a_drawn_order(
+    tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    """No prompt comes twice before all have come; lengths of answers are log-normal and fit."""
+    model = str(tiny_model())
+    workload = Workload(options(model=model, data=(str(texts_file),), context=128, requests=4000))
+    first, other = requests_of(workload, tmp_path, 1), requests_of(workload, tmp_path, 2)
+    assert first == requests_of(workload, tmp_path, 1) != other
+    prompts = [request["prompt"] for request in first]
+    assert {*prompts[: len(workload.prompts)]} == {*workload.prompts} == {*prompts}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert all(0 < len(tokenizer(prompt)["input_ids"]) <= 64 for prompt in workload.prompts)
+    assert all(8 <= request["output_tokens"] <= 64 for request in first)
+    lengths = np.array([r["output_tokens"] for r in requests_of(
+        Workload(options(model=model, data=(str(texts_file),), context=2048, requests=4000)), tmp_path, 1
+    )])  # fmt: skip
+    inside = lengths[(lengths > 8) & (lengths < 1024)]
+    assert np.median(lengths) == pytest.approx(128, rel=0.08)
     assert np.std(np.log(inside)) == pytest.approx(0.8, rel=0.1)
-    assert np.median(found.answer) == pytest.approx(128, rel=0.08)
-    assert found.prompt.min() >= 8
-    assert max(found.prompt.max(), found.answer.max()) == 512
 
 
-def test_texts_have_the_lengths_drawn(tiny_model: Callable[..., Path], texts_file: Path) -> None:
-    """Prompts and answers follow one another in the data, and a half of the prompts begins alike."""
-    made = options(
-        model=str(tiny_model()), data=(str(texts_file),), context=128, requests=12, prompt_tokens=24, new_tokens=16,
-        shared_tokens=32,
-    )  # fmt: skip
-    texts = Texts(made)
-    found = texts.requests(1, 0)
-    assert found == texts.requests(1, 0) != texts.requests(1, 1)
-    lengths = draw_lengths(made, np.random.default_rng([0, 1, 0]))
-    for request, prompt, answer in zip(found, lengths.prompt, lengths.answer, strict=True):
-        tokens = [len(texts.tokenizer(text)["input_ids"]) for text in request]
-        assert prompt - 2 <= tokens[0] <= prompt
-        assert answer - 2 <= tokens[1] <= answer
-    whole = texts.tokenizer.decode(texts.stream)
-    assert all(request.answer in whole for request in found)
-    alike = [request.prompt for request, shared in zip(found, lengths.shared, strict=True) if shared]
-    assert len(alike) == 6
-    assert len(os.path.commonprefix(alike)) >= len(texts.tokenizer.decode(texts.stream[:24]))
-    with pytest.raises(BenchError, match="give more text"):
-        Texts(made.model_copy(update={"context": 100_000}))
+def test_vllm_reads_its_data_sets_itself(tmp_path: Path, capsys: Any) -> None:
+    words = Workload(options(data=("question.jsonl",), dataset="spec_bench")).write(tmp_path, 1)
+    assert words == ["--dataset-name", "spec_bench", "--dataset-path", "question.jsonl", "--output-len", "128"]
+    assert options(dataset="spec_bench").files == ()
+    with pytest.raises(ValueError, match="vLLM reads a single file or folder"):
+        options(data=("a", "b"), dataset="spec_bench")
 
 
 def test_table_and_what_is_stored(tmp_path: Path) -> None:
@@ -113,23 +121,19 @@ def test_table_and_what_is_stored(tmp_path: Path) -> None:
         if changes:
             results.add(turn("a", 0, 0.5, **drafted))
             results.add(turn("a", 1, 1.0, **drafted, failed=1))
-    base, ours = load_rows(results)
+    base, ours = rows_of(results)
     assert base["length"] is base["rate"] is None
     assert (base["ttft"], base["prefix_hits"]) == ((13.5, 30.0), 0.25)
     assert ours["faster_tpot"] == ours["faster_tokens"] == pytest.approx((2.0, 2.0, 2.0))
     assert (ours["length"], ours["rate"]) == (2.5, 0.5)
     (again,) = stored(out)
-    assert load_rows(again) == [base, ours]
+    assert rows_of(again) == [base, ours]
     shown = table(again)
     assert shown.splitlines()[0].endswith("with 1 earlier runs")
     _, plain, drafting = cells_of(shown)
     assert plain[:7] == ["2 a second", "vLLM", *["13.5 / 30.0"] * 4, "2.00"] and plain[-3:] == ["-", "-", "25.0%"]
     assert drafting[-4:] == ["2.000 (2.000-2.000)", "2.50", "0.500", "25.0%"]
-    assert shown.splitlines()[-1] == "failed: 1 requests of a, 2 a second"
-    with pytest.raises(BenchError, match="holds results of another benchmark"):
-        data = json.loads(out.read_text())
-        out.write_text(json.dumps(data | {"benchmark": "decode"}))
-        Results(options(out=str(out)), [])
+    assert "failed: 1 requests of a, 2 a second" in shown.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,6 @@ def test_table_and_what_is_stored(tmp_path: Path) -> None:
     [
         (["--rates", "0"], "--rates 0: must be above 0"),
         (["--rates", "none", "--concurrencies", "none"], "--concurrencies none: no load is left"),
-        (["--shared-tokens", "600"], "--shared-tokens 600: leaves no room for the rest of a prompt"),
         (["--rates", "nan"], "--rates nan: must be above 0"),
     ],
 )
@@ -147,42 +150,14 @@ def test_bad_flags_end_with_one_line(words: list[str], message: str, capsys: Any
     assert message in line
 
 
-def test_a_killed_parent_takes_its_children_along() -> None:
-    code = "import subprocess, sys; from vllm_ppd.benchmarks.harness.with_parent import command; "
-    code += "print(subprocess.Popen(command(['/bin/sleep', '600'])).pid, flush=True); sys.stdin.read()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    deadline = time.monotonic() + 10
-    while b"sleep" not in _command_line(child)[:12] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert _command_line(child) == b"/bin/sleep\x00600\x00"
-    parent.kill()
-    parent.wait()
-    while _command_line(child) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _command_line(child)
-    refused = subprocess.run([*command([])[:-1], "1", "/bin/true"], capture_output=True, text=True)
-    assert refused.stderr.strip() == "the parent has ended"
-
-
-def _command_line(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _marked(mark: str) -> list[bytes]:
+def marked(mark: str) -> Iterator[bytes]:
     """Command lines of the processes that have a word in their environment, which children inherit."""
-    found = []
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes())
+                yield (folder / "cmdline").read_bytes()
         except OSError:
             continue
-    return found
 
 
 @pytest.mark.full
@@ -202,7 +177,7 @@ def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], text
     out = tmp_path / "serve.json"
     settings = {
         "model": tiny_model(), "data": texts_file, "plain": "none", "rates": "8", "concurrencies": "2",
-        "requests": 6, "prompt-tokens": 24, "new-tokens": 16, "context": 192, "shared-tokens": 64, "dtype": "float32",
+        "requests": 6, "new-tokens": 16, "context": 192, "dtype": "float32",
         "kv-cache-gib": 0.05, "rounds": 1, "engine": '{"block_size": 32}', "out": out,
         "also": 'ppd={"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 2, "adaptive": false}',
     }  # fmt: skip
@@ -214,23 +189,20 @@ def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], text
     loads = [(8.0, None), (None, 2)]
     order = [(turn["rate"], turn["concurrency"], turn["contender"]) for turn in turns]
     assert order == [(*load, name) for load in loads for name in (BASE, CONTROL, "ppd")]
-    for one in turns:
-        assert (one["completed"], one["failed"]) == (6, 0)
-        assert len(one["latency"]) == len(one["arrival"]) == 6
-        assert all(0 < first <= last for first, last in zip(one["ttft"], one["latency"], strict=True))
-        # Every prompt's tokens are looked up once; whole blocks of the common beginning are hits.
-        assert one["prefix_queries"] == sum(one["prompt_tokens"])
-        assert 0 < one["prefix_hits"] <= 2 * 64
-        ours = one["contender"] == "ppd"
-        assert (one["drafts"] is not None) == ours
+    for each in turns:
+        assert (each["completed"], each["failed"]) == (6, 0)
+        assert len(each["latency"]) == len(each["arrival"]) == 6
+        assert all(0 < first <= last for first, last in zip(each["ttft"], each["latency"], strict=True))
+        assert each["prefix_queries"] == sum(each["prompt_tokens"])  # every prompt's tokens are looked up once
+        ours = each["contender"] == "ppd"
+        assert (each["drafts"] is not None) == ours
         if ours:
-            assert 0 <= one["accepted_tokens"] <= one["draft_tokens"] <= 2 * one["drafts"]
+            assert 0 <= each["accepted_tokens"] <= each["draft_tokens"] <= 2 * each["drafts"]
             # A step makes a token and its accepted drafts; a prefill makes the first one, and at the end some are cut.
-            made = 6 + one["drafts"] + one["accepted_tokens"]
-            assert abs(made - sum(one["output_tokens"])) <= 6 * 2
+            made = 6 + each["drafts"] + each["accepted_tokens"]
+            assert abs(made - sum(each["output_tokens"])) <= 6 * 2
     asked = [turn["output_tokens"] for turn in turns]
     assert asked[0] == asked[1] == asked[2] != asked[3]
-    assert all(hits == turns[0]["prefix_hits"] for hits in [turn["prefix_hits"] for turn in turns[:3]])
     # Further turns, stopped under load.
     mark = f"PPD_TEST={tmp_path}"
     environment = {**os.environ, "PPD_TEST": str(tmp_path)}
@@ -239,7 +211,7 @@ def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], text
         while not (runs := json.loads(out.read_text())["runs"])[1:] or not runs[1]["turns"]:
             assert process.poll() is None
             time.sleep(0.1)
-        assert sum(b"cli.main\x00serve" in line for line in _marked(mark)) == 3
+        assert sum(b"cli.main\x00serve" in line for line in marked(mark)) == 3
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     finally:
@@ -250,7 +222,7 @@ def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], text
     assert runs[0] == run
     assert not runs[1]["finished"]
     assert f"ppd: stopped; {len(runs[1]['turns'])} turns are kept in {out}" in errors
-    assert not _marked(mark)
+    assert not list(marked(mark))
 
 
 @pytest.mark.full
@@ -261,20 +233,20 @@ def test_a_server_that_ends_under_load(
 ) -> None:
     monkeypatch.setenv("PPD_TEST", str(tmp_path))
     made = options(
-        model=str(tiny_model()), data=(str(texts_file),), context=192, requests=4, prompt_tokens=24, new_tokens=96,
-        shared=0, eager=True, dtype="float32", kv_cache_gib=0.05,
+        model=str(tiny_model()), data=(str(texts_file),), context=192, requests=4, new_tokens=96, eager=True,
+        dtype="float32", kv_cache_gib=0.05,
     )  # fmt: skip
-    server = Server(Contender("one"), made.model, made.engine_arguments, tmp_path / "log")
+    running = Server(Contender("tiny"), made.model, made.engine_arguments, tmp_path / "log")
     try:
-        requests = Texts(made).requests(0)
-        assert send(server, requests, Load(None, None), 0.0, 0)["completed"] == 4
-        os.killpg(server.process.pid, signal.SIGKILL)
-        with pytest.raises(BenchError, match="one: the server ended with code -9"):
-            send(server, requests, Load(None, None), 0.0, 0)
+        dataset = Workload(made).write(tmp_path, 0)
+        assert send(running, dataset, Load(None, None), made, 0, tmp_path)["completed"] == 4
+        os.killpg(running.process.pid, signal.SIGKILL)
+        with pytest.raises(BenchError, match="tiny: the server ended with code -9"):
+            send(running, dataset, Load(None, None), made, 0, tmp_path)
     finally:
-        server.close()
+        running.close()
     # This process has the mark since it set it, but not in the environment that it was started with.
-    assert not _marked(f"PPD_TEST={tmp_path}")
+    assert not list(marked(f"PPD_TEST={tmp_path}"))
 
 
 def test_a_contender_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,6 @@ from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
 
-GROUP_LACKS = frozenset({"plain", "medusa", "eagle", "draft_model", "also", "drafts", "temperatures"})
-
 
 class Kind(NamedTuple):
     """A benchmark: names within vllm_ppd.benchmarks, and what `--help` says."""
@@ -28,29 +26,13 @@ class Kind(NamedTuple):
 KINDS = {
     "decode": Kind(
         "decode.options:DecodeOptions", "decode.run:run", "offline decoding",
-        "Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns.",
+        "Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns, beside what "
+        "`ppd plan` predicts.",
     ),
     "serve": Kind(
         "serve.options:ServeOptions", "serve.run:run", "real servers under load",
         "Put vLLM's own servers, alone and with heads, under requests at several rates and numbers at once by "
         "`vllm bench serve`, in turns.", frozenset({"temperatures"}),
-    ),
-    "closed-loop": Kind(
-        "decode.options:ClosedLoopOptions", "decode.closed_loop_table:run",
-        "offline decoding, on a machine whose speed drifts",
-        "Decode batches with engines of one process, in turns of a few steps, each between turns of vLLM alone.",
-        frozenset({"temperature", "alive"}),
-    ),
-    "open-loop": Kind(
-        "serve.options:OpenLoopOptions", "serve.open_loop_table:run",
-        "requests that arrive, on a machine whose speed drifts",
-        "Let engines of one process serve the same requests on clocks of their own, in turns of a few steps.",
-        frozenset({"temperature", "alive", "concurrencies"}),
-    ),
-    "group": Kind(
-        "decode.options:GroupOptions", "decode.group:run", "a worker group over two pipeline stages",
-        "Decode with vLLM's own two pipeline stages, with a worker group over them, and with two tensor-parallel "
-        "ranks, in turns, beside the paper's Theorem 4.1.", GROUP_LACKS,
     ),
     "acceptance": Kind(
         "papers.options:AcceptanceOptions", "papers.acceptance:run",

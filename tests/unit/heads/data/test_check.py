@@ -26,10 +26,6 @@ COMMANDS = {
     "data": ["data", *MODEL, "--prompts"],
     "decode": ["bench", "decode", *MODEL, "--data"],
     "serve": ["bench", "serve", *MODEL, "--data"],
-    "serve --chats": ["bench", "serve", "--chats", *MODEL, "--data"],
-    "closed-loop": ["bench", "closed-loop", *MODEL, "--data"],
-    "open-loop": ["bench", "open-loop", *MODEL, "--data"],
-    "group": ["bench", "group", *MODEL, "--data"],
     "acceptance": ["bench", "acceptance", *MODEL, "--data"],
     "tables": ["bench", "tables", *MODEL, "--heads", str(HEADS), "--task"],
 }

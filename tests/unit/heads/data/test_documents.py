@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import tiny
 from conftest import write_texts
-from pydantic import ValidationError
 from tokenizers.processors import TemplateProcessing
 
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.serve.options import ServeOptions
-from vllm_ppd.benchmarks.serve.workload import Texts
+from vllm_ppd.benchmarks.serve.workload import Workload
 from vllm_ppd.heads.calibration.text import take_prompts
 from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files
@@ -315,14 +314,6 @@ def test_requests_leave_special_tokens_to_the_server(tmp_path: Path, monkeypatch
     tokenizer = with_bos()
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: tokenizer)
     data = write(tmp_path / "data.jsonl", *[{"text": "some text"}, {"messages": CHAT}] * 300)
-    options = ServeOptions(
-        model="any", data=(str(data),), out="o", requests=4, context=128, prompt_tokens=20, new_tokens=10,
-        shared_tokens=16,
-    )  # fmt: skip
-    texts = Texts(options)
-    assert texts.stream
-    assert BOS not in texts.stream
-    for prompt, _ in texts.requests(0):
-        assert tokenizer(prompt)["input_ids"].count(BOS) == 1
-    with pytest.raises(ValidationError, match="leaves no room for the rest of a prompt"):
-        ServeOptions(model="any", data=(str(data),), out="o", context=128)
+    workload = Workload(ServeOptions(model="any", data=(str(data),), context=128))
+    assert len(workload.prompts) == 600
+    assert all(tokenizer(prompt)["input_ids"].count(BOS) == 1 for prompt in workload.prompts)

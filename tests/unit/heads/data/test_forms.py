@@ -15,8 +15,8 @@ import tiny
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as bench_prompts
 from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, task_of
 from vllm_ppd.benchmarks.papers.tasks import read_task
-from vllm_ppd.benchmarks.serve.chats import Chats
 from vllm_ppd.benchmarks.serve.options import ServeOptions
+from vllm_ppd.benchmarks.serve.workload import Workload
 from vllm_ppd.heads.calibration.text import record_prompts, take_prompts
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
@@ -86,13 +86,13 @@ def of_tables(path: str, tokenizer: Any) -> list[list[int]]:
 
 
 def of_serve(path: str, tokenizer: Any) -> list[list[int]]:
-    options = ServeOptions(model="any", data=(path,), chats=True, context=128, shared_tokens=16)
-    return [tokenizer(text)["input_ids"] for text in Chats(options).prompts]
+    workload = Workload(ServeOptions(model="any", data=(path,), context=128))
+    return [tokenizer(text)["input_ids"] for text in workload.prompts]
 
 
 READERS: dict[str, Callable[[str, Any], list[list[int]]]] = {
     "train": of_train, "calibrate": of_calibrate, "data": of_data, "bench decode": of_decode,
-    "bench acceptance": of_acceptance, "bench tables": of_tables, "bench serve --chats": of_serve,
+    "bench acceptance": of_acceptance, "bench tables": of_tables, "bench serve": of_serve,
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_every_command_takes_every_form(tmp_path: Path, tokenizer: Any, command:
     check_data([path], prompts=60)
     found = READERS[command](path, tokenizer)
     assert found and all(found)
-    if command in ("train", "bench decode") and form != "token ids":  # they read a record's whole text
+    if command == "train" and form != "token ids":  # it reads a record's whole text
         assert all(QUESTION in tokenizer.decode(ids) for ids in found)
     elif asked is not None:
         wanted = tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked

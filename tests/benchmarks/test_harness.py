@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks share: contenders, sessions in which some fail, files of results, prompts, and a parent's death."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import DEMO
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.decode.options import DecodeOptions
+from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
+from vllm_ppd.benchmarks.harness.prompts import read_prompts
+from vllm_ppd.benchmarks.harness.results import Results
+from vllm_ppd.benchmarks.harness.session import Session
+from vllm_ppd.benchmarks.harness.with_parent import command
+
+
+def options(**changes: Any) -> DecodeOptions:
+    return DecodeOptions(**{"model": "model", "data": ("prompts.jsonl",), "plain": "none", **changes})
+
+
+def test_engines_start_beside_others_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own check at the start, on a GPU that another engine has half of; the KV cache has its own size."""
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.utils import request_memory
+
+    names = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+    assert names[0] not in options().engine_arguments
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    arguments = options(kv_cache_gib=3).engine_arguments
+    assert arguments["kv_cache_memory_bytes"] == 3 << 30
+    half: Any = SimpleNamespace(total_memory=80 << 30, free_memory=40 << 30, device_="cuda:0")
+    request_memory(half, CacheConfig(**{name: arguments[name] for name in names}))
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(half, CacheConfig(kv_cache_memory_bytes=3 << 30))
+    assert options(engine='{"gpu_memory_utilization": 0.5}').engine_arguments["gpu_memory_utilization"] == 0.5
+
+
+class Sham:
+    """A contender without an engine."""
+
+    facts: ClassVar[dict[str, Any]] = {"free_bytes": 10, "peak_bytes": 1}
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closed = name, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Shams(Session[Sham, int]):
+    """Contenders that fail at the start, while they load, in a turn, or never."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.events: list[str] = []
+
+    def start(self, contender: Contender, log: Path) -> Sham:
+        self.events.append(f"start {contender.name}")
+        if contender.name == "broken":
+            raise BenchError("broken: no such layer")
+        return Sham(contender.name)
+
+    def ready(self, running: Sham) -> None:
+        self.events.append(f"ready {running.name}")
+        if running.name == "slow":
+            raise BenchError("slow: out of memory")
+
+    def warm_up(self, running: Sham, load: int) -> None:
+        pass
+
+    def turn(self, running: Sham, load: int, number: int) -> dict[str, Any]:
+        if running.name == "fragile" and number == 1:
+            raise BenchError("fragile: out of memory")
+        return {"batch": load}
+
+
+def test_what_fails_is_left_out(tmp_path: Path) -> None:
+    """A contender that does not start, and another that fails in its second turn; the others go on."""
+    made, everyone = options(out=str(tmp_path / "bench.json"), rounds=3), [
+        Contender(name) for name in (BASE, "broken", "fragile", "sound")
+    ]  # fmt: skip
+    results = Results(made, everyone)
+    Shams(made, {1: results}).measure(everyone)
+    assert results.run["failures"] == {"broken": "broken: no such layer", "fragile": "fragile: out of memory"}
+    order = [(turn["round"], turn["contender"]) for turn in results.run["turns"]]
+    assert order == [(0, BASE), (0, "fragile"), (0, "sound"), (1, BASE), (1, "sound"), (2, BASE), (2, "sound")]
+    assert results.run["finished"]
+    assert results.notes == ["left out: broken: no such layer", "left out: fragile: out of memory"]
+
+
+def test_engines_that_start_together(tmp_path: Path) -> None:
+    """All of a group start before any is waited for; which fails is left out, and closed."""
+    everyone = [Contender(name) for name in (BASE, "a", "slow", "broken", "b")]
+    made = options(out=str(tmp_path / "bench.json"), rounds=1, alive=4, together=True)
+    shams = Shams(made, {1: (results := Results(made, everyone))})
+    shams.measure(everyone)
+    first = [f"start {name}" for name in (BASE, "a", "slow", "broken")]
+    assert shams.events == [*first, *(f"ready {name}" for name in (BASE, "a", "slow")), "start b", "ready b"]
+    assert results.run["failures"] == {"broken": "broken: no such layer", "slow": "slow: out of memory"}
+    assert [turn["contender"] for turn in results.run["turns"]] == [BASE, "a", BASE, "b"]
+    with pytest.raises(ValueError, match="--together needs --alive"):
+        options(together=True)
+
+
+def test_a_run_each_temperature(tmp_path: Path) -> None:
+    """All in a file, each with turns that were before."""
+    made = options(out=str(tmp_path / "bench.json"), temperatures="0,0.7")
+    for times in (1, 2):
+        first = Results(made.runs[0], contenders(made))
+        second = Results(made.runs[1], contenders(made), first)
+        for results in (second, first):
+            results.add(
+                {"contender": BASE, "group": 0, "round": 0, "temperature": results.run["options"]["temperature"]}
+            )
+            assert len(results.paired(BASE)) == times
+        second.finish(predicted={})
+    runs = json.loads((tmp_path / "bench.json").read_text())["runs"]
+    assert [run["options"]["temperature"] for run in runs] == [0.0, 0.7] * 2
+    assert all(run["turns"][0]["temperature"] == run["options"]["temperature"] for run in runs)
+    assert [run["finished"] for run in runs] == [False, True] * 2
+    assert [run.temperature for run in options(temperature=0.3).runs] == [0.3]
+    with pytest.raises(ValueError, match="each given once"):
+        options(temperatures="1,1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("[]", "is no file of results"), ('{"benchmark": "serve", "runs": []}', "another benchmark")]
+)
+def test_files_of_something_else_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "bench.json").write_text(text)
+    with pytest.raises(BenchError, match=message):
+        Results(options(out=str(tmp_path / "bench.json")), [])
+    assert (tmp_path / "bench.json").read_text() == text
+
+
+def test_contenders(tmp_path: Path) -> None:
+    cp = str(DEMO.parent / "heads" / "cp")
+    by_name = {c.name: c for c in contenders(options(heads=(cp,), plain="ppd,ngram", drafts=16))}
+    assert list(by_name) == [BASE, CONTROL, "cp", "ppd, no heads", "ngram"]
+    assert by_name["cp"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
+    assert by_name["ngram"].speculative_config["num_speculative_tokens"] == 16  # type: ignore[index]
+    (further,) = contenders(options(also=('two={"method": "ppd", "engine": {"tensor_parallel_size": 2}}',)))[2:]
+    (alone,) = contenders(options(also=('V1={"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}',)))[2:]
+    assert (alone.speculative_config, alone.environment) == (None, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    assert (further.speculative_config, further.engine) == ({"method": "ppd"}, {"tensor_parallel_size": 2})
+    (tmp_path / "config.json").write_text('{"architectures": ["Eagle3LlamaForCausalLM"]}')
+    (eagle,) = contenders(options(eagle=str(tmp_path)))[2:]
+    assert eagle.speculative_config["method"] == "eagle3"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"medusa": "nowhere"}, "--medusa nowhere: no config"),
+        ({"also": ('{"method": "ppd"}',)}, "not NAME="),
+        ({"plain": "ppd", "also": ("ppd, no heads={}",)}, "two contenders are called 'ppd, no heads'"),
+    ],
+)
+def test_contenders_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BenchError, match=message):
+        contenders(options(**changes))
+
+
+def test_prompts_of_texts_and_token_ids(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Longer ids are left out; of texts the middle first: strides of 32 tokens leave three places of 100, two of 40."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt_token_ids": [*range(2, 22 + i)]}) + "\n" for i in range(16)))
+    assert [len(ids) for ids in read_prompts((str(data),), "-", 24, 100, False)] == [20, 21, 22, 23, 24]
+    data.write_text("\n".join(json.dumps({"text": text}) for text in ("a" * 100, "short one", "b" * 40)))
+    prompts = read_prompts((str(data),), str(tiny_model()), 8, 100, False)
+    assert [len(ids) for ids in prompts] == [8, 8, 8, 8, 8, 8]
+    assert prompts[0] == prompts[3] == prompts[5] != prompts[1]
+    assert read_prompts((str(data),), str(tiny_model()), 8, 2, False) == prompts[:2]
+    data.write_text(json.dumps({"text": "ab"}))
+    with pytest.raises(BenchError, match="no document has 4 tokens"):
+        read_prompts((str(data),), str(tiny_model()), 8, 2, False)
+
+
+def test_a_killed_parent_takes_its_children_along() -> None:
+    code = "import subprocess, sys; from vllm_ppd.benchmarks.harness.with_parent import command; "
+    code += "print(subprocess.Popen(command(['/bin/sleep', '600'])).pid, flush=True); sys.stdin.read()"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    deadline = time.monotonic() + 30
+    while b"sleep" not in command_line(child)[:12] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert command_line(child) == b"/bin/sleep\x00600\x00"
+    parent.kill()
+    parent.wait()
+    while command_line(child) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not command_line(child)
+    refused = subprocess.run([*command([])[:-1], "1", "/bin/true"], capture_output=True, text=True)
+    assert refused.stderr.strip() == "the parent has ended"
+
+
+def command_line(process: int) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return b""
