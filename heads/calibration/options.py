@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from vllm_ppd.heads.comma_lists import COMMAS, Integers, Numbers
 
@@ -25,7 +25,9 @@ class CalibrationOptions(BaseModel):
     data: tuple[str, ...] = Field(
         min_length=1, description="text that the heads were not trained on: .jsonl, .json, plain text, or folders"
     )
-    model: str | None = Field(None, description="target (none: the one that the heads name)")
+    model: str | None = Field(
+        None, validation_alias=AliasChoices("model", "target"), description="target (none: the one that the heads name)"
+    )
     prompts: int = Field(64, ge=1, description="prompts: the records' own, or from the middle of texts")
     prompt_tokens: int = Field(64, ge=1, description="tokens of a prompt from a text")
     new_tokens: int = Field(128, ge=2, description="tokens the target writes after each prompt")

@@ -2,8 +2,7 @@
 """The file of chats: a line each, appended as a chat ends, and put in the order of their numbers where a run ends.
 
 Which numbers a run begins depends on the options alone (write.py), and what it says of each on its seed. A run that
-continues leaves out what is in the file and the user turns that were dropped, which stand in a hidden file beside it:
-however often a run was killed, it ends with the file of a run that was not.
+continues leaves out what is in the file: however often it was killed, it ends with the file of a run that was not.
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import replaced
-from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.heads.quote import place, quoted
 
@@ -38,18 +36,10 @@ class Chat(BaseModel):
     index: int = Field(ge=0)  # of the prompt, or of the attempt at a user turn
 
 
-class _Line(NamedTuple):
-    """Where a chat stands in the file."""
-
-    number: int
-    start: int  # byte
-    size: int  # bytes
-
-
 class ChatFile:
     """A file that chats are appended to, with one writer at a time; a line that a kill has cut is dropped.
 
-    with ChatFile(path, essence) as file: read() to its end, then write() and drop().
+    with ChatFile(path, essence) as file: read() to its end, then write().
 
     Args:
         path: the .jsonl file.
@@ -57,12 +47,16 @@ class ChatFile:
     """
 
     def __init__(self, path: Path, essence: dict[str, Any]) -> None:
-        self.path, self.count, self.tokens = path, 0, 0
-        self.decided: set[int] = set()  # numbers whose chat is in the file, or that have none
+        self.path, self.tokens = path, 0
+        self.numbers: set[int] = set()  # of the chats in the file
         self._options, self._essence = path.with_name(f".{path.name}.options.json"), essence
-        self._dropped = path.with_name(f".{path.name}.dropped")  # numbers, a line each
-        self._lines: list[_Line] = []
+        self._lines: list[tuple[int, int, int]] = []  # (number, first byte, bytes) of each
         self._end, self._is_read = 0, False
+
+    @property
+    def count(self) -> int:
+        """Chats in the file."""
+        return len(self._lines)
 
     def __enter__(self) -> ChatFile:
         """Open the file for reading and further chats.
@@ -73,17 +67,15 @@ class ChatFile:
         """
         with ExitStack() as stack:
             stack.enter_context(writing_file(self.path))
-            fresh = not self.path.exists() or not self.path.stat().st_size
-            if not fresh:
+            if self.path.exists() and self.path.stat().st_size:
                 self._check_options()
             write_text(self._options, json.dumps(self._essence, indent=2) + "\n")
             self._file = stack.enter_context(self.path.open("ab"))
-            self._drops = stack.enter_context(self._dropped.open("wb" if fresh else "ab", buffering=0))
             self._stack = stack.pop_all()
         return self
 
     def read(self) -> Iterator[Chat]:
-        """The chats of earlier runs, in the order of the file; they are counted.
+        """The chats of earlier runs, in the order of the file.
 
         Raises:
             TrainingError: on a line that is not a chat.
@@ -98,12 +90,9 @@ class ChatFile:
                     raise TrainingError(
                         f"{place(self.path, number)} is damaged; delete this line and run the command again"
                     ) from None
-                self._count(chat, len(line))
+                self._note(chat, len(line))
                 yield chat
         self._file.truncate(self._end)
-        *numbers, cut = self._dropped.read_bytes().split(b"\n")
-        self.decided |= {int(number) for number in numbers if number.isdigit()}
-        self._drops.truncate(self._dropped.stat().st_size - len(cut))
         self._is_read = True
 
     def write(self, chat: Chat) -> None:
@@ -111,14 +100,9 @@ class ChatFile:
         line = chat.model_dump_json().encode() + b"\n"
         self._file.write(line)
         self._file.flush()
-        self._count(chat, len(line))
+        self._note(chat, len(line))
         if self.count % SYNC_EVERY == 0:
             os.fsync(self._file.fileno())
-
-    def drop(self, index: int) -> None:
-        """Note that a number has no chat."""
-        self._drops.write(b"%d\n" % index)
-        self.decided.add(index)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -133,21 +117,20 @@ class ChatFile:
         if ordered == self._lines:
             return
         with replaced(self.path.resolve()) as part, self.path.open("rb") as file, part.open("wb") as sorted_file:
-            for line in ordered:
-                file.seek(line.start)
-                sorted_file.write(file.read(line.size))
+            for _, start, size in ordered:
+                file.seek(start)
+                sorted_file.write(file.read(size))
 
-    def _count(self, chat: Chat, size: int) -> None:
-        self._lines.append(_Line(chat.index, self._end, size))
+    def _note(self, chat: Chat, size: int) -> None:
+        self._lines.append((chat.index, self._end, size))
         self._end += size
-        self.decided.add(chat.index)
-        self.count += 1
+        self.numbers.add(chat.index)
         self.tokens += len(chat.prompt_token_ids) + len(chat.token_ids)
 
     def _check_options(self) -> None:
         try:
-            found = json.loads(self._options.read_bytes())
-            theirs = {name: found.get(name) for name in self._essence}
+            stored = json.loads(self._options.read_bytes())
+            theirs = {name: stored.get(name) for name in self._essence}
         except (OSError, ValueError, AttributeError):
             raise TrainingError(f"--out {place(self.path)} is not of this command; give another file") from None
         for name, ours in self._essence.items():

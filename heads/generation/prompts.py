@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of the files a user names, as token ids."""
+"""Prompts as token ids: of the files that a user names, or user turns that the model begins after its chat template."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import document_prompts
@@ -12,6 +13,7 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
 
 STRIDE = 4  # lengths from one prompt of a text to the next
+PLACE = "ppd user turn"  # stands in a rendered chat where the user's words would
 
 
 def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
@@ -22,15 +24,77 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
         TrainingError: on a file or a record that is malformed, or if there is no prompt.
     """
     documents = Documents(options.prompts, lambda: tokenizer, system=options.system)
-    number = 0
-    for prompts in document_prompts(documents, options.prompt_tokens, STRIDE):
-        for ids in prompts.ids:
+    count = 0
+    for document in document_prompts(documents, options.prompt_tokens, STRIDE):
+        for ids in document.ids:
             if ids and len(ids) < options.max_length:
-                number += 1
+                count += 1
                 yield ids
-    if not number:
+    if not count:
         skips = f" ({documents.skips()})" if documents.skipped else ""
         raise TrainingError(
             f"--prompts: no record gives a prompt of at most {options.max_length - 1} tokens{skips}; give chats, "
             f"prompts, or texts of {options.prompt_tokens} tokens"
         )
+
+
+class UserTurn(NamedTuple):
+    """How a user turn is written: the ids before it, and what ends it."""
+
+    prefix: list[int]
+    stop_ids: tuple[int, ...]
+    stop_text: str | None  # where the template ends a user turn by plain text
+
+
+class ChatTemplate:
+    """The tokenizer's chat template with a system prompt.
+
+    Args:
+        tokenizer: the target's.
+        system: system prompt of chats without one; None leaves that to the template.
+
+    Raises:
+        TrainingError: if the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, system: str | None) -> None:
+        self.tokenizer, self.system = tokenizer, system
+        if not getattr(tokenizer, "chat_template", None):
+            raise TrainingError(
+                "--model: this tokenizer has no chat template, so the model cannot write user turns; give --prompts "
+                "with files of text"
+            )
+
+    def prompt(self, user: str) -> list[int]:
+        """The token ids that vLLM's server reads for a user's words that the assistant is to answer."""
+        return self._ids(self._text(user))
+
+    def user_turn(self) -> UserTurn:
+        """The beginning of a chat, up to the user's first word.
+
+        Raises:
+            TrainingError: if the template does not show what the user writes.
+        """
+        before, shown, after = self._text(PLACE).partition(PLACE)
+        if not shown:
+            raise TrainingError("--model: the chat template changes what the user writes; give --prompts")
+        ends = {self.tokenizer.eos_token_id} - {None}
+        special = set(self.tokenizer.all_special_ids) | set(getattr(self.tokenizer, "added_tokens_decoder", {}))
+        following = self._ids(after)
+        if following and following[0] in special:
+            return UserTurn(self._ids(before), tuple(sorted(ends | {following[0]})), None)
+        return UserTurn(self._ids(before), tuple(sorted(ends)), next(iter(after.split()), None))
+
+    def key(self, prompt: list[int]) -> bytes:
+        """Equal for prompts that differ in case and white space alone."""
+        text = " ".join(self.tokenizer.decode(prompt).casefold().split())
+        return hashlib.sha256(text.encode()).digest()[:16]
+
+    def _text(self, user: str) -> str:
+        messages = [{"role": "user", "content": user}]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

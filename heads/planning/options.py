@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from vllm_ppd.heads.comma_lists import COMMAS, Integers
 
@@ -40,7 +40,9 @@ class PlanOptions(BaseModel):
         description="results of `ppd bench decode` on this machine: its steps without drafting say what a layer takes "
         "(default: the calibration's own times)",
     )
-    model: str | None = Field(None, description="target (none: the one that the heads name)")
+    model: str | None = Field(
+        None, validation_alias=AliasChoices("model", "target"), description="target (none: the one that the heads name)"
+    )
     top: int = Field(8, ge=1, description="settings shown")
     largest: int = Field(512, ge=1, description="largest batch size considered")
 

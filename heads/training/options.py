@@ -67,6 +67,7 @@ class TrainingOptions(BaseModel):
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step the heads recommend")
     seed: int = Field(0, description="seed of the initial heads and of the order of the data")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; auto takes a GPU where there is one")
+    ray_workers: int = Field(0, ge=0, description="train in so many processes of a Ray cluster (Ray Train); 0: without")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
     license: str = Field(
         "other", pattern=r"^[a-z0-9.-]+$", max_length=64,
@@ -82,7 +83,7 @@ class TrainingOptions(BaseModel):
 
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
-        free = {"out", "save_every", "device", "evaluation_tokens", "license"}
+        free = {"out", "save_every", "device", "ray_workers", "evaluation_tokens", "license"}
         free |= {"states_cache", "states_cache_gb", "states_layers"}
         # The windows of later epochs lie elsewhere without a cache.
         cached = {"states_cache": self.states_cache is not None}

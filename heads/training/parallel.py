@@ -67,8 +67,10 @@ class Processes:
             self.accelerator.wait_for_everyone()
 
 
-def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
-    """Run train(options) in Ray Train workers, a process each; the folder of the heads must be shared by all.
+def over_ray(train: Callable[..., Any], options: Any) -> None:
+    """Run train(options) in options.ray_workers Ray Train workers, a process each.
+
+    All must share the folder of the heads.
 
     Raises:
         TrainingError: if Ray or accelerate is not installed, and whatever a worker raises.
@@ -81,7 +83,7 @@ def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
 
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False)
-    use_gpu = options.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= workers
+    use_gpu = options.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= options.ray_workers
     # Workers run elsewhere: what is a path here must be one there.
     places = {"out": os.path.abspath(options.out), "data": tuple(map(os.path.abspath, options.data))}
     if options.states_cache is not None:
@@ -90,7 +92,7 @@ def over_ray(train: Callable[..., Any], options: Any, workers: int) -> None:
         places["model"] = os.path.abspath(options.model)
     options = options.model_copy(update=places)
     trainer = TorchTrainer(
-        lambda: train(options), scaling_config=ScalingConfig(num_workers=workers, use_gpu=bool(use_gpu))
+        lambda: train(options), scaling_config=ScalingConfig(num_workers=options.ray_workers, use_gpu=bool(use_gpu))
     )
     try:
         trainer.fit()

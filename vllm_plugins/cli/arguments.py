@@ -1,19 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags from pydantic models: names, defaults, choices and help are the fields' own; so are the errors."""
+"""Commands and their flags from pydantic models: names, defaults, choices, help and errors are the fields' own."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import AliasChoices, BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
 Options = TypeVar("Options", bound=BaseModel)
+
+
+class Command(NamedTuple):
+    """A command; its options are imported when it is asked for."""
+
+    help: str
+    description: str
+    run: Callable[[Any], int]  # takes the options, returns the exit code
+    options: str | type[BaseModel]  # the model, or "MODULE:CLASS" within vllm_ppd
+    positional: str | None = None  # the field that takes no flag
+    hidden: frozenset[str] = frozenset()  # fields that cannot be set
+
+
+class Group(NamedTuple):
+    """Commands under a common name, which are listed when it is asked for."""
+
+    help: str
+    description: str
+    commands: Callable[[], Mapping[str, Command]]
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -35,36 +56,54 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
 
-def add_fields(
-    parser: argparse.ArgumentParser,
-    model: type[BaseModel],
-    leave_out: frozenset[str] = frozenset(),
-    also: Mapping[str, str] | None = None,
-) -> None:
-    """Add one flag a field; what the user leaves out stays out, so that the model's defaults are the only ones.
+def add_commands(commands: Mapping[str, Command | Group], parser: argparse.ArgumentParser) -> None:
+    """Add a subparser a command, and one a group with those of its commands."""
+    subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(commands) + "}")
+    for name, command in commands.items():
+        add_arguments = partial(_add_arguments, command)
+        subparsers.add_parser(name, help=command.help, description=command.description, add_arguments=add_arguments)
 
-    Args:
-        parser: where they are added.
-        model: whose fields they are.
-        leave_out: fields without a flag.
-        also: a second flag of some fields.
-    """
-    for name, field in model.model_fields.items():
-        if name in leave_out:
+
+def _add_arguments(command: Command | Group, parser: argparse.ArgumentParser) -> None:
+    if isinstance(command, Group):
+        add_commands(command.commands(), parser)
+    else:
+        _add_fields(command, parser)
+
+
+def model_of(command: Command) -> type[BaseModel]:
+    """The model of a command's options."""
+    name = command.options
+    return resolve_name(f"vllm_ppd.{name}") if isinstance(name, str) else name
+
+
+def _add_fields(command: Command, parser: argparse.ArgumentParser) -> None:
+    """Add one flag a field; what the user leaves out stays out, so that the model's defaults are the only ones."""
+    parser.set_defaults(command=command)
+    required: list[str] = []
+    for name, field in model_of(command).model_fields.items():
+        if name in command.hidden:
             continue
-        flag = "--" + name.replace("_", "-")
-        shared: dict[str, Any] = {
-            "dest": name, "default": argparse.SUPPRESS, "required": field.is_required(), "help": _help(field),
-        }  # fmt: skip
+        settings: dict[str, Any] = {"help": _help(field), "metavar": name.upper()}
         if field.annotation is bool:
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+            settings |= {"action": argparse.BooleanOptionalAction, "metavar": None}
         elif field.annotation == tuple[str, ...]:
-            parser.add_argument(flag, nargs="+", action="extend", metavar="FILE", **shared)
+            settings |= {"nargs": "+", "metavar": "FILE"}
         elif get_origin(field.annotation) is Literal:
-            parser.add_argument(flag, choices=get_args(field.annotation), **shared)
-        else:
-            names = [flag, *([also[name]] if also and name in also else [])]
-            parser.add_argument(*names, metavar=name.upper(), **shared)
+            settings |= {"choices": get_args(field.annotation), "metavar": None}
+        if name == command.positional:
+            parser.add_argument(name, **settings | {"metavar": name.upper()})
+            # argparse would put it last in the usage, where it would be one more FILE.
+            required.insert(0, name.upper() + (" ..." if "nargs" in settings else ""))
+            continue
+        if "nargs" in settings:
+            settings["action"] = "extend"
+        aliases = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else [name]
+        flags = ["--" + str(alias).replace("_", "-") for alias in aliases]
+        parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, required=field.is_required(), **settings)
+        if field.is_required():
+            required.append(f"{flags[0]} {settings['metavar']}")
+    parser.usage = " ".join([parser.prog, *required, "[options]"])
 
 
 def options_from(model: type[Options], args: argparse.Namespace) -> Options:
@@ -73,9 +112,9 @@ def options_from(model: type[Options], args: argparse.Namespace) -> Options:
     Raises:
         UserError: on the first value that the model refuses, naming the flag.
     """
-    given = {name: getattr(args, name) for name in model.model_fields if hasattr(args, name)}
+    values = {name: getattr(args, name) for name in model.model_fields if hasattr(args, name)}
     try:
-        return model(**given)
+        return model(**values)
     except ValidationError as error:
         problem = error.errors()[0]
         flag = "--" + str(problem["loc"][0] if problem["loc"] else "options").replace("_", "-")

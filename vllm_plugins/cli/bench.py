@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.locking import writing_file
-from vllm_ppd.vllm_plugins.cli.arguments import add_fields, options_from
+from vllm_ppd.vllm_plugins.cli.arguments import Command
 
 
 class Kind(NamedTuple):
@@ -51,31 +50,20 @@ KINDS = {
 }  # fmt: skip
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "bench", help="measure speeds, and the papers' tables", description="Measure speeds against vLLM's own."
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="{" + ",".join(KINDS) + "}")
-    for name, kind in KINDS.items():
-        sub = kinds.add_parser(
-            name, help=kind.help, description=kind.description, add_arguments=partial(_add_arguments, kind)
+def commands() -> dict[str, Command]:
+    """A command for each benchmark."""
+    return {
+        name: Command(
+            kind.help, kind.description, partial(run, kind), f"benchmarks.{kind.options}", hidden=kind.leave_out
         )
-        sub.set_defaults(run=partial(run, kind))
+        for name, kind in KINDS.items()
+    }
 
 
-def _add_arguments(kind: Kind, parser: argparse.ArgumentParser) -> None:
-    add_fields(parser, _of_benchmarks(kind.options), kind.leave_out)
-
-
-def run(kind: Kind, args: argparse.Namespace) -> int:
-    options = options_from(_of_benchmarks(kind.options), args)
+def run(kind: Kind, options: Any) -> int:
     check_data(getattr(options, "files", ()))
     with writing_file(options.out):  # runs add to what earlier ones have left there
-        text = _of_benchmarks(kind.run)(options)
+        text = resolve_name(f"vllm_ppd.benchmarks.{kind.run}")(options)
     print(text if text is not None else "nothing was measured")
     print(f"\nwrote {options.out}" if text is not None else "")
     return int(text is None)
-
-
-def _of_benchmarks(name: str) -> Any:
-    return resolve_name(f"vllm_ppd.benchmarks.{name}")

@@ -3,27 +3,27 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
-from typing import Any
+from importlib.metadata import entry_points
+
+from pydantic import BaseModel
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("env", help="print versions and machine for a bug report")
-    parser.set_defaults(run=run)
+class EnvOptions(BaseModel):
+    """`ppd env` takes no options."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: EnvOptions) -> int:
     from vllm_ppd.heads.training.provenance import machine, versions
     from vllm_ppd.vllm_plugins.patches import SUPPORTED_VLLM, is_supported, vllm_version
 
-    found = vllm_version()
+    version = vllm_version()
     lines = {
         "platform": platform.platform(),
         "machine": machine(),
         **versions(),
-        "vLLM supported": f"{'yes' if is_supported(found) else 'no'} (supported: {SUPPORTED_VLLM}; found {found})",
+        "vLLM supported": f"{'yes' if is_supported(version) else 'no'} (supported: {SUPPORTED_VLLM}; found {version})",
         "plugin": _plugin(),
     }
     for name in sorted(os.environ):
@@ -36,10 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plugin() -> str:
-    from importlib.metadata import entry_points
-
-    names = [point.name for point in entry_points(group="vllm.general_plugins")]
-    if "vllm_ppd" not in names:
+    if "vllm_ppd" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
         return "not registered: install vllm-ppd into the environment that runs vLLM"
     chosen = os.environ.get("VLLM_PLUGINS")
     off = chosen is not None and "vllm_ppd" not in chosen.split(",")

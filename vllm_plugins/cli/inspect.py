@@ -3,25 +3,27 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
 
+from pydantic import AliasChoices, BaseModel, Field
+
 UNREAD = "; the numbers of the weights are read when they are fetched (`hf download`)"
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("inspect", help="describe heads and check them")
-    parser.add_argument("folder", metavar="HEADS", help="heads folder, or ORGANISATION/NAME[@REVISION] on the Hub")
-    parser.add_argument(
-        "--target", "--model", dest="target", metavar="DIR",
-        help="target to check against (default: the one that the heads name)",
-    )  # fmt: skip
-    parser.set_defaults(run=run)
+class InspectOptions(BaseModel):
+    """What is described, and what it is checked against."""
+
+    heads: str = Field(description="heads folder, or ORGANISATION/NAME[@REVISION] on the Hub")
+    target: str | None = Field(
+        None,
+        validation_alias=AliasChoices("target", "model"),
+        description="target to check against (none: the one that the heads name)",
+    )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(options: InspectOptions) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
     from vllm_ppd.heads.calibration.stored import NAME as CALIBRATION
     from vllm_ppd.heads.in_words import in_words, setting_in_words
@@ -29,10 +31,10 @@ def run(args: argparse.Namespace) -> int:
     from vllm_ppd.heads.target_path import find_target
     from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
 
-    folder, config, whole = described(args.folder, PROVENANCE, CALIBRATION)
-    target = args.target or find_target(config.verifier, folder)
+    folder, config, whole = described(options.heads, PROVENANCE, CALIBRATION)
+    target = options.target or find_target(config.verifier, folder)
     lines: dict[str, Any] = {"kind": f"{config.kind} ({config.architecture})", "target": config.verifier}
-    if args.target is None and target != config.verifier:
+    if options.target is None and target != config.verifier:
         lines["target found at"] = target
     lines |= {f"target {name}": in_words(value) for name, value in config.target.model_dump().items()}
     own = config.to_json()

@@ -9,27 +9,50 @@ from collections.abc import Sequence
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
+from vllm_ppd.heads.training.signals import termination_as_interrupt
 from vllm_ppd.vllm_plugins.cli import bench, calibrate, data, env, inspect, plan, train
-from vllm_ppd.vllm_plugins.cli.arguments import CommandParser
+from vllm_ppd.vllm_plugins.cli.arguments import Command, CommandParser, Group, add_commands, model_of, options_from
 
-COMMANDS = (data, train, calibrate, plan, bench, inspect, env)
+COMMANDS: dict[str, Command | Group] = {
+    "data": Command(
+        "let the target write training data",
+        "Let the target answer prompts, or write user turns and answer them; token ids are kept.",
+        data.run, "heads.generation.options:DataOptions",
+    ),
+    "train": Group("train heads", "Train heads for a target model.", train.kinds),
+    "calibrate": Command(
+        "measure heads and recommend a setting",
+        "Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
+        calibrate.run, "heads.calibration.options:CalibrationOptions", positional="heads",
+    ),
+    "plan": Command(
+        "predict speed-ups from a calibration and recommend how to serve",
+        "Predict speed-up and compute of every calibrated setting of some heads, on this machine or another, and say "
+        "from which batch size on to stop drafting.",
+        plan.run, "heads.planning.options:PlanOptions", positional="heads",
+    ),
+    "bench": Group("measure speeds, and the papers' tables", "Measure speeds against vLLM's own.", bench.commands),
+    "inspect": Command(
+        "describe heads and check them", "Describe heads, and check them as the server would.",
+        inspect.run, inspect.InspectOptions, positional="heads",
+    ),
+    "env": Command(
+        "print versions and machine for a bug report", "Print versions and machine.", env.run, env.EnvOptions
+    ),
+}  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="ppd", description="Train, measure, plan and look at heads for vllm-ppd.")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(subparsers)
+    add_commands(COMMANDS, parser)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from vllm_ppd.heads.training.signals import termination_as_interrupt
-
     args = make_parser().parse_args(argv)
     try:
         with termination_as_interrupt():
-            return args.run(args)
+            return args.command.run(options_from(model_of(args.command), args))
     except KeyboardInterrupt as stopped:
         print(f"ppd: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
         return 130

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's offline engine as the one that on-policy data is written by."""
+"""vLLM's offline engine, which writes on-policy data."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from vllm_ppd.heads.generation.engine import Continuation, Request
 from vllm_ppd.heads.generation.options import DataOptions
+from vllm_ppd.heads.generation.write import Continuation, Request
 from vllm_ppd.vllm_plugins import platform
 
 TOP_P = "ppd_top_p"  # extra argument of a request
@@ -36,13 +36,13 @@ class OfflineEngine:
         ).llm_engine  # fmt: skip
 
     def submit(self, request: Request) -> None:
-        own = self._on_cpu and request.temperature > 0 and request.top_p < 1
+        processed = self._on_cpu and request.temperature > 0 and request.top_p < 1
         # Given as parameters, these are not vLLM's defaults, which follow the model's generation_config.json.
         params = platform.sampling_params(
-            temperature=request.temperature, top_p=1.0 if own else request.top_p, max_tokens=request.max_tokens,
+            temperature=request.temperature, top_p=1.0 if processed else request.top_p, max_tokens=request.max_tokens,
             seed=request.seed, stop_token_ids=list(request.stop_ids) or None,
             stop=[request.stop_text] if request.stop_text else None, detokenize=request.wants_text,
-            extra_args={TOP_P: request.top_p} if own else None, output_kind=platform.new_output_only(),
+            extra_args={TOP_P: request.top_p} if processed else None, output_kind=platform.new_output_only(),
         )  # fmt: skip
         self._engine.add_request(request.key, {"prompt_token_ids": request.prompt}, params)
 

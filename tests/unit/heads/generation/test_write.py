@@ -14,20 +14,15 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation import write
-from vllm_ppd.heads.generation.engine import Continuation, Engine, Request
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.output import Chat, ChatFile
-from vllm_ppd.heads.generation.prompts import read_prompts
-from vllm_ppd.heads.generation.template import ChatTemplate
-from vllm_ppd.heads.generation.write import ChatWriter, PromptWriter, Writer
+from vllm_ppd.heads.generation.prompts import ChatTemplate
+from vllm_ppd.heads.generation.write import ChatWriter, Continuation, Engine, Request, Writer
 from vllm_ppd.heads.locking import InUse
-from vllm_ppd.kernels.sampling import Sampling, truncated
-from vllm_ppd.kernels.top_p import BEST, mask_top_p
-from vllm_ppd.vllm_plugins.cli.data import _Bar
+from vllm_ppd.vllm_plugins.cli.data import progress_bar, reporter
 from vllm_ppd.vllm_plugins.cli.main import main
 
 END = 0
@@ -83,17 +78,13 @@ def options(**changes: Any) -> DataOptions:
     return DataOptions(**{"model": "any", "out": "-", "batch": 7, **changes})
 
 
-def nothing(_: Writer) -> None:
-    return None
-
-
 Run = Callable[..., list[dict[str, Any]]]
 
 
 def write_prompts(path: Path, engine: Engine, wanted: float = float("inf"), count: int = 40) -> list[Any]:
     with ChatFile(path, options().essence()) as file:
         list(file.read())
-        PromptWriter(options(), engine, file, nothing).answer(iter([[i + 1, 5] for i in range(count)]), wanted)
+        Writer(options(), engine, file).answer(iter([[i + 1, 5] for i in range(count)]), wanted)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -101,7 +92,7 @@ def write_chats(path: Path, engine: Engine, wanted: int = 12) -> list[Any]:
     template = ChatTemplate(tokenizer(), None)
     with ChatFile(path, options().essence()) as file:
         seen = {template.key(chat.prompt_token_ids) for chat in file.read()}
-        ChatWriter(options(), engine, file, nothing).converse(template, seen, wanted)
+        ChatWriter(options(), engine, file).converse(template, seen, wanted)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -132,7 +123,7 @@ def test_a_stopped_run_continues_to_the_same_file(tmp_path: Path, run: Run) -> N
 
 @pytest.mark.parametrize("run", [write_prompts, write_chats])
 def test_what_has_ended_is_in_the_file_and_is_not_asked_for_again(tmp_path: Path, run: Run) -> None:
-    """Whatever began before it and has not ended yet; dropped user turns are not written again either."""
+    """Whatever began before it and has not ended yet."""
     whole = run(tmp_path / "whole.jsonl", FakeEngine(order=1), 15)
     path, asked, ended = tmp_path / "stopped.jsonl", [], []
 
@@ -142,9 +133,9 @@ def test_what_has_ended_is_in_the_file_and_is_not_asked_for_again(tmp_path: Path
             super().submit(request)
 
         def step(self) -> list[Continuation]:
-            found = super().step()
-            ended.extend(one.key for one in found)
-            return found
+            continuations = super().step()
+            ended.extend(continuation.key for continuation in continuations)
+            return continuations
 
     with pytest.raises(KeyboardInterrupt):
         run(path, Counted(6, 5 if run is write_prompts else 12), 15)
@@ -152,11 +143,9 @@ def test_what_has_ended_is_in_the_file_and_is_not_asked_for_again(tmp_path: Path
     chats = [json.loads(line) for line in path.read_text().splitlines()]
     assert {chat["index"] for chat in chats} == answered
     assert 0 < len(answered) <= max(answered), "a chat was held back by one before it"
-    dropped = set(map(int, (tmp_path / ".stopped.jsonl.dropped").read_text().split()))
-    assert bool(dropped) == (run is write_chats)
     asked.clear()
     assert run(path, Counted(order=4), 15) == whole
-    assert not (answered | dropped) & {int(key.split()[1]) for key in asked}
+    assert not answered & {int(key.split()[1]) for key in asked}
 
 
 @pytest.mark.parametrize("run", [write_prompts, write_chats])
@@ -189,7 +178,7 @@ def test_tokens_are_counted_before_the_first_chat_has_ended(tmp_path: Path) -> N
     seen: list[tuple[int, int]] = []
     with ChatFile(tmp_path / "a.jsonl", options().essence()) as file:
         list(file.read())
-        writer = PromptWriter(
+        writer = Writer(
             options(), FakeEngine(3), file, lambda writer: seen.append((writer.engine.generated, writer.file.count))
         )
         writer.answer(iter([[i + 1, 5] for i in range(40)]), 40)
@@ -199,10 +188,10 @@ def test_tokens_are_counted_before_the_first_chat_has_ended(tmp_path: Path) -> N
 
 
 def test_the_bar_shows_tokens_from_the_first_step_on(tmp_path: Path, capsys: Any) -> None:
-    with ChatFile(tmp_path / "a.jsonl", options().essence()) as file, _Bar(file, 40) as bar:
+    with ChatFile(tmp_path / "a.jsonl", options().essence()) as file, progress_bar(file, 40) as bar:
         list(file.read())
-        bar.start()
-        PromptWriter(options(), FakeEngine(3), file, bar.show).answer(iter([[i + 1, 5] for i in range(40)]), 40)
+        report = reporter(bar)
+        Writer(options(), FakeEngine(3), file, report).answer(iter([[i + 1, 5] for i in range(40)]), 40)
     shown = capsys.readouterr().err.split("\r")
     assert [line for line in shown if "0/40" in line and " 7 tokens, " in line and "7 begun" in line], shown
     assert "40/40" in shown[-1]
@@ -239,60 +228,6 @@ def test_each_request_has_a_seed_of_its_own(tmp_path: Path) -> None:
     assert (answer.temperature, answer.top_p, answer.max_tokens, answer.stop_ids) == (0.8, 0.95, 512, ())
 
 
-@pytest.mark.parametrize(
-    ("template", "prefix", "stop_ids", "stop_text"),
-    [
-        (TEMPLATE, "<system>be<|end|><user>", (END,), None),
-        ("{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", "[INST] ", (END,), "[/INST]"),
-        ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}a:", "user: ", (END,), "a:"),
-    ],
-)
-def test_a_user_turn_begins_and_ends_as_in_the_template(
-    template: str, prefix: str, stop_ids: tuple[int, ...], stop_text: str | None
-) -> None:
-    words = tokenizer(template)
-    turn = ChatTemplate(words, None).user_turn()
-    assert (words.decode(turn.prefix), turn.stop_ids, turn.stop_text) == (prefix, stop_ids, stop_text)
-
-
-def test_system_prompts(tmp_path: Path) -> None:
-    words = tokenizer()
-    assert words.decode(ChatTemplate(words, "do").user_turn().prefix) == "<system>do<|end|>\n<user>"
-    path = tmp_path / "a.jsonl"
-    user = {"role": "user", "content": "hi"}
-    path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in ([user], [{**user, "role": "system"}, user])))
-    found = [words.decode(ids) for ids in read_prompts(options(prompts=(str(path),), system="do"), words)]
-    assert found == [f"<system>{s}<|end|>\n<user>hi<|end|>\n<assistant>" for s in ("do", "hi")]
-
-
-@pytest.mark.parametrize("template", [None, "", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"])
-def test_templates_without_user_turns(template: str | None) -> None:
-    with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
-        ChatTemplate(tokenizer(template), None).user_turn()
-
-
-def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:
-    words = tokenizer()
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    records = [
-        {"messages": [*chat, chat[1]]},
-        {"prompt": "one ", "completion": "two"},
-        {"prompt_token_ids": [7, 8], "token_ids": [9]},
-        {"prompt_token_ids": [3] * 60},
-        {"text": "abcdefghijklmnopqrstuvwxyz"},
-    ]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = list(read_prompts(options(prompts=(str(path),), prompt_tokens=4, max_length=60), words))
-    asked = words.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    expected = [words(text, add_special_tokens=False)["input_ids"] for text in (asked, "one ")]
-    texts = [words(text)["input_ids"] for text in ("abcd", "qrst")]
-    assert found == [*expected, [7, 8], *texts]
-    path.write_text(json.dumps({"prompt_token_ids": [3] * 60}))
-    with pytest.raises(TrainingError, match="--prompts: no record gives a prompt of at most 59 tokens"):
-        list(read_prompts(options(prompts=(str(path),), max_length=60), words))
-
-
 def chats_of(path: Path, **changes: Any) -> list[Chat]:
     with ChatFile(path, options(**changes).essence()) as file:
         return list(file.read())
@@ -323,19 +258,6 @@ def test_a_file_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
             write_prompts(path, FakeEngine(), 9)
         first.write(Chat(prompt_token_ids=[6, 5], token_ids=[1], finish_reason="length", index=5))
     assert len(chats_of(path)) == 6
-
-
-@pytest.mark.parametrize("vocabulary", [40, 5 * BEST])
-def test_top_p_without_a_sort_keeps_what_a_sort_keeps(vocabulary: int) -> None:
-    torch.manual_seed(0)
-    spread = torch.tensor([0.01, 0.3, 1.0, 3.0, 8.0, 2.0])
-    logits = torch.randn(6, vocabulary) * spread[:, None]
-    top_p = torch.tensor([0.95, 0.5, 0.9, 0.95, 1e-6, 1.0])
-    expected = truncated(logits.softmax(-1), Sampling(torch.ones(6), top_p=top_p))
-    found = mask_top_p(logits.clone(), top_p)
-    assert torch.equal(found.isfinite(), expected > 0)
-    torch.testing.assert_close(found.softmax(-1), expected)
-    assert torch.equal(found[5], logits[5])
 
 
 def test_bad_input_ends_with_one_line(tmp_path: Path, tiny_model: Callable[..., Path], capsys: Any) -> None:
