@@ -16,12 +16,12 @@ from vllm_ppd.heads.dynamo import config as dynamo
 from vllm_ppd.heads.early import config as early
 
 if TYPE_CHECKING:
-    from vllm_ppd.heads.training.recipe import Recipe
+    from vllm_ppd.heads.training.recipe import HeadsRecipe
 
 __all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "recipe_of"]
 
 
-def recipe_of(kind: str) -> type[Recipe]:
+def recipe_of(kind: str) -> type[HeadsRecipe]:
     """How heads of a kind are trained: RECIPE in `recipe.py`."""
     return _beside(kind, "recipe").RECIPE
 

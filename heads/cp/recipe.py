@@ -19,7 +19,7 @@ from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.cp.start import TOKENS, Rows, ridge_start
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.recipe import Counts, Recipe, base_group
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -27,7 +27,7 @@ from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 
-class CPRecipe(Recipe):
+class CPRecipe(HeadsRecipe):
     """The served model's own LM head stays the first token's distribution, also where the full recipe trains it.
 
     As the CP loss takes LM heads for constants, the full recipe's learns from the next token alone, as the paper's

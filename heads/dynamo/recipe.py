@@ -19,7 +19,7 @@ from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.training.recipe import Counts, Recipe, base_group
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -51,7 +51,7 @@ def new_layers(target: Target, tokens: int, start: str = "copy") -> list[nn.Modu
     return layers
 
 
-class DynaMoRecipe(Recipe):
+class DynaMoRecipe(HeadsRecipe):
     """Heads alone by default; the full recipe trains the base model with three learning rates and writes it too."""
 
     def __init__(self, options: DynaMoOptions, target: Target) -> None:

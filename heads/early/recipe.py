@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -20,7 +20,7 @@ from vllm_ppd.heads.training.vocabulary_sample import Vocabulary, VocabularySamp
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, rows_a_chunk, token_log_probs
 
 
-class EarlyRecipe(Recipe):
+class EarlyRecipe(HeadsRecipe):
     """KL to the final layer, or cross-entropy of the next token (PPD, Table 4), summed over the exits."""
 
     def __init__(self, options: EarlyOptions, target: Target) -> None:

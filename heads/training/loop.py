@@ -8,19 +8,17 @@ import math
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import save_heads, write_text
 from vllm_ppd.heads.kinds import recipe_of
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training.curve import POINTS, Curve, Point
 from vllm_ppd.heads.training.data_files import data_files
 from vllm_ppd.heads.training.evaluation import BEST, Evaluation, Progress, evaluate
@@ -41,8 +39,12 @@ from vllm_ppd.heads.training.tokens import TokenStore
 DIVERGED = 3.0  # times the best smoothed loss
 
 
-def train(options: TrainingOptions) -> dict[str, Any]:
-    """Train heads and write their folder.
+def train(options: TrainingOptions, make: Callable[[Any, Target], Recipe] | None = None) -> dict[str, Any]:
+    """Train heads, or what another recipe trains, and write a folder.
+
+    Args:
+        options: of the recipe.
+        make: the recipe of options and a target (None: of the options' kind of heads).
 
     Returns:
         The provenance that was written beside the heads, evaluation included.
@@ -56,10 +58,13 @@ def train(options: TrainingOptions) -> dict[str, Any]:
     files = [file.model_dump() for file in data_files(options.data)]  # they may be gone at the end
     processes = Processes(options.device)
     with unfinished_run(options, processes.is_main) as work:
-        return _train(options, processes, work, files)
+        return _train(options, make or recipe_of(options.kind), processes, work, files)
 
 
-def _train(options: TrainingOptions, processes: Processes, work: Path, files: list[dict[str, Any]]) -> dict[str, Any]:
+def _train(
+    options: TrainingOptions, make: Callable[[Any, Target], Recipe], processes: Processes, work: Path,
+    files: list[dict[str, Any]],
+) -> dict[str, Any]:  # fmt: skip
     out = work.parent
     if processes.is_main:
         print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
@@ -74,7 +79,7 @@ def _train(options: TrainingOptions, processes: Processes, work: Path, files: li
             f"--sequence-length {options.sequence_length} is over the model's {target.max_length} positions"
         )
     torch.manual_seed(options.seed)
-    recipe = recipe_of(options.kind)(options, target)
+    recipe = make(options, target)
     work.mkdir(parents=True, exist_ok=True)
     if processes.is_main:
         _store(options, target, work)
@@ -88,12 +93,8 @@ def _train(options: TrainingOptions, processes: Processes, work: Path, files: li
     facts = run.train()
     if processes.is_main:
         recipe.prepare_output(run.store, out)
-        config = recipe.config()
-        config = config.model_copy(update={"verifier": stored_name(config.verifier, out)})
-        save_heads(out, config, recipe.tensors())
         facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), data_files=files, **facts)
-        write_text(out / "provenance.json", json.dumps(facts, indent=2) + "\n")
-        write_card(out)
+        recipe.write(out, json.dumps(facts, indent=2) + "\n")
         shutil.rmtree(work)
     processes.wait()
     return facts

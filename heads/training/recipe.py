@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One recipe a kind of heads: what is trained, by which loss, and what is written at the end."""
+"""A recipe is what the training loop trains: by which loss, and what is written. Each kind of heads has one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.card import write_card
+from vllm_ppd.heads.io import save_heads, write_text
+from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
@@ -85,8 +88,16 @@ class Recipe(nn.Module, ABC):
         return [{"params": [p for p in self.parameters() if p.requires_grad], "peak": learning_rate}]
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
-        """Whatever is made once at the end, before the heads are written (nothing by default)."""
+        """Whatever is made once at the end, before the folder is written (nothing by default)."""
         return None
+
+    @abstractmethod
+    def write(self, out: Path, provenance: str) -> None:
+        """Write what was trained to a folder, and with it `provenance.json`, which says that all is there."""
+
+
+class HeadsRecipe(Recipe):
+    """A recipe of heads."""
 
     @abstractmethod
     def config(self) -> HeadsConfig:
@@ -95,6 +106,12 @@ class Recipe(nn.Module, ABC):
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """The heads' `model.safetensors`."""
+
+    def write(self, out: Path, provenance: str) -> None:
+        config = self.config()
+        save_heads(out, config.model_copy(update={"verifier": stored_name(config.verifier, out)}), self.tensors())
+        write_text(out / "provenance.json", provenance)
+        write_card(out)
 
 
 def base_group(base: nn.Module | None, learning_rate: float) -> list[dict[str, Any]]:

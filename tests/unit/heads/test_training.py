@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training import loop, recipe
 from vllm_ppd.heads.training.evaluation import Evaluation
 from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.heads.training.provenance import provenance_of
@@ -303,7 +303,7 @@ def test_folder_of_something_else_is_kept(train: Train, tmp_path: Path) -> None:
 
 
 def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "save_heads", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    monkeypatch.setattr(recipe, "save_heads", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(step=0, loss=1.0, figures={}))
     with pytest.raises(OSError, match="gone"):
         train()
