@@ -69,40 +69,38 @@ ASSUMED = [
 
 
 def resolved(symbol: str) -> Any:
-    """The object that `module:name.name` names, unwrapped from our own patch."""
+    """What `module:name.name` names, or what stood there before our patch."""
     module, _, path = symbol.partition(":")
     first, *others = path.split(".")
-    found: Any = getattr(importlib.import_module(module), first, None)
-    if found is None:
-        found = importlib.import_module(f"{module}.{first}")
+    value: Any = getattr(importlib.import_module(module), first, None)
+    if value is None:
+        value = importlib.import_module(f"{module}.{first}")
     for name in others:
-        found = inspect.getattr_static(found, name)
-    found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-    original = getattr(found, "_vllm_ppd_wraps", found) if callable(found) else found
-    original = original.fget if isinstance(original, property) else getattr(original, "__func__", original)
-    return inspect.unwrap(original) if callable(original) else original
+        value = inspect.getattr_static(value, name)
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return inspect.unwrap(value) if callable(value) else value
 
 
 def imported() -> set[str]:
     """`module:name` of everything that the plugin and the model patches import from vLLM."""
-    found = set()
+    symbols = set()
     for folder in ("vllm_plugins", "model_patches"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                    found |= {f"{node.module}:{alias.name}" for alias in node.names}
-    return found
+                    symbols |= {f"{node.module}:{alias.name}" for alias in node.names}
+    return symbols
 
 
 def overridden() -> set[str]:
     """`module:Class.method` of vLLM's methods that classes of ours override."""
-    found = set()
+    symbols = set()
     for ours, theirs in OVERRIDING.items():
         base = resolved(theirs)
         for name, value in vars(resolved(ours)).items():
             if (inspect.isfunction(value) or isinstance(value, property)) and hasattr(base, name):
-                found.add(f"{theirs}.{name}")
-    return found
+                symbols.add(f"{theirs}.{name}")
+    return symbols
 
 
 def wrapped() -> set[str]:
@@ -113,12 +111,12 @@ def wrapped() -> set[str]:
 def digest(symbol: str) -> str:
     """Of a function its code without comments and docstrings; of a class its fields and how it is made."""
     try:
-        found = resolved(symbol)
+        value = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
-    if inspect.isfunction(found) and "." not in symbol.partition(":")[2] and (source := _source_in_module(symbol)):
+    if inspect.isfunction(value) and "." not in symbol.partition(":")[2] and (source := _source_in_module(symbol)):
         return digest_of_code(ast.Module([source], []))
-    return digest_of(found)
+    return digest_of(value)
 
 
 def _source_in_module(symbol: str) -> ast.FunctionDef | None:
@@ -128,18 +126,18 @@ def _source_in_module(symbol: str) -> ast.FunctionDef | None:
     return next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name), None)
 
 
-def digest_of(found: Any) -> str:
+def digest_of(value: Any) -> str:
     """As digest, of the object itself."""
-    if inspect.isclass(found):
-        fields = sorted(getattr(found, "__annotations__", {}))
+    if inspect.isclass(value):
+        fields = sorted(getattr(value, "__annotations__", {}))
         try:
-            text = f"{fields} {list(inspect.signature(found).parameters)}"
+            text = f"{fields} {list(inspect.signature(value).parameters)}"
         except (TypeError, ValueError):
             text = str(fields)
-    elif inspect.isfunction(found):
-        return digest_of_code(ast.parse(textwrap.dedent(inspect.getsource(found))))
+    elif inspect.isfunction(value):
+        return digest_of_code(ast.parse(textwrap.dedent(inspect.getsource(value))))
     else:
-        text = type(found).__name__
+        text = type(value).__name__
     return _hash(text)
 
 
@@ -171,11 +169,11 @@ def version() -> str:
     return ".".join(vllm_version().split(".")[:2])
 
 
-def moved(recorded: dict[str, str], found: dict[str, str]) -> list[str]:
+def moved(recorded: dict[str, str], installed: dict[str, str]) -> list[str]:
     """What differs, a line each."""
-    lines = [f"{symbol} is gone" for symbol, value in found.items() if value == "gone" != recorded.get(symbol)]
-    lines += [f"{symbol} is not recorded" for symbol in found if symbol not in recorded]
-    changed = (s for s in found if s in recorded and found[s] != recorded[s] and found[s] != "gone")
+    lines = [f"{symbol} is gone" for symbol, value in installed.items() if value == "gone" != recorded.get(symbol)]
+    lines += [f"{symbol} is not recorded" for symbol in installed if symbol not in recorded]
+    changed = (s for s in installed if s in recorded and installed[s] not in (recorded[s], "gone"))
     return lines + [f"{symbol} has changed" for symbol in changed]
 
 

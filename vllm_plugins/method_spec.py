@@ -28,6 +28,7 @@ class MethodSpec:
     heads: str | None = None  # the kind of heads folder that it reads
     needs_heads: bool = False
     cuts: bool = False  # runs parts of the target by themselves, so its family must have an adapter
+    adds_layers: bool = False  # adds layers to the target, which not every family takes
     writes_ahead: bool = False  # writes KV of drafted positions before they are scheduled
     options: tuple[str, ...] = ()  # options that other methods do not have
     request_options: tuple[str, ...] = ()  # the same, of a single request

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One test a patch: what moved in vLLM when it breaks, and that a vLLM that does not ask for us is not touched."""
+"""What the patches and overrides assume of vLLM, and that a vLLM that does not ask for us is not touched."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,178 +20,129 @@ import torch
 from cases import generate, greedy, prompts
 from conftest import ROOT, runner_of
 from huggingface_hub.errors import LocalEntryNotFoundError
+from touched import resolved
 from vllm import EngineArgs
-from vllm.config import VllmConfig
+from vllm.engine import arg_utils
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.kv_cache_interface import KVCacheTensor
-from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_ppd.vllm_plugins import patches, register
-from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
 
 register()
+ARGS = "vllm.engine.arg_utils:EngineArgs"
+CONFIG = "vllm.config:VllmConfig"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+CORE = "vllm.v1.engine.core:EngineCore"
+LOGGERS = "vllm.v1.metrics.loggers:StatLoggerManager"
+RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
+CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+
+# What is wrapped, overridden or called, and the parameters that its own begin with.
+PARAMETERS = {
+    f"{ARGS}.create_speculative_config": "self target_model_config target_parallel_config",
+    "vllm.engine.arg_utils:maybe_override_with_speculators": "model tokenizer",
+    "vllm.engine.arg_utils:get_model_path": "model revision",
+    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer": "vllm_config",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": "self params",
+    f"{SCHEDULER}.__init__": "self vllm_config",
+    f"{SCHEDULER}.update_from_output": "self scheduler_output model_runner_output",
+    f"{CORE}.post_step": "self model_executed",
+    f"{CORE}.sleep": "self level mode",
+    f"{LOGGERS}.__init__": "self vllm_config",
+    f"{LOGGERS}.record": "self scheduler_stats",
+    f"{CONNECTOR}.requires_piecewise_for_cudagraph": "cls extra_config",
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": "self",
+    f"{RUNNER}._model_forward": (
+        "self input_ids positions intermediate_tensors inputs_embeds model_kwargs"
+    ),
+    f"{RUNNER}.propose_draft_token_ids": (
+        "self scheduler_output sampled_token_ids sampling_metadata hidden_states sample_hidden_states "
+        "aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings"
+    ),
+    f"{RUNNER}._prepare_inputs": "self scheduler_output num_scheduled_tokens",
+    f"{RUNNER}._determine_batch_execution_and_padding": "self num_tokens num_reqs",
+    f"{RUNNER}._update_states": "self scheduler_output",
+    f"{RUNNER}._input_fits_in_drafter": "self common_attn_metadata",
+}  # fmt: skip
+
+# Code that ours relies on, how often it stands there (None: at least once), and what it means where it does not.
+CODE: list[tuple[str, str, int | None, str]] = [
+    (f"{ARGS}.create_engine_config", "vllm_speculative_config=self.speculative_config", None,
+     "heads are found some other way"),
+    (f"{ARGS}.create_engine_config", "(self.model, self.tokenizer, self.speculative_config) =", None,
+     "maybe_override_with_speculators returns something else"),
+    (f"{ARGS}.__post_init__", "self.model = get_model_path(self.model, self.revision)", None,
+     "names of heads are resolved elsewhere"),
+    (f"{SCHEDULER}.update_from_output", "self.make_stats(", None, "counters take another path"),
+    (f"{LOGGERS}.__init__", "engine_indexes", None, "engines are numbered some other way"),
+    ("vllm.v1.core.sched:scheduler", "vllm_config.num_lookahead_tokens", None,
+     "drafted positions are reserved some other way"),
+    (f"{CONFIG}.__post_init__", "method not in get_args(NgramGPUTypes)", None,
+     "methods that schedule asynchronously are told otherwise"),
+    (f"{CORE}.post_step", "take_draft_token_ids", None, "drafts are taken elsewhere"),
+    (f"{CORE}.post_step", "is not None", None, "None no longer says that nobody drafts"),
+    (f"{CORE}.sleep", "self.pause_scheduler(", 1, "requests are paused some other way"),
+    ("vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",
+     "return _KV_CONNECTOR_AGENT is not None", None, "unseen_by_connectors hides nothing"),
+    (SCHEDULER, "pad_spec_decode = True", 1, "placeholder drafts are placed elsewhere, too"),
+    (SCHEDULER, "self.dynamic_sd_lookup is None)", None, "placeholder drafts do not depend on it"),
+    (SCHEDULER, "self.dynamic_sd_lookup[", 1, "more than the number of drafts follows the batch size"),
+    (SCHEDULER, "request.spec_token_ids = []", None, "placeholder drafts are no longer taken at scheduling"),
+    (SCHEDULER, "request.num_in_flight_tokens", None, "steps in flight are counted some other way"),
+    ("vllm.v1.worker.cpu_worker:CPUWorker.init_device", "CPUModelRunner(self.vllm_config", None,
+     "the runner is no longer taken from the module global"),
+    (f"{RUNNER}._prepare_inputs", "self.speculative_config", 1, "it does more than compute the metadata of drafts"),
+    *((RUNNER, name, None, "it is gone from the runner") for name in (
+        "self._draft_probs", "self._draft_prob_req_ids", "self.attn_groups", "self.query_start_loc",
+        "self.kv_cache_config.kv_cache_groups", "self.kv_cache_config.num_blocks",
+    )),
+]  # fmt: skip
+
+FIELDS = [
+    (EngineArgs, {"spec_method", "spec_model", "spec_tokens", "speculative_config", "additional_config"}),
+    (SchedulerOutput, {"num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens"}),
+    (KVCacheTensor, {"size", "layer_stride", "block_stride", "offset"}),  # as kv_blocks.added_blocks lays them out
+]
 
 
-def parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function).parameters)
+@pytest.mark.parametrize(("symbol", "parameters"), PARAMETERS.items())
+def test_parameters_are_those_that_ours_have(symbol: str, parameters: str) -> None:
+    names = list(inspect.signature(resolved(symbol)).parameters)
+    assert names[: len(parameters.split())] == parameters.split()
 
 
-def original(owner: type, name: str) -> Any:
-    """What our wrapper replaced."""
-    attribute = owner.__dict__[name]
-    wrapper = attribute.fget if isinstance(attribute, property) else getattr(attribute, "__func__", attribute)
-    return getattr(wrapper, patches._MARK)
+@pytest.mark.parametrize(("symbol", "code", "times", "otherwise"), CODE)
+def test_code_that_ours_relies_on(symbol: str, code: str, times: int | None, otherwise: str) -> None:
+    found = inspect.getsource(resolved(symbol)).count(code)
+    assert found == times or (times is None and found), otherwise
 
 
-def seams_now() -> list[Any]:
-    """What stands where each patch is."""
-    owners = [owner.partition(":") for owner, _, _ in patches.PATCHES]
-    found = [vars(sys.modules[module])[cls] if cls else sys.modules[module] for module, _, cls in owners]
-    return [vars(owner)[name] for owner, (_, name, _) in zip(found, patches.PATCHES, strict=True)]
+@pytest.mark.parametrize(("owner", "fields"), FIELDS)
+def test_fields_that_ours_read(owner: Any, fields: set[str]) -> None:
+    assert fields <= set(owner.__dataclass_fields__)
 
 
-def test_registration_is_idempotent() -> None:
-    before = seams_now()
-    register()
-    assert all(a is b for a, b in zip(before, seams_now(), strict=True))
-
-
-def test_entry_point() -> None:
-    from importlib.metadata import entry_points
-
-    points = [point for point in entry_points(group="vllm.general_plugins") if point.name == "vllm_ppd"]
-    assert [point.load() for point in points] == [register]
-
-
-def test_patch_flags() -> None:
-    assert isinstance(original(EngineArgs, "add_cli_args"), staticmethod)
-    assert isinstance(original(EngineArgs, "from_cli_args"), classmethod)
-    assert {"spec_method", "spec_model", "spec_tokens", "speculative_config", "additional_config"} <= set(
-        EngineArgs.__dataclass_fields__
-    ), "EngineArgs lost a field that our flags fill"
-
-
-def test_patch_method() -> None:
-    assert parameters(original(EngineArgs, "create_speculative_config")) == [
-        "self", "target_model_config", "target_parallel_config",
-    ]  # fmt: skip
-    from vllm.v1.spec_decode.custom_class_proposer import create_custom_proposer
-
-    assert parameters(create_custom_proposer) == ["vllm_config"]
-
-
-def test_patch_served_heads() -> None:
-    from vllm.engine import arg_utils
-
-    stock = getattr(arg_utils.maybe_override_with_speculators, patches._MARK)
-    assert {"model", "tokenizer", "vllm_speculative_config"} <= set(parameters(stock))
-    called = inspect.getsource(EngineArgs.create_engine_config)
-    assert "vllm_speculative_config=self.speculative_config" in called, "heads are found some other way"
-    assert "(self.model, self.tokenizer, self.speculative_config) =" in called, "it returns something else"
-
-
-def test_patch_names_of_heads_offline() -> None:
-    from vllm.engine import arg_utils
-
-    assert parameters(getattr(arg_utils.get_model_path, patches._MARK)) == ["model", "revision"]
-    assert arg_utils.get_model_path("acme/heads@v2", None) == "acme/heads@v2"
-    assert "self.model = get_model_path(self.model, self.revision)" in inspect.getsource(EngineArgs.__post_init__)
-    with pytest.raises(LocalEntryNotFoundError):
-        arg_utils.get_model_path("acme/model", None)
-
-
-def test_patch_statistics() -> None:
-    """The way of our counters: ModelRunnerOutput -> Scheduler -> SchedulerStats -> StatLoggerManager."""
-    assert parameters(original(Scheduler, "update_from_output"))[:3] == [
-        "self", "scheduler_output", "model_runner_output",
-    ]  # fmt: skip
-    assert "self.make_stats(" in inspect.getsource(original(Scheduler, "update_from_output"))
+def test_counters_find_room_in_vllms_messages() -> None:
     assert SchedulerStats.__annotations__["kv_connector_stats"] == dict[str, Any] | None, "no longer an open dictionary"
-    assert parameters(original(StatLoggerManager, "__init__"))[:2] == ["self", "vllm_config"]
-    assert parameters(original(StatLoggerManager, "record"))[:2] == ["self", "scheduler_stats"]
-    assert "engine_indexes" in inspect.getsource(original(StatLoggerManager, "__init__"))
     assert not hasattr(ModelRunnerOutput, "__slots__"), "no attribute of ours would go with it"
 
 
-def test_patch_lookahead() -> None:
-    assert isinstance(original(VllmConfig, "num_lookahead_tokens"), property)
-    source = inspect.getsource(importlib.import_module("vllm.v1.core.sched.scheduler"))
-    assert "vllm_config.num_lookahead_tokens" in source, "the scheduler reserves drafted positions some other way"
-
-
-def test_patch_asynchronous_scheduling() -> None:
-    source = inspect.getsource(original(VllmConfig, "__post_init__"))
-    assert "method not in get_args(NgramGPUTypes)" in source, (
-        "vLLM tells methods that schedule asynchronously otherwise"
-    )
-
-
-def test_patch_post_step() -> None:
-    assert parameters(original(EngineCore, "post_step")) == ["self", "model_executed"]
-    source = inspect.getsource(original(EngineCore, "post_step"))
-    assert "take_draft_token_ids" in source and "is not None" in source, "None no longer says that nobody drafts"
-
-
-def test_patch_sleep() -> None:
-    assert parameters(original(EngineCore, "sleep")) == ["self", "level", "mode"]
-    source = inspect.getsource(original(EngineCore, "sleep"))
-    assert source.index("self.pause_scheduler(") < source.index("model_executor.sleep(level)")
-
-
-def test_patch_kv_connector() -> None:
-    """What unseen_by_connectors hides, and what says that a connector works by layers."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    assert "return _KV_CONNECTOR_AGENT is not None" in inspect.getsource(kv_transfer_state.has_kv_transfer_group)
-    assert parameters(KVConnectorBase_V1.requires_piecewise_for_cudagraph) == ["extra_config"]
-
-
-def test_patch_placeholder_drafts() -> None:
-    assert parameters(original(Scheduler, "__init__"))[:2] == ["self", "vllm_config"]
-    source = inspect.getsource(Scheduler)
-    assert source.count("pad_spec_decode = True") == 1 and "self.dynamic_sd_lookup is None)" in source
-    assert source.count("self.dynamic_sd_lookup[") == 1, "more than the number of drafts now follows the batch size"
-
-
-def test_patch_scheduler() -> None:
-    """What a worker group's scheduler and stages build on."""
-    assert {"has_requests", "schedule", "get_request_counts"} <= set(dir(Scheduler))
-    source = inspect.getsource(Scheduler)
-    assert "request.spec_token_ids = []" in source, "placeholder drafts are no longer taken at scheduling"
-    assert "request.num_in_flight_tokens" in source
-    assert {"num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens"} <= set(
-        SchedulerOutput.__dataclass_fields__
-    )
-    assert {"size", "layer_stride", "block_stride", "offset"} == set(KVCacheTensor.__dataclass_fields__) - {
-        "layers", "host_resident",
-    }, "the KV cache is laid out some other way: see kv_blocks.added_blocks"  # fmt: skip
-
-
-def test_patch_request_validation() -> None:
-    assert parameters(original(InputProcessor, "_validate_params"))[:2] == ["self", "params"]
-
-
-def test_patch_validation_before_streaming() -> None:
+def test_requests_are_checked_before_a_response_streams() -> None:
     """Both are generators that get the parameters when they are made; vLLM makes them before it answers."""
-    for owner, name in ((AsyncLLM, "generate"), (OpenAIServingResponses, "_generate_with_builtin_tools")):
-        stock = original(owner, name)
-        assert inspect.isasyncgenfunction(stock), f"{name} runs when it is called"
-        assert "sampling_params" in parameters(stock)
-    assert "vllm_config" in parameters(AsyncLLM.__init__)
+    for symbol in (
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
+    ):
+        stock = resolved(symbol)
+        assert inspect.isasyncgenfunction(stock) and "sampling_params" in inspect.signature(stock).parameters
     for serving, made, streams in (
         (OpenAIServingCompletion._create_completion, "self.engine_client.generate(", "self.completion_stream_gen"),
         (OpenAIServingChat._create_chat_completion, "self.engine_client.generate(", "self.chat_completion_stream_gen"),
@@ -201,54 +152,50 @@ def test_patch_validation_before_streaming() -> None:
         assert 0 < source.find(made) < source.find(streams), f"{serving.__qualname__} streams before it asks the engine"
 
 
-def test_patch_worker() -> None:
-    assert parameters(Worker._make_model_runner) == ["self"], "the GPU worker builds its runner elsewhere"
-    from vllm.v1.worker import cpu_worker
-
-    assert "CPUModelRunner(self.vllm_config" in inspect.getsource(cpu_worker.CPUWorker.init_device), (
-        "the CPU worker no longer takes its runner from the module global"
-    )
+def test_names_of_heads_stay_as_they_are_offline() -> None:
+    assert arg_utils.get_model_path("acme/heads@v2", None) == "acme/heads@v2"
+    with pytest.raises(LocalEntryNotFoundError):
+        arg_utils.get_model_path("acme/model", None)
 
 
-def test_patch_runner() -> None:
-    assert parameters(GPUModelRunner._model_forward) == [
-        "self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds", "model_kwargs",
-    ]  # fmt: skip
-    assert parameters(GPUModelRunner.propose_draft_token_ids) == [
-        "self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states", "sample_hidden_states",
-        "aux_hidden_states", "spec_decode_metadata", "common_attn_metadata", "slot_mappings",
-    ]  # fmt: skip
-    assert parameters(GPUModelRunner._prepare_inputs) == ["self", "scheduler_output", "num_scheduled_tokens"]
-    prepares = inspect.getsource(GPUModelRunner._prepare_inputs)
-    assert prepares.count("self.speculative_config") == 1, "it does more than compute the metadata of drafts"
-    padding = parameters(GPUModelRunner._determine_batch_execution_and_padding)
-    assert padding[:3] == ["self", "num_tokens", "num_reqs"]
-    assert parameters(GPUModelRunner._update_states) == ["self", "scheduler_output"]
-    assert parameters(GPUModelRunner._input_fits_in_drafter) == ["self", "common_attn_metadata"]
-    source = inspect.getsource(GPUModelRunner)
-    for attribute in (
-        "self._draft_probs", "self._draft_prob_req_ids", "self.attn_groups", "self.query_start_loc",
-        "self.kv_cache_config.kv_cache_groups", "self.kv_cache_config.num_blocks",
-    ):  # fmt: skip
-        assert attribute in source, f"{attribute} is gone from the runner"
+def patched() -> list[Any]:
+    """What stands where each patch is."""
+    places = [(*owner.partition(":")[::2], name) for owner, name, _ in patches.PATCHES]
+    owners = [getattr(sys.modules[module], cls) if cls else sys.modules[module] for module, cls, _ in places]
+    return [vars(owner)[name] for owner, (_, _, name) in zip(owners, places, strict=True)]
 
 
-def test_unsupported_vllm(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_registration_is_idempotent() -> None:
+    before = patched()
+    register()
+    assert all(a is b for a, b in zip(before, patched(), strict=True))
+
+
+def test_entry_point() -> None:
+    points = [point for point in entry_points(group="vllm.general_plugins") if point.name == "vllm_ppd"]
+    assert [point.load() for point in points] == [register]
+
+
+def test_unsupported_vllm(
+    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Outside the range: one line, nothing patched but the refusal, and the range in the refusal."""
     wrapped: list[str] = []
     monkeypatch.setattr(patches, "vllm_version", lambda: "0.99.0")
-    monkeypatch.setattr(patches, "_wrap", lambda owner, name, make: wrapped.append(name))
+    monkeypatch.setattr(patches, "wrap", lambda owner, name, wrapper: wrapped.append(name))
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
         patches.install()
     assert wrapped == ["create_speculative_config"]
     assert len(caplog.messages) == 1
     assert "0.99.0" in caplog.messages[0]
-    refuse = patches._refuse_methods(lambda self: "stock")
-    stock = {"speculative_config": None, "spec_method": None, "spec_model": None}
-    assert refuse(SimpleNamespace(**{**stock, "speculative_config": {"method": "ngram"}})) == "stock"
+
+    def started(**asked: Any) -> Any:
+        return patches.refuse_methods(lambda self: "stock", EngineArgs(model=str(tiny_model()), **asked))
+
+    assert started(speculative_config={"method": "ngram"}) == started() == "stock"
     for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
         with pytest.raises(OptionError, match=r"supports vLLM .*<0.34.* found 0\.99\.0"):
-            refuse(SimpleNamespace(**{**stock, **asked}))
+            started(**asked)
 
 
 def test_version_range() -> None:
@@ -280,7 +227,7 @@ def test_stock_configuration(tiny_model: Callable[..., Path]) -> None:
     assert plain.additional_config == {}
     assert plain.speculative_config is None
     assert "vllm_ppd" not in plain.parallel_config.worker_cls
-    assert plain.num_lookahead_tokens == original(VllmConfig, "num_lookahead_tokens").fget(plain) == 0
+    assert plain.num_lookahead_tokens == 0
     ngram = EngineArgs(
         model=str(tiny_model()), dtype="float32", kv_cache_memory_bytes=1 << 24,
         speculative_config={"method": "ngram", "num_speculative_tokens": 2},
@@ -328,19 +275,8 @@ def test_steps_without_drafts_are_prepared_as_without_speculation(
 
     monkeypatch.setattr(GPUModelRunner, "_prepare_inputs", fails)
     with pytest.raises(KeyError):
-        prepare(SimpleNamespace(scheduled_spec_decode_tokens={}), np.zeros(0))
+        prepare(SchedulerOutput.make_empty(), np.zeros(0))
     assert runner.speculative_config is configured
-
-
-@pytest.mark.engine
-def test_worker_groups_are_told_apart_once(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether drafts are asked for after a step is not looked up in the configuration every time."""
-    llm = engine({"method": "ppd"})
-    generate(llm, prompts(1), greedy(4))
-    looked_up = Mock(side_effect=activation.active_config)
-    monkeypatch.setattr(activation, "active_config", looked_up)
-    generate(llm, prompts(1), greedy(12))
-    assert looked_up.call_count <= 1  # a request is checked against it
 
 
 SCRIPT = """
@@ -355,9 +291,6 @@ if __name__ == "__main__":
 @pytest.mark.engine
 def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
     """The same requests in a process where VLLM_PLUGINS switches us off."""
-    import json
-    import os
-
     script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(tiny_model()))
     run = subprocess.run(
         [sys.executable, "-c", script],

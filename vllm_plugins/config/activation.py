@@ -1,28 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turning a user's wish for one of our methods into vLLM's own configuration."""
+"""Translation of a user's wish for one of our methods into vLLM's own configuration."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads import hub
-from vllm_ppd.heads.io import HeadsError
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.errors import UserError
+from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.io import check_folder, check_target, load_config
+from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.layout import TargetFingerprint
+from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config import checks, features
 from vllm_ppd.vllm_plugins.config.flags import check_mapping
-from vllm_ppd.vllm_plugins.config.naming import is_ours
-from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, flag_fields, flag_name
+from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
+from vllm_ppd.vllm_plugins.config.options import (
+    CONFIG_KEY,
+    FLAGS_OF_VLLM,
+    DraftingOptions,
+    OptionError,
+    flag_fields,
+    flag_name,
+    parse_options,
+)
+from vllm_ppd.vllm_plugins.config.refusals import of_scheduling, of_target, refuse
+from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, is_proposer
+from vllm_ppd.vllm_plugins.registry import METHODS, is_proposer
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig
+
+    from vllm_ppd.heads.base import HeadsConfig
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -35,25 +53,22 @@ def is_active(holder: Any) -> bool:
 
 def active_config(holder: Any) -> DraftingConfig | None:
     """Our configuration in a VllmConfig or EngineArgs, or None where vLLM runs without us."""
-    return _parsed(json.dumps(holder.additional_config[CONFIG_KEY])) if is_active(holder) else None
+    return _parsed(holder.additional_config[CONFIG_KEY]) if is_active(holder) else None
 
 
-@lru_cache
-def _parsed(config: str) -> DraftingConfig:
-    """Every request asks for it, and to parse it takes longer than to read it."""
-    return DraftingConfig(**json.loads(config))
-
-
-def own_config(vllm_config: Any, who: object) -> DraftingConfig:
-    """As active_config, for what vLLM builds with our configuration alone.
+def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
+    """As active_config, for an object that vLLM builds with our configuration alone.
 
     Raises:
         RuntimeError: if there is none.
     """
     config = active_config(vllm_config)
     if config is None:
-        raise RuntimeError(f"{type(who).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
+        raise RuntimeError(f"{type(holder).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
     return config
+
+
+_parsed = lru_cache(DraftingConfig.model_validate_json)  # every request and every step asks
 
 
 @contextmanager
@@ -61,26 +76,22 @@ def refusals_in_one_line() -> Iterator[None]:
     """A refusal that nobody catches ends the process with its one line and exit code 2, not with a traceback."""
     try:
         yield
-    except (OptionError, HeadsError):
-        if sys.excepthook is not _one_line:
-            _previous_hook.append(sys.excepthook)
-            sys.excepthook = _one_line
+    except UserError:
+        if getattr(sys.excepthook, "func", None) is not _end_in_one_line:
+            sys.excepthook = partial(_end_in_one_line, sys.excepthook)
         raise
 
 
-_previous_hook: list[Any] = []
-
-
-def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if isinstance(error, OptionError | HeadsError):
-        print(f"vllm-ppd: error: {shortened(str(error))}", file=sys.stderr)
+def _end_in_one_line(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, UserError):
+        print(f"vllm-ppd: error: {error}", file=sys.stderr)
         raise SystemExit(2)
-    _previous_hook[-1](kind, error, trace)
+    hook(kind, error, trace)
 
 
 @refusals_in_one_line()
-def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
-    """If the arguments ask for one of our methods, check everything and rewrite them to vLLM's `custom_class`.
+def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConfig) -> DraftingConfig | None:
+    """If vLLM's EngineArgs ask for one of our methods, check everything and rewrite them to its `custom_class`.
 
     Returns:
         The resolved configuration, or None if they do not; then nothing is touched.
@@ -88,98 +99,117 @@ def activate(engine_args: Any, model_config: Any, parallel_config: Any) -> Draft
     Raises:
         OptionError, HeadsError: on bad input, before any model loads.
     """
-    with hub.token(engine_args.hf_token):
-        return _activate(engine_args, model_config, parallel_config)
+    with hub.token(args.hf_token):
+        asked = _asked(args)
+        if is_proposer(asked.get("model")) and is_active(args):  # the same arguments, used a second time
+            config = active_config(args)
+        elif asked and is_ours(asked):
+            config = _resolved(parse_options(with_method(asked)), args, model_config, parallel_config)
+            _rewrite(args, config)
+        else:
+            config = None
+            for key in asked:
+                if key in flag_fields() and not platform.is_speculative_option(key):
+                    raise OptionError(
+                        f"{flag_name(key)} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder"
+                    )
+    if config is not None:
+        parallel_config.worker_cls = config.worker
+    return config
 
 
-def _activate(engine_args: Any, model_config: Any, parallel_config: Any) -> DraftingConfig | None:
-    asked = _asked(engine_args)
-    if not asked:
-        return None
-    if is_proposer(asked.get("model")) and is_active(engine_args):  # the same arguments, used a second time
-        config = active_config(engine_args)
-        assert config is not None
-        parallel_config.worker_cls = checks.worker_of(config)
-        return config
-    if not is_ours(asked):
-        ours = [flag_name(key) for key in asked if key in flag_fields() and not platform.is_speculative_option(key)]
-        if ours:
-            raise OptionError(f"{ours[0]} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder")
-        return None
-    config = checks.resolve_options(asked, model_config, parallel_config)
-    features.check_engine_args(engine_args, config)
-    checks.check_scheduling(engine_args, config)
-    engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
-    engine_args.speculative_config = {
+def _asked(args: Any) -> dict[str, Any]:
+    """speculative_config with vLLM's three short flags merged in.
+
+    Raises:
+        OptionError: if an option of ours is given twice with different values: spelt with - and with _, or by a flag.
+    """
+    given = [
+        (key.replace("-", "_"), f"speculative_config[{quoted(key)}]", value)
+        for key, value in check_mapping(args.speculative_config).items()
+    ]
+    for name, flag in FLAGS_OF_VLLM.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        given += [] if value is None else [(name, flag, value)]
+    asked: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    conflicts = []
+    for name, source, value in given:
+        if asked.get(name) is None:
+            asked[name], sources[name] = value, source
+        elif value is not None and method_named(asked[name]) != method_named(value):
+            both = f"{sources[name]}={quoted(asked[name])} and {source}={quoted(value)}"
+            conflicts.append(({name: value}, f"{both} differ; give one of them"))
+    for other, message in conflicts:
+        if is_ours(asked) or is_ours(asked | other):
+            raise OptionError(message)
+    return asked
+
+
+def _resolved(
+    options: DraftingOptions, args: Any, model_config: ModelConfig, parallel_config: ParallelConfig
+) -> DraftingConfig:
+    """Check options of ours against the target and the heads, and fill in what they leave open.
+
+    Raises:
+        OptionError, HeadsError: one line each: what is wrong, where, what to do instead.
+    """
+    refuse(of_target(options, model_config, parallel_config, args))
+    heads = None if options.model is None else _checked_heads(options, model_config)
+    config = resolve(
+        options, model_config.hf_text_config.num_hidden_layers, heads, parallel_config.pipeline_parallel_size,
+        Runners.of_platform(), model_config.is_multimodal_model,
+    )  # fmt: skip
+    refuse(of_scheduling(config, args))
+    return config
+
+
+def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> HeadsConfig:
+    """The configuration of a heads folder, after a check of all of it against the target.
+
+    Raises:
+        HeadsError: if they do not fit.
+    """
+    folder, target = str(options.model), model_config.hf_text_config
+    kind = METHODS[options.method].heads
+    heads = load_config(folder, None if kind is None else KINDS[kind])
+    check_target(
+        heads, folder, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
+        num_hidden_layers=target.num_hidden_layers, fingerprint=_fingerprint_on_disk(model_config),
+    )  # fmt: skip
+    check_layers(heads, folder, target)
+    check_folder(folder)
+    return heads
+
+
+def _fingerprint_on_disk(model_config: ModelConfig) -> TargetFingerprint:
+    """Hashes of the target, as far as it is on this disk."""
+    from huggingface_hub import snapshot_download
+
+    model = model_config.model
+    if os.path.isdir(model):
+        return fingerprint(model)
+    try:
+        return fingerprint(snapshot_download(model, revision=model_config.revision, local_files_only=True))
+    except (OSError, ValueError):
+        return TargetFingerprint()
+
+
+def _rewrite(args: Any, config: DraftingConfig) -> None:
+    """Put a resolved configuration into vLLM's EngineArgs."""
+    args.spec_method = args.spec_model = args.spec_tokens = None
+    args.speculative_config = {
         "method": "custom_class",
         "model": config.proposer,
         "num_speculative_tokens": config.most_drafts,
         "draft_sample_method": config.draft_sample_method,
         **config.choice_of_drafts(),
     }
-    if config.stages > 1:
-        _arrange_stages(engine_args, config)
+    args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: config.model_dump_json()}
+    if config.stages > 1:  # the workers split the layers
+        assert config.spec.group is not None
+        args.scheduler_cls = config.spec.group.scheduler
     if config.schedule == "parallel" and not platform.is_cpu():
         logger.warning(
             "vllm-ppd: schedule parallel runs without compilation and CUDA graphs; schedule deferred is faster on a GPU"
         )
-    engine_args.additional_config = {
-        **(engine_args.additional_config or {}),
-        CONFIG_KEY: config.model_dump(mode="json"),
-    }
-    parallel_config.worker_cls = checks.worker_of(config)
-    return config
-
-
-def _arrange_stages(engine_args: Any, config: DraftingConfig) -> None:
-    """Have our scheduler schedule the group; the workers split the layers (worker.py).
-
-    Raises:
-        OptionError: if the user's own split is another, or too few requests are allowed.
-    """
-    given, ours = os.environ.get(checks.PARTITION), config.partition
-    if given is not None and given != ours:
-        raise OptionError(
-            f"{checks.PARTITION}={shortened(given, LONGEST_VALUE)} is not the split of the worker group, {ours}: "
-            "unset it, or set exit_layer"
-        )
-    if engine_args.max_num_seqs is not None:
-        checks.check_candidates(config, engine_args.max_num_seqs)
-    assert config.spec.group is not None
-    engine_args.scheduler_cls = config.spec.group.scheduler
-
-
-def _asked(engine_args: Any) -> dict[str, Any]:
-    """speculative_config with vLLM's three short flags merged in.
-
-    Raises:
-        OptionError: if an option of ours is given twice: spelt with - and with _, or by a flag with another value.
-    """
-    given = check_mapping(engine_args.speculative_config)
-    asked: dict[str, Any] = {}
-    twice: list[tuple[str, Any, str]] = []  # option, its other value, what is wrong
-    for key, value in given.items():
-        name = key.replace("-", "_")
-        if name in asked:
-            other = next(spelt for spelt in given if spelt.replace("-", "_") == name)
-            twice.append((name, value, f"{quoted(other)} and {quoted(key)} are the same option; give one"))
-        asked.setdefault(name, value)
-    for flag in ("method", "model", "tokens"):
-        value = getattr(engine_args, f"spec_{flag}")
-        name = "num_speculative_tokens" if flag == "tokens" else flag
-        if value is None:
-            continue
-        if asked.get(name) is None:
-            asked[name] = value
-        elif _method(asked[name]) != _method(value):
-            wrong = f"{name}={quoted(asked[name])} (or a heads folder's) and --spec-{flag} {quoted(value)} differ"
-            twice.append((name, value, f"{wrong}; give {name} in speculative_config alone"))
-    for name, value, wrong in twice:
-        if is_ours(asked) or is_ours({**asked, name: value}):
-            raise OptionError(f"speculative_config: {wrong}")
-    return asked
-
-
-def _method(value: Any) -> Any:
-    """A method's name, where a kind of heads is named after it."""
-    return METHOD_OF_HEADS.get(value, value) if isinstance(value, str) else value

@@ -15,23 +15,10 @@ from vllm_ppd.vllm_plugins.config.options import (
     first_problem,
     flag_fields,
     flag_name,
-    methods_of,
 )
 from vllm_ppd.vllm_plugins.registry import METHODS
 
-# One argparse destination holds what the --ppd-... flags gave, so that vLLM's own arguments stay as they are.
-DESTINATION = "vllm_ppd_options"
-
-
-class _Collect(argparse.Action):
-    """Collect a flag's value into the dictionary at DESTINATION."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        collected = dict(getattr(namespace, DESTINATION, None) or {})
-        collected[self.const] = values
-        setattr(namespace, DESTINATION, collected)
+PREFIX = "ppd_"  # of argparse's destinations, beside those of vLLM's arguments
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -50,37 +37,22 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     if method is not None and method.choices is not None:
         method.choices = [*method.choices, *METHODS]
     for name in flag_fields():
-        field = DraftingOptions.model_fields[name]
+        text = (DraftingOptions.model_fields[name].description or "").replace("%", "%%")
         group.add_argument(
-            flag_name(name),
-            dest=DESTINATION,
-            const=name,
-            action=_Collect,
-            default=argparse.SUPPRESS,
-            metavar=name.upper(),
-            help=(field.description or "").replace("%", "%%"),
+            flag_name(name), dest=PREFIX + name, default=argparse.SUPPRESS, metavar=name.upper(), help=text
         )
     return parser
 
 
-def parse_flag(field: str, text: str) -> Any:
-    """The value of an option that a flag gives as text.
-
-    Raises:
-        OptionError: naming the flag.
-    """
-    try:
-        return getattr(DraftingOptions.model_validate({field: text}, strict=False), field)
-    except ValidationError as error:
-        raise OptionError(f"{flag_name(field)}={first_problem(error)}") from None
-
-
-def merge_flags(speculative_config: dict[str, Any] | None, flags: dict[str, str]) -> dict[str, Any]:
-    """Put the flags into vLLM's speculative_config.
+def merge_flags(speculative_config: dict[str, Any] | None, args: argparse.Namespace) -> dict[str, Any] | None:
+    """vLLM's speculative_config with what our flags gave.
 
     Raises:
         OptionError: if an option is given both ways, or a flag has a bad value.
     """
+    flags = {name: getattr(args, PREFIX + name) for name in flag_fields() if hasattr(args, PREFIX + name)}
+    if not flags:
+        return speculative_config
     merged = dict(check_mapping(speculative_config))
     spelt = {key.replace("-", "_"): key for key in merged}
     for name, text in flags.items():
@@ -88,7 +60,10 @@ def merge_flags(speculative_config: dict[str, Any] | None, flags: dict[str, str]
             raise OptionError(
                 f"{flag_name(name)} and --speculative-config[{spelt[name]!r}] are mutually exclusive; give one"
             )
-        merged[name] = parse_flag(name, text)
+        try:
+            merged[name] = getattr(DraftingOptions.model_validate({name: text}, strict=False), name)
+        except ValidationError as error:
+            raise OptionError(f"{flag_name(name)}={first_problem(error)}") from None
     return merged
 
 
@@ -109,18 +84,3 @@ def check_mapping(speculative_config: Any) -> dict[str, Any]:
         if not isinstance(key, str):
             raise OptionError(f"speculative_config: option {quoted(key)} is not a name; write names as strings")
     return speculative_config
-
-
-def options_table() -> str:
-    """The options as a Markdown table, which docs/serving.md has (a test compares them)."""
-    lines = ["| option | flag | methods | default | meaning |", "| --- | --- | --- | --- | --- |"]
-    flags = set(flag_fields())
-    own = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
-    for name, field in DraftingOptions.model_fields.items():
-        flag = flag_name(name) if name in flags else own[name]
-        chosen = field.default is None and "(default:" in (field.description or "")
-        default = "see there" if chosen else "none" if field.default is None else field.default
-        methods = methods_of(name)
-        who = "all" if len(methods) == len(METHODS) else ", ".join(methods)
-        lines.append(f"| `{name}` | `{flag}` | {who} | {default} | {field.description} |")
-    return "\n".join(lines)

@@ -9,38 +9,36 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_ppd.heads.quote import quoted, shortened
+from vllm_ppd.heads.errors import UserError
+from vllm_ppd.heads.quote import quoted
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
 
+FLAGS_OF_VLLM = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
 
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
 LARGEST = 2**31 - 1  # of counts that have no other bound
 LONGEST_NAME = 64  # characters that are compared with the options' names
 
 
-class OptionError(ValueError):
-    """A bad option; the message is one line of at most 300 characters: what, where, what to do instead."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(shortened(message))
+class OptionError(UserError):
+    """A bad option of the server's command line or configuration."""
 
 
 class DraftingOptions(BaseModel):
     """Options of the drafting methods, as given by the user.
 
-    They come as keys of --speculative-config / speculative_config, or as --ppd-... flags (the fields marked so). A
-    field marked with methods is refused with any other. Types are strict: true is not 1, and 3.0 is not 3.
+    They come as keys of speculative_config, or as flags: vLLM's (FLAGS_OF_VLLM), or --ppd-... . A field that records of
+    methods name is refused with any other method. Types are strict: true is not 1, and 3.0 is not 3.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
 
     method: str = Field(
         "ppd",
-        description="drafting method: ppd or paradecode (early drafting with deferred KV completion), cp (a CP head), "
-        "dynamo (token heads)",
+        description="drafting method: " + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items()),
     )
     model: str | None = Field(
         None,
@@ -59,7 +57,6 @@ class DraftingOptions(BaseModel):
         description="layer after which drafts are read, or several such layers: the earliest whose confidence "
         "exceeds gamma is taken (default: what the heads recommend, or the middle of the model, on a GPU a quarter); "
         "with pipeline parallelism the layer at which the stages are split, from the middle on",
-        json_schema_extra={"flag": True},
     )
     gamma: float = Field(
         0.0,
@@ -67,14 +64,12 @@ class DraftingOptions(BaseModel):
         lt=1.0,
         allow_inf_nan=False,
         description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
-        json_schema_extra={"flag": True},
     )
     schedule: Literal["deferred", "parallel"] = Field(
         "deferred",
         description="deferred: drafts run through the shallow layers, and the next step's pass completes their deeper "
         "ones; parallel: ParaDecode's own, a token's deep layers and the next token's shallow ones in the same batched "
         "products, verified and restarted within the step (fewer launches, not fewer bytes)",
-        json_schema_extra={"flag": True},
     )
     eps_b: float | None = Field(
         None,
@@ -83,18 +78,15 @@ class DraftingOptions(BaseModel):
         allow_inf_nan=False,
         description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
         "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
-        json_schema_extra={"flag": True},
     )
     verify: bool = Field(
         True,
         description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output",
-        json_schema_extra={"flag": True},
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
         description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample whose "
         "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
-        json_schema_extra={"flag": True},
     )
     draft_vocab_size: int | None = Field(
         None,
@@ -102,7 +94,6 @@ class DraftingOptions(BaseModel):
         le=LARGEST,
         description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
         "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
-        json_schema_extra={"flag": True},
     )
     candidates: int = Field(
         1,
@@ -110,7 +101,6 @@ class DraftingOptions(BaseModel):
         le=8,
         description="candidates for the next token that idle pipeline stages start at once (PPD's k); a batch of r "
         "requests computes r * candidates rows",
-        json_schema_extra={"flag": True},
     )
     adaptive: bool = Field(
         True,
@@ -118,14 +108,12 @@ class DraftingOptions(BaseModel):
         "step costs measured at start-up; false always drafts num_speculative_tokens. On runner V2, where it is off "
         "unless given, vLLM's adaptive verification: it leaves out the drafts that the drafter is least sure of (needs "
         "whole-model CUDA graphs)",
-        json_schema_extra={"flag": True},
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",
         description="cached: step costs (adaptive) are measured at the first start with a model, settings and machine, "
         "and kept beside vLLM's compile cache for later starts; measure: measure them anew, as after a change that "
         "makes the machine faster or slower",
-        json_schema_extra={"flag": True},
     )
     prompt_lookup_min: int | None = Field(
         None,
@@ -134,7 +122,6 @@ class DraftingOptions(BaseModel):
         description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
         "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
         "drafts have a higher expected speed-up (default: no lookup; try 2 or 3)",
-        json_schema_extra={"flag": True},
     )
     prompt_lookup_drafts: int | None = Field(
         None,
@@ -142,20 +129,17 @@ class DraftingOptions(BaseModel):
         le=16,
         description="drafts of the prompt lookup per request and step, which may be more than the method's (default: "
         "num_speculative_tokens)",
-        json_schema_extra={"flag": True},
     )
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
         "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt lookup)",
-        json_schema_extra={"flag": True},
     )
     max_drafting_requests: int | None = Field(
         None,
         ge=1,
         le=LARGEST,
         description="soft batch cut-off: only the first so many requests of a batch draft",
-        json_schema_extra={"flag": True},
     )
     disable_by_batch_size: int | None = Field(
         None,
@@ -163,7 +147,6 @@ class DraftingOptions(BaseModel):
         le=LARGEST,
         description="hard batch cut-off: in batches of more requests than this none drafts, and decode steps skip "
         "dynamo's heads unless verify is false (default: none; 8 with pipeline parallelism)",
-        json_schema_extra={"flag": True},
     )
 
     @field_validator("method")
@@ -175,7 +158,7 @@ class DraftingOptions(BaseModel):
 
     @field_validator("exit_layer", mode="before")
     @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
+    def _ascending(cls, value: Any) -> tuple[int, ...] | None:
         """Accept 3, "3", "3,6", [3, 6]; store ascending and without repetition."""
         if value is None:
             return None
@@ -183,33 +166,25 @@ class DraftingOptions(BaseModel):
         try:
             if not all(type(layer) in (int, str) for layer in layers):  # True is an int, too
                 raise TypeError
-            return tuple(sorted({int(layer) for layer in layers}))
+            ascending = tuple(sorted({int(layer) for layer in layers}))
         except (TypeError, ValueError):
             raise ValueError("must be a layer number or a list of layer numbers, such as 6 or 4,8") from None
-
-    @field_validator("exit_layer")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is not None and (not value or value[0] < 1):
+        if not ascending or ascending[0] < 1:
             raise ValueError("layers count from 1; the exit lies after that many layers")
-        return value
+        return ascending
 
 
 def flag_fields() -> list[str]:
-    """Fields that have a --ppd-... flag of their own."""
-    return [
-        name
-        for name, field in DraftingOptions.model_fields.items()
-        if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("flag")
-    ]
+    """Fields that have a --ppd-... flag."""
+    return [name for name in DraftingOptions.model_fields if name not in FLAGS_OF_VLLM]
 
 
 def flag_name(field: str) -> str:
-    return "--ppd-" + field.replace("_", "-")
+    return FLAGS_OF_VLLM.get(field) or "--ppd-" + field.replace("_", "-")
 
 
 def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
-    """Check a speculative_config of ours.
+    """Check a speculative_config of ours; None leaves an option out.
 
     Raises:
         OptionError: on the first problem, naming the option and, for an unknown one, the nearest known.
@@ -221,12 +196,12 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
             hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
             raise OptionError(f"speculative_config: unknown option {quoted(key)}; {hint}")
     try:
-        parsed = DraftingOptions(**options)
+        parsed = DraftingOptions(**{key: value for key, value in options.items() if value is not None})
     except ValidationError as error:
         raise OptionError(f"speculative_config: {error.errors()[0]['loc'][0]}={first_problem(error)}") from None
-    for key in options:
+    for key, value in options.items():
         methods = methods_of(key)
-        if parsed.method not in methods:
+        if value is not None and parsed.method not in methods:
             raise OptionError(
                 f"speculative_config: {key} belongs to method {' and '.join(methods)}; "
                 f"leave it out with method {parsed.method!r}"

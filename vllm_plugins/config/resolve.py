@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the options leave open, filled in from the target, the heads and the pipeline stages."""
+"""Values for what the options leave open, from the target, the heads, the pipeline stages and vLLM's model runners."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_ppd.heads.quote import quoted
-from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
+from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions
+from vllm_ppd.vllm_plugins.config.refusals import of_options, of_runner, refuse
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.config.runner import V1_ALONE, Runners, check_v1_options, choose_runner
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 if TYPE_CHECKING:
@@ -18,144 +18,100 @@ if TYPE_CHECKING:
 GROUP_CUT_OFF = 8
 
 
+class Runners(NamedTuple):
+    """What vLLM and the platform say of model runners."""
+
+    asked: str | None = None  # by VLLM_USE_V2_MODEL_RUNNER
+    default: str = "v1"  # of a method that runs on both
+    has_triton: bool = False  # V2 is made of Triton kernels
+    device: str = ""  # its name, which calibrations hold for
+
+    @classmethod
+    def of_platform(cls) -> Runners:
+        return cls(
+            platform.asked_runner(), platform.default_runner(), platform.has_triton(), platform.full_device_name()
+        )
+
+
+V1_ALONE = Runners()
+
+
 def resolve(
     options: DraftingOptions,
     num_layers: int,
     heads: HeadsConfig | None = None,
     stages: int = 1,
     runners: Runners = V1_ALONE,
+    multimodal: bool = False,
 ) -> DraftingConfig:
     """Fill what depends on the target (L layers), on the heads, on the pipeline stages and on vLLM's model runners.
 
     Raises:
-        OptionError: if an exit layer is outside 1..L-1 or has no head, or more drafts are asked than the heads make.
+        OptionError: if an exit layer is outside 1..L-1 or has no head, if more drafts are asked than the heads make, or
+            if options contradict each other.
     """
-    values = options.model_dump()
+    given, method = options.model_fields_set, METHODS[options.method]
+    values = options.model_dump() | {"num_layers": num_layers, "stages": stages}
     if heads is not None:
+        values |= {name: value for name, value in _recommended(options, heads).items() if name not in given}
         values["heads_summary"] = heads.describe()
-        if "num_speculative_tokens" not in options.model_fields_set:
-            values["num_speculative_tokens"] = heads.num_speculative_tokens
-        elif heads.max_drafts is not None and options.num_speculative_tokens > heads.max_drafts:
-            raise OptionError(
-                f"speculative_config: num_speculative_tokens={options.num_speculative_tokens} is more than the "
-                f"{heads.max_drafts} drafts that the heads in {quoted(options.model)} make"
-            )
-        values["draft_vocab_size"] = _draft_vocabulary(options, heads)
-    if METHODS[options.method].heads == "early" and stages == 1:
-        # A shallow pass on a GPU is bound by its launches, of which fewer layers have fewer.
-        share = 4 if runners.default == "v2" else 2
-        values["exit_layer"] = _exits(options, num_layers, heads, max(1, num_layers // share))
-    if options.method == "dynamo" and options.eps_b is None and heads is not None:
-        values["eps_b"] = heads.sampling.eps_b  # type: ignore[attr-defined]
-    values |= {"num_layers": num_layers, "stages": stages}
-    # A group's tokens are final, and so are unverified ones: none of them is in vain.
-    final = "pipeline parallelism" if stages > 1 else None if options.verify else "verify: false"
+        if values["draft_vocab_size"] == heads.target.vocab_size:
+            values["draft_vocab_size"] = None
+    if "exit_layer" in method.options and (stages > 1 or values["exit_layer"] is None) and "exit_layer" not in given:
+        values["exit_layer"] = (_default_exit(num_layers, heads, stages, runners),)
+    if stages > 1 and options.disable_by_batch_size is None:
+        values["disable_by_batch_size"] = GROUP_CUT_OFF
+
     exits = values["exit_layer"] if stages == 1 else None
-    values["runner"], values["v1_because"] = choose_runner(options, stages, exits or (), runners)
-    on_v2 = values["runner"] == "v2"
-    # On V2 it is vLLM's adaptive verification, whose costs are those of one machine's CUDA graphs: on request alone.
-    wanted = options.adaptive and (not on_v2 or "adaptive" in options.model_fields_set)
-    values["adaptive"] = wanted and final is None
-    if on_v2:
-        check_v1_options(options)
-        values["drafts_by_batch_size"] = _calibrated_drafts(options, heads, runners.device)
-    if "adaptive" in options.model_fields_set and options.adaptive and not values["adaptive"]:
-        raise OptionError(
-            f"speculative_config: adaptive is of no use with {final}: no token is drafted in vain there; leave it out"
-        )
-    if options.prompt_lookup_drafts is not None and options.prompt_lookup_min is None:
-        raise OptionError(
-            f"speculative_config: prompt_lookup_drafts={options.prompt_lookup_drafts} needs prompt_lookup_min; give "
-            "both, or neither"
-        )
-    if final is not None and "draft_sample_method" in options.model_fields_set:
-        raise OptionError(
-            f"speculative_config: draft_sample_method is of no use with {final}, which verifies no draft; leave it out"
-        )
-    without_lookup = {
+    v1_alone = {
+        "a multimodal target": multimodal and method.cuts,
         "pipeline parallelism": stages > 1,
-        "verify: false": not options.verify,
         "schedule: parallel": options.schedule == "parallel",
+        "verify: false": not options.verify,
+        "several exit layers": len(exits or ()) > 1,
+        "prompt_lookup_min": options.prompt_lookup_min is not None,
+        f"method {options.method}": method.speculator is None,
     }
-    for setting, holds in without_lookup.items():
-        if holds and options.prompt_lookup_min is not None:
-            raise OptionError(
-                f"speculative_config: prompt_lookup_min={options.prompt_lookup_min} is not supported with {setting}; "
-                "leave it out"
-            )
-    if stages > 1:
-        values["exit_layer"] = split_at(options, num_layers, heads)
-        values["disable_by_batch_size"] = options.disable_by_batch_size or GROUP_CUT_OFF
-    elif options.candidates > 1:
-        raise OptionError(
-            f"speculative_config: candidates={options.candidates} needs pipeline stages that wait; give "
-            "--pipeline-parallel-size 2, or leave candidates out"
-        )
-    return DraftingConfig(**values)
+    needs_v1 = next((reason for reason, holds in v1_alone.items() if holds), None)
+    asked = runners.asked if options.runner == "auto" else options.runner
+    if asked == "v2":
+        refuse(of_runner(options, needs_v1, runners.has_triton))
+    on_v2 = (asked or ("v1" if needs_v1 else runners.default)) == "v2"
+    values["runner"] = "v2" if on_v2 else "v1"
+    values["v1_because"] = needs_v1 if asked is None and runners.default == "v2" else None
+    # On V2 it is vLLM's adaptive verification, whose costs are those of one machine's CUDA graphs: on request alone.
+    values["adaptive"] = options.adaptive and options.verify and stages == 1 and (not on_v2 or "adaptive" in given)
+    if on_v2 and heads is not None and not given & {"num_speculative_tokens", "exit_layer"}:
+        values["drafts_by_batch_size"] = _calibrated_drafts(heads, runners.device)
+
+    config = DraftingConfig.model_construct(**values)
+    refuse(of_options(options, config, heads))
+    return config
 
 
-def _calibrated_drafts(options: DraftingOptions, heads: HeadsConfig | None, device: str) -> list[list[int]]:
-    """[First batch size, last one, drafts] of the heads' calibration; none on another device or for other options."""
-    given = {"num_speculative_tokens", "exit_layer"} & options.model_fields_set
-    if heads is None or heads.calibration is None or heads.calibration.device != device or given:
+def _recommended(options: DraftingOptions, heads: HeadsConfig) -> dict[str, Any]:
+    """Options that heads recommend a value for."""
+    values: dict[str, Any] = {"num_speculative_tokens": heads.num_speculative_tokens}
+    if options.verify:  # unverified drafts are the output, of the whole vocabulary
+        values["draft_vocab_size"] = heads.draft_vocab_size
+    if hasattr(heads, "serving_exits"):
+        values["exit_layer"] = heads.serving_exits
+    if hasattr(heads, "sampling"):
+        values["eps_b"] = heads.sampling.eps_b
+    return values
+
+
+def _default_exit(num_layers: int, heads: HeadsConfig | None, stages: int, runners: Runners) -> int:
+    if stages > 1:  # where the stages are split, d_bar, from d/2 up (PPD, Theorem 4.1)
+        half = (num_layers + 1) // 2
+        return min((layer for layer in getattr(heads, "exit_layers", ()) if layer >= half), default=half)
+    # A shallow pass on a GPU is bound by its launches, of which fewer layers have fewer.
+    return max(1, num_layers // (4 if runners.default == "v2" else 2))
+
+
+def _calibrated_drafts(heads: HeadsConfig, device: str) -> list[list[int]]:
+    """[First batch size, last one, drafts] of the heads' calibration, if it is of this device."""
+    if heads.calibration is None or heads.calibration.device != device:
         return []
-    found, most = heads.calibration.num_speculative_tokens_per_batch_size, heads.num_speculative_tokens
-    return [[first, last, min(drafts, most)] for first, last, drafts in found]
-
-
-def split_at(options: DraftingOptions, num_layers: int, heads: Any) -> tuple[int, ...]:
-    """The one layer at which a worker group's stages are split, d_bar: from d/2 up (PPD, Theorem 4.1).
-
-    Raises:
-        OptionError: if it is not one layer, or too early, or the first stage has no head for it.
-    """
-    half = (num_layers + 1) // 2
-    if options.exit_layer is None:
-        with_head = [layer for layer in getattr(heads, "exit_layers", ()) if half <= layer < num_layers]
-        if heads is not None and not with_head:
-            raise OptionError(
-                f"speculative_config: the heads in {quoted(options.model)} have no exit in {half}..{num_layers - 1}, "
-                "where a worker group's stages can be split; train one there or leave the heads out"
-            )
-        return (min(with_head, default=half),)
-    exits = _exits(options, num_layers, heads, half)
-    if len(exits) > 1 or exits[0] < half:
-        raise OptionError(
-            f"speculative_config: exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one "
-            f"layer in {half}..{num_layers - 1}"
-        )
-    return exits
-
-
-def _draft_vocabulary(options: DraftingOptions, heads: HeadsConfig) -> int | None:
-    """How many tokens are drafted; None is the whole vocabulary."""
-    asked, whole = options.draft_vocab_size, heads.target.vocab_size
-    if asked is None:
-        return heads.draft_vocab_size if options.verify else None
-    given = f"speculative_config: draft_vocab_size={asked}"
-    if asked > whole:
-        raise OptionError(f"{given} is more than the model's vocabulary of {whole}")
-    if asked == whole:
-        return None
-    if heads.counts_tensor is None:
-        raise OptionError(f"{given} needs token counts, which the heads in {quoted(options.model)} lack; leave it out")
-    if not options.verify:
-        raise OptionError(f"{given} limits what is drafted, and unverified drafts are the output; leave it out")
-    return asked
-
-
-def _exits(options: DraftingOptions, num_layers: int, heads: Any, default: int) -> tuple[int, ...]:
-    exits = options.exit_layer or (heads.serving_exits if heads is not None else (default,))
-    outside = [layer for layer in exits if not 1 <= layer < num_layers]
-    if outside:
-        raise OptionError(
-            f"speculative_config: exit_layer={quoted(outside[0])} is outside 1..{num_layers - 1}; "
-            f"this model has {num_layers} layers"
-        )
-    headless = [layer for layer in exits if heads is not None and layer not in heads.exit_layers]
-    if headless:
-        raise OptionError(
-            f"speculative_config: exit_layer={quoted(headless[0])} has no head in {quoted(options.model)}, "
-            f"which has heads for layers {', '.join(map(str, heads.exit_layers))}"
-        )
-    return exits
+    ranges, most = heads.calibration.num_speculative_tokens_per_batch_size, heads.num_speculative_tokens
+    return [[first, last, min(drafts, most)] for first, last, drafts in ranges]

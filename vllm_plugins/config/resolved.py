@@ -9,7 +9,11 @@ from pydantic import Field
 
 from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
-from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
+from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
+from vllm_ppd.vllm_plugins.registry import METHODS
+
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
+WORKERS = {version: f"{ENGINE}.{version}.worker.DraftingWorker" for version in ("v1", "v2")}
 
 
 class DraftingConfig(DraftingOptions):
@@ -25,6 +29,11 @@ class DraftingConfig(DraftingOptions):
     def spec(self) -> MethodSpec:
         """The method's record."""
         return METHODS[self.method]
+
+    @property
+    def worker(self) -> str:
+        """Dotted path of the worker that vLLM starts."""
+        return WORKERS[self.runner]
 
     @property
     def most_lookup_drafts(self) -> int:
@@ -59,8 +68,8 @@ class DraftingConfig(DraftingOptions):
             ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
             ranges = [(first, min(last, limit), n) for first, last, n in ranges if first <= limit]
             ranges.append((limit + 1, LARGEST_BATCH, 0))
-        found: dict[str, Any] = {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
-        return found | ({"enable_adaptive_verification": True} if self.adaptive else {})
+        schedule: dict[str, Any] = {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
+        return schedule | ({"enable_adaptive_verification": True} if self.adaptive else {})
 
     @property
     def split(self) -> int:

@@ -221,7 +221,7 @@ def test_names_that_are_no_folder(ways: Ways, whole_heads: Callable[[str], Path]
             assert re.search(message, line), f"{name}: {line}"
     line = ways.refusal(SERVE, "/" + "a" * 5000)
     assert line is not None
-    assert re.search("'/aaa.*aaa' cannot be served: File name too long", line)
+    assert re.search("'/aaa.*aaa' cannot be served: its name is too long", line)
 
 
 def test_what_is_left_to_vllm(tmp_path: Path) -> None:

@@ -21,11 +21,17 @@ from vllm_ppd.heads.io import HeadsError, save_heads
 from vllm_ppd.heads.quote import quoted, shortened
 from vllm_ppd.vllm_plugins import register
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.checks import WORKER
-from vllm_ppd.vllm_plugins.config.flags import options_table
-from vllm_ppd.vllm_plugins.config.options import OptionError, flag_fields, parse_options
+from vllm_ppd.vllm_plugins.config.options import (
+    DraftingOptions,
+    OptionError,
+    flag_fields,
+    flag_name,
+    methods_of,
+    parse_options,
+)
 from vllm_ppd.vllm_plugins.config.resolve import resolve
-from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.config.resolved import WORKERS, DraftingConfig
+from vllm_ppd.vllm_plugins.registry import METHODS
 
 register()
 LAYER_BY_LAYER = (
@@ -83,7 +89,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
     }  # fmt: skip
     assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
     assert config.num_lookahead_tokens == 6
-    assert config.parallel_config.worker_cls == WORKER
+    assert config.parallel_config.worker_cls == WORKERS["v1"]
 
 
 def test_heads_folder_gives_method_and_defaults(tiny_model: Model, heads_folder: Model) -> None:
@@ -282,7 +288,7 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         (["-sc", "[1]", "--ppd-gamma", "0.5"], r"speculative_config=\[1\] is not a JSON object"),
         (
             ["-sc", '{"method": "ppd", "exit-layer": 2, "exit_layer": 3}'],
-            "'exit-layer' and 'exit_layer' are the same option; give one",
+            r"speculative_config\['exit-layer'\]=2 and speculative_config\['exit_layer'\]=3 differ; give one of them",
         ),
         (
             ["-sc", '{"method": "ppd", "exit-layer": 2}', "--ppd-exit-layer", "3"],
@@ -290,11 +296,11 @@ def test_exit_without_a_head(tiny_model: Model, heads_folder: Model) -> None:
         ),
         (
             ["-sc", '{"method": "ppd", "num_speculative_tokens": 2}', "--spec-tokens", "4"],
-            r"num_speculative_tokens=2 \(or a heads folder's\) and --spec-tokens 4 differ; give num_spec",
+            r"speculative_config\['num_speculative_tokens'\]=2 and --spec-tokens=4 differ",
         ),
         (
             ["-sc", '{"method": "ppd"}', "--spec-method", "ngram"],
-            r"method='ppd' \(or a heads folder's\) and --spec-method 'ngram' differ",
+            r"speculative_config\['method'\]='ppd' and --spec-method='ngram' differ; give one",
         ),
         (["--speculative-model", "ppd", "--ppd-gamma", "much"], "--ppd-gamma='much': Input should be a valid number"),
         (["--speculative-model", "ppd", "--ppd-adaptive", "2"], "--ppd-adaptive='2': Input should be a valid boolean"),
@@ -470,9 +476,13 @@ def test_flags_and_table_come_from_the_model() -> None:
     help_text = " ".join(parser._option_string_actions)
     for name in flag_fields():
         assert f"--ppd-{name.replace('_', '-')}" in help_text
-    for name in type(parse_options({})).model_fields:
-        assert f"| `{name}` |" in options_table()
-    assert options_table() in (ROOT / "docs" / "serving.md").read_text()
+    lines = ["| option | flag | methods | default | meaning |", "| --- | --- | --- | --- | --- |"]
+    for name, field in DraftingOptions.model_fields.items():
+        by_itself = field.default is None and "(default:" in (field.description or "")
+        default = "see there" if by_itself else "none" if field.default is None else field.default
+        methods = "all" if methods_of(name) == list(METHODS) else ", ".join(methods_of(name))
+        lines.append(f"| `{name}` | `{flag_name(name)}` | {methods} | {default} | {field.description} |")
+    assert "\n".join(lines) in (ROOT / "docs" / "serving.md").read_text()
 
 
 def test_flags_are_added_once() -> None:

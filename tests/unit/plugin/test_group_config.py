@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ppd.heads.io import HeadsError
-from vllm_ppd.vllm_plugins.config import checks
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.checks import PARTITION, check_group
 from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.refusals import of_candidates, refuse
 from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
 from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.methods.group import GROUP, stage_channel
@@ -36,7 +38,6 @@ from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
-from vllm_ppd.vllm_plugins.registry import METHODS
 
 Model = Callable[..., Path]
 STAGES = ["--speculative-model", "ppd", "--pipeline-parallel-size", "2"]
@@ -102,10 +103,8 @@ def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pyte
         from_dict(tiny_model(), {"model": str(heads_folder(exit_layers=(2,)))}, pipeline_parallel_size=2)
     envs.disable_envs_cache()  # an engine of a test before may have switched it on
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    model_config = from_dict(tiny_model(), None).model_config
-    ray = SimpleNamespace(pipeline_parallel_size=2, data_parallel_size=1, distributed_executor_backend="ray")
     with pytest.raises(OptionError, match="older Ray executor"):
-        check_group(parse_options({}), METHODS["ppd"], model_config, ray)  # type: ignore[arg-type]
+        from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2, distributed_executor_backend="ray")
     monkeypatch.setenv(PARTITION, "4,2")
     with pytest.raises(OptionError, match="VLLM_PP_LAYER_PARTITION=4,2 is not the split of the worker group, 3,3"):
         from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)
@@ -113,29 +112,40 @@ def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pyte
     assert config is not None and config.partition == "4,2"
 
 
-def test_more_lanes_than_a_gpu_has_room_for(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = active_config(from_flags(tiny_model(), *STAGES, "--ppd-candidates", "3", "--max-num-seqs", "16"))
-    assert config is not None  # a CPU's backend has no buffers of a row a candidate
+@pytest.mark.parametrize(
+    ("candidates", "rows", "message"),
+    [
+        (3, 24, None),
+        (1, 2, None),
+        (3, 16, "candidates=3 for 8 requests take --max-num-seqs 24, not 16; raise it"),
+        (3, 4, "candidates=3 for 4 requests take --max-num-seqs 12, not 4"),
+    ],
+)
+def test_more_candidates_than_a_gpu_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, candidates: int, rows: int, message: str | None
+) -> None:
+    config = resolve(parse_options({"candidates": candidates}), 6, stages=2)
+    refuse(of_candidates(config, rows))  # a CPU's backend has no buffers of a row a candidate
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    checks.check_candidates(config, 24)
-    checks.check_candidates(config.model_copy(update={"candidates": 1}), 2)
-    with pytest.raises(OptionError, match="candidates=3 for 8 requests take --max-num-seqs 24, not 16; raise it"):
-        checks.check_candidates(config, 16)
-    with pytest.raises(OptionError, match="candidates=3 for 4 requests take --max-num-seqs 12, not 4"):
-        checks.check_candidates(config, 4)
-    monkeypatch.undo()
-    asked: list[int] = []
-    monkeypatch.setattr(checks, "check_candidates", lambda config, most: asked.append(most))
-    vllm_config = from_flags(tiny_model(), *STAGES, "--max-num-seqs", "16")
-    assert asked == [16]
+    with nullcontext() if message is None else pytest.raises(OptionError, match=message):
+        refuse(of_candidates(config, rows))
+
+
+def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
+    tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    with pytest.raises(OptionError, match="not 16; raise it"):
+        from_flags(tiny_model(), *STAGES, "--ppd-candidates", "3", "--max-num-seqs", "16")
+    vllm_config = from_flags(tiny_model(), *STAGES, "--ppd-candidates", "3", "--max-num-seqs", "24")
 
     def started(self: Any, vllm_config: Any) -> None:
-        self.vllm_config, self.num_spec_tokens, self.max_num_running_reqs = vllm_config, 1, 256
+        self.vllm_config, self.num_spec_tokens, self.max_num_running_reqs = vllm_config, 1, 16
 
     monkeypatch.setattr(Scheduler, "__init__", started)
     scheduler: Any = GroupScheduler
-    scheduler(vllm_config)
-    assert asked == [16, 256]  # and what vLLM takes where nothing is given
+    with pytest.raises(OptionError, match="not 16; raise it"):
+        scheduler(vllm_config)
 
 
 def progress_of(params: list[SamplingParams], prompts: list[int], allowance: list[int]) -> Progress:

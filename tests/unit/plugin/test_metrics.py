@@ -15,14 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, Published, totals
+from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
+from vllm_ppd.vllm_plugins.config.resolve import resolve
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, totals
 from vllm_ppd.vllm_plugins.engine.v1.step import with_counts
-from vllm_ppd.vllm_plugins.patches import stats_path
+from vllm_ppd.vllm_plugins.patches import statistics
 
 IN_A_PROCESS = """
 import sys
@@ -51,31 +55,34 @@ def value(name: str, **labels: str) -> float:
 
 
 class Scheduler:
-    """What the wrapped methods call."""
+    """What of vLLM's scheduler the patches wrap."""
 
-    def __init__(self, log_stats: bool) -> None:
+    def __init__(self, log_stats: bool = True) -> None:
         self.log_stats = log_stats
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> SchedulerStats | None:
-        return self.make_stats()
-
-    def make_stats(self) -> SchedulerStats | None:
-        return SchedulerStats() if self.log_stats else None
+    def step(self, output: ModelRunnerOutput) -> SchedulerStats | None:
+        """The statistics of a step with this output."""
+        stock = lambda self: SchedulerStats() if self.log_stats else None  # noqa: E731
+        return statistics.update_from_output(
+            lambda self, *outputs: statistics.make_stats(stock, self), self, None, output
+        )
 
 
 class Manager:
     """vLLM's StatLoggerManager, its own loggers a list of what they read."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, config: DraftingConfig | None = None) -> None:
         self.engine_indexes, self.seen = [0, 1], []  # type: ignore[var-annotated]
+        vllm_config = VllmConfig()
+        vllm_config.additional_config = {} if config is None else {CONFIG_KEY: config.model_dump_json()}
+        vllm_config.model_config = SimpleNamespace(served_model_name="test")  # type: ignore[assignment]
+        statistics.make_loggers(lambda self, vllm_config: None, self, vllm_config)
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *, engine_idx: int | None = None) -> None:
-        self.seen.append((scheduler_stats and scheduler_stats.kv_connector_stats, engine_idx))
+    def record(self, stats: SchedulerStats | None, engine_idx: int | None = None) -> None:
+        def stock(self: Manager, scheduler_stats: Any, *, engine_idx: int | None) -> None:
+            self.seen.append((scheduler_stats and scheduler_stats.kv_connector_stats, engine_idx))
 
-
-for name in ("update_from_output", "make_stats"):
-    setattr(Scheduler, name, getattr(stats_path, name)(getattr(Scheduler, name)))
-Manager.record = stats_path.record(Manager.record)  # type: ignore[method-assign]
+        statistics.record(stock, self, stats, engine_idx=engine_idx)
 
 
 def told(stats: SchedulerStats | None) -> SchedulerStats | None:
@@ -86,9 +93,7 @@ def told(stats: SchedulerStats | None) -> SchedulerStats | None:
 
 @pytest.fixture
 def manager() -> Manager:
-    manager = Manager(None)
-    setattr(manager, stats_path._PUBLISHED, Published("test", [0, 1], group=True))
-    return manager
+    return Manager(resolve(parse_options({}), 6, stages=2))
 
 
 def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
@@ -99,8 +104,8 @@ def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
     worker.add("drafting_seconds", 0.25)
     worker.add("group_hits", 4)
     sent = pickle.loads(pickle.dumps(with_counts(output(), worker)))  # as from a worker's process
-    manager.record(told(scheduler.update_from_output(None, sent)), None, engine_idx=1)
-    manager.record(told(scheduler.update_from_output(None, with_counts(output(), worker))), None, engine_idx=1)
+    manager.record(told(scheduler.step(sent)), engine_idx=1)
+    manager.record(told(scheduler.step(with_counts(output(), worker))), engine_idx=1)
     assert value("deferred_steps", engine="1") - before[0] == 2
     assert value("drafting_seconds", engine="1") - before[1] == 0.25
     assert value("group_hits", engine="1") - hits == 4
@@ -121,19 +126,19 @@ def test_statistics_that_are_off_hold_nothing_back() -> None:
     worker, scheduler, before = Counters(), Scheduler(log_stats=False), totals()["fallback_steps"]
     for _ in range(3):
         worker.add("fallback_steps")
-        assert scheduler.update_from_output(None, with_counts(output(), worker)) is None
+        assert scheduler.step(with_counts(output(), worker)) is None
     assert totals()["fallback_steps"] - before == 3, "benchmarks count without statistics"
-    assert not getattr(scheduler, stats_path._PENDING)
+    assert not hasattr(scheduler, statistics.PENDING)
 
 
 def test_connectors_keep_their_own_statistics(manager: Manager) -> None:
     scheduler, worker = Scheduler(log_stats=True), Counters()
-    stats = SchedulerStats(kv_connector_stats={"transfers": 3, stats_path.KEY: {"fallback_steps": 1.0}})
-    manager.record(stats, None)
-    manager.record(SchedulerStats(kv_connector_stats={"transfers": 4}), None, engine_idx=1)
-    manager.record(None, None, engine_idx=1)
+    stats = SchedulerStats(kv_connector_stats={"transfers": 3, statistics.KEY: {"fallback_steps": 1.0}})
+    manager.record(stats)
+    manager.record(SchedulerStats(kv_connector_stats={"transfers": 4}), engine_idx=1)
+    manager.record(None, engine_idx=1)
     assert manager.seen == [({"transfers": 3}, None), ({"transfers": 4}, 1), (None, 1)]
-    assert scheduler.update_from_output(None, with_counts(output(), worker)).kv_connector_stats is None  # type: ignore[union-attr]
+    assert scheduler.step(with_counts(output(), worker)).kv_connector_stats is None  # type: ignore[union-attr]
 
 
 def test_stages_hand_their_counts_on() -> None:
@@ -173,7 +178,5 @@ def test_several_api_servers(tmp_path: Path) -> None:
 
 def test_other_engines_have_none() -> None:
     """A front end of vLLM's own methods registers nothing."""
-    wrapped = stats_path.stat_loggers(Manager.__init__)
-    manager = Manager.__new__(Manager)
-    wrapped(manager, SimpleNamespace(additional_config={}))
-    assert not hasattr(manager, stats_path._PUBLISHED)
+    assert hasattr(Manager(resolve(parse_options({}), 6)), statistics.PUBLISHED)
+    assert not hasattr(Manager(), statistics.PUBLISHED)

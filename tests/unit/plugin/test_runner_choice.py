@@ -17,11 +17,11 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.layout import Calibrated, TargetLayers
 from vllm_ppd.vllm_plugins import platform, register
 from vllm_ppd.vllm_plugins.config import activation
-from vllm_ppd.vllm_plugins.config.checks import WORKER, WORKER_V2, check_scheduling, worker_of
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
-from vllm_ppd.vllm_plugins.config.resolve import resolve
-from vllm_ppd.vllm_plugins.config.runner import Runners
-from vllm_ppd.vllm_plugins.patches import runner_choice
+from vllm_ppd.vllm_plugins.config.refusals import of_scheduling, refuse
+from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
+from vllm_ppd.vllm_plugins.config.resolved import WORKERS
+from vllm_ppd.vllm_plugins.patches import start
 
 register()
 GPU = Runners(None, "v2", True)
@@ -37,12 +37,12 @@ def chosen(options: dict[str, Any], runners: Runners = GPU, stages: int = 1) -> 
 
 def test_v2_where_vllm_takes_it() -> None:
     config = chosen({"method": "cp"})
-    assert (config.runner, config.v1_because, worker_of(config)) == ("v2", None, WORKER_V2)
+    assert (config.runner, config.v1_because, config.worker) == ("v2", None, WORKERS["v2"])
     assert not config.adaptive  # how many drafts is vLLM's there
     assert "runner V2" in config.summary()
     for runners in (CPU_BUILD, Runners("v1", "v2", True)):
         config = chosen({"method": "cp"}, runners)
-        assert (config.runner, config.adaptive, worker_of(config)) == ("v1", True, WORKER)
+        assert (config.runner, config.adaptive, config.worker) == ("v1", True, WORKERS["v1"])
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_exit_on_a_gpu_is_a_quarter() -> None:
 
 def test_options_that_are_v1s() -> None:
     given = {"method": "cp", "step_costs": "measure"}
-    with pytest.raises(OptionError, match=r"^speculative_config: step_costs.* runner V2.*give runner v1"):
+    with pytest.raises(OptionError, match=r"^step_costs.* runner V2.*give runner v1"):
         chosen(given)
     assert chosen({**given, "runner": "v1"}).runner == "v1"
 
@@ -133,22 +133,19 @@ def test_what_a_runner_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     def refused(config: Any, **given: Any) -> str:
         args = SimpleNamespace(**{**NOTHING, **given})
         with pytest.raises(OptionError) as error:
-            check_scheduling(args, config)
+            refuse(of_scheduling(config, args))
         return str(error.value)
 
     on_v1, on_v2 = chosen({"method": "ppd", "exit_layer": [2, 4]}), chosen({"method": "cp"})
     assert refused(on_v1, async_scheduling=True).startswith(
         "--async-scheduling is not supported with runner V1 (several exit layers)"
     )
-    check_scheduling(SimpleNamespace(**{**NOTHING, "async_scheduling": True}), on_v2)
+    refuse(of_scheduling(on_v2, SimpleNamespace(**{**NOTHING, "async_scheduling": True})))
     adaptive = chosen({"method": "cp", "adaptive": True})
     assert "whole-model CUDA graphs" in refused(adaptive)  # on this platform
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     assert "--enforce-eager" in refused(adaptive, enforce_eager=True)
-    check_scheduling(SimpleNamespace(**NOTHING), adaptive)
-    assert "watermarking" in refused(on_v2, watermark_config={"type": "kgw"})
-    monkeypatch.setattr(platform, "breakable_graphs", lambda: True)
-    assert refused(on_v1).startswith("VLLM_USE_BREAKABLE_CUDAGRAPH=1")
+    refuse(of_scheduling(adaptive, SimpleNamespace(**NOTHING)))
 
 
 def test_vllm_asks_us(tiny_model: Callable[..., Path]) -> None:
@@ -161,7 +158,7 @@ def test_vllm_asks_us(tiny_model: Callable[..., Path]) -> None:
     assert any("custom_class" in feature for feature in stock._get_v2_model_runner_unsupported_features())
     for runner in ("v1", "v2"):
         config = chosen({"method": "cp", "runner": runner})
-        stock.additional_config = {CONFIG_KEY: config.model_dump(mode="json")}
+        stock.additional_config = {CONFIG_KEY: config.model_dump_json()}
         assert stock.use_v2_model_runner is (runner == "v2")
         assert not stock._get_v2_model_runner_unsupported_features()
 
@@ -171,9 +168,12 @@ def test_asynchronous_scheduling_is_open_to_runner_v2() -> None:
     import vllm.config.vllm as module
 
     stock, seen = module.NgramGPUTypes, []
-    completed = runner_choice.post_init(lambda self: seen.append("custom_class" in get_args(module.NgramGPUTypes)))
+
+    def completed(vllm_config: Any) -> None:
+        start.complete_config(lambda self: seen.append("custom_class" in get_args(module.NgramGPUTypes)), vllm_config)
+
     for runner in (None, "v1", "v2"):
-        config = None if runner is None else chosen({"method": "cp", "runner": runner}).model_dump(mode="json")
+        config = None if runner is None else chosen({"method": "cp", "runner": runner}).model_dump_json()
         completed(SimpleNamespace(additional_config={} if config is None else {CONFIG_KEY: config}))
     assert seen == [False, False, True]
     assert module.NgramGPUTypes is stock

@@ -20,11 +20,11 @@ def test_nothing_moved() -> None:
 
 
 def test_what_moved_is_named() -> None:
-    found = touched.now()
-    assert len(found) > 90
+    installed = touched.now()
+    assert len(installed) > 90
     patch, override = sorted(touched.wrapped())[0], sorted(touched.overridden())[0]
-    other = {**found, patch: "0", override: "gone"}
-    recorded = {symbol: value for symbol, value in found.items() if symbol != touched.ASSUMED[0]}
+    other = {**installed, patch: "0", override: "gone"}
+    recorded = {symbol: value for symbol, value in installed.items() if symbol != touched.ASSUMED[0]}
     assert touched.moved(recorded, other) == [
         f"{override} is gone", f"{touched.ASSUMED[0]} is not recorded", f"{patch} has changed",
     ]  # fmt: skip
@@ -36,17 +36,17 @@ def test_comments_are_not_code() -> None:
     def plain(x: int) -> int:
         return x + 1
 
-    found = [touched.digest_of(plain)]
+    digests = [touched.digest_of(plain)]
 
     def plain(x: int) -> int:  # type: ignore[no-redef]
         """What it does."""
         return x + 1  # and why
 
-    found.append(touched.digest_of(plain))
+    digests.append(touched.digest_of(plain))
 
     def plain(x: int) -> int:  # type: ignore[no-redef]
         return x + 2
 
-    found.append(touched.digest_of(plain))
-    assert found[0] == found[1] != found[2]
+    digests.append(touched.digest_of(plain))
+    assert digests[0] == digests[1] != digests[2]
     assert touched.digest("vllm.nowhere:nothing") == "gone"

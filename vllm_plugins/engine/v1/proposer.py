@@ -19,7 +19,7 @@ import torch
 from vllm.distributed import get_tp_group
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling
-from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
@@ -45,7 +45,7 @@ class Proposer:
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-        self.config = own_config(vllm_config, self)
+        self.config = required_config(vllm_config, self)
         self.counters = Counters()
         self.invalid = InvalidDrafts(self.counters)
         self.bypass = Bypass()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu import model_runner
 
-from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.v2.verification import Verification
 
@@ -33,7 +33,7 @@ class DraftingRunnerMixin:
     cudagraph_manager: Any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        config, stock = own_config(vllm_config, self), model_runner.init_speculator
+        config, stock = required_config(vllm_config, self), model_runner.init_speculator
         assert config.spec.speculator is not None
         model_runner.init_speculator = resolve_name(config.spec.speculator)
         try:

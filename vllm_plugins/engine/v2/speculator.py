@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_ppd.kernels.sampling import is_greedy
 from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.drafting.buckets import buckets
 from vllm_ppd.vllm_plugins.drafting.drafter import DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.engine.invalid_drafts import InvalidDrafts
@@ -45,7 +45,7 @@ class Speculator(DraftModelSpeculator):
     shallow: Callable[[int, torch.Tensor], CutState] | None = None  # DraftInputs.shallow
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
-        self.config = own_config(vllm_config, self)
+        self.config = required_config(vllm_config, self)
         super().__init__(vllm_config, device)
         self.req_states = req_states
         self.num_drafts: int = self.num_speculative_steps

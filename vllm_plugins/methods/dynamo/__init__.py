@@ -13,6 +13,7 @@ METHOD = MethodSpec(
     heads="dynamo",
     needs_heads=True,
     cuts=True,
+    adds_layers=True,
     options=("eps_b", "verify", "draft_vocab_size"),
     request_options=("eps_b",),
 )

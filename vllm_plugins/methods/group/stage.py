@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.vllm_plugins.config.activation import own_config
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER
@@ -30,7 +30,7 @@ class Stage(ABC):
     """One stage's side of the group; vLLM builds it, the runner drives it."""
 
     def __init__(self, vllm_config: Any) -> None:
-        config = own_config(vllm_config, self)
+        config = required_config(vllm_config, self)
         self.vllm_config = vllm_config
         self.config = config
         self.split = config.split  # d_bar

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every combination of options, target, heads and engine arguments that is refused, and why it must be.
+
+A row is a condition and the message where it holds; `refuse` reads the rows in order and raises the first message.
+
+Methods that cut the target run its layers outside vLLM's own step, over tokens that the step's metadata does not know:
+what vLLM sets for a step's tokens (adapters, ranks of a context, recurrent states) does not hold there. CP heads read a
+hidden state after the step, and write nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.model_patches.families import GRANITE, NO_TOKEN_HEADS, STACKABLE, TRANSFORMERS, adapter_path
+from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config.options import DraftingOptions, OptionError
+from vllm_ppd.vllm_plugins.config.resolved import PARTITION, WORKERS, DraftingConfig
+from vllm_ppd.vllm_plugins.registry import METHODS
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, ParallelConfig
+
+    from vllm_ppd.heads.base import HeadsConfig
+
+# Of a configuration: each changes a layer of Llama's build, so that layers cannot be stacked.
+NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
+
+Refusals = Iterator[Any]  # each a message, or a false value where nothing is refused
+
+
+def refuse(refusals: Refusals) -> None:
+    """Raise the first message.
+
+    Raises:
+        OptionError: with that message.
+    """
+    message = next(filter(None, refusals), None)
+    if message is not None:
+        raise OptionError(message)
+
+
+# fmt: off
+def of_target(
+    options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any
+) -> Refusals:
+    """What a method would get wrong with a target, its ranks and vLLM's EngineArgs."""
+    method, family = METHODS[options.method], model.architectures[0]
+    title, cuts, adapter, on_cpu = method.title, method.cuts, None, platform.is_cpu()
+    yield options.model in METHODS and (
+        f"model={options.model!r} is a method name; leave model out, or give a heads folder")
+    yield options.model is None and method.needs_heads and (
+        f"method {options.method!r} drafts with heads; give model=DIR, a folder that `ppd train {method.heads}` wrote")
+    if cuts:
+        try:
+            adapter = adapter_path(model.architectures)
+        except ValueError as error:
+            yield str(error)
+        yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
+            "this family is not supported with vLLM's Transformers backend; leave out --model-impl")
+    yield method.adds_layers and adapter == TRANSFORMERS and (
+        f"{family} is served by vLLM's Transformers backend, in which {title} cannot add layers; use early or CP heads")
+    yield method.adds_layers and family in NO_TOKEN_HEADS and (
+        f"{family} is not supported with {title}: nobody has added layers to this family yet; use early or CP heads")
+    yield not platform.is_supported() and (
+        f"platform {platform.device_name()!r} is not supported with {title}; use CUDA, ROCm or CPU")
+    yield parallel.data_parallel_size > 1 and model.is_moe and (
+        f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's CPU build has none "
+        "(all_gatherv), so it was never run; use --tensor-parallel-size")
+    yield model.has_inner_state and (
+        f"models with a recurrent state (Mamba, gated delta nets) are not supported with {title}: vLLM's CPU build "
+        "keeps rejected drafts in it or needs bfloat16, so no output could be compared")
+    yield on_cpu and model.use_mla and (
+        f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's build lacks the operator for tokens "
+        "behind cached ones (gather_and_maybe_dequant_cache)")
+    yield getattr(parallel, "decode_context_parallel_size", 1) > 1 and (
+        f"decode context parallelism is not supported with {title}: vLLM's CPU build has none, so it was never run; "
+        "use --tensor-parallel-size")
+    yield parallel.use_ubatching and f"micro-batching (--enable-dbo) is not supported with {title}"
+    yield model.enable_prompt_embeds and (
+        f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such a prompt has no token IDs to "
+        "draft from")
+    yield model.logits_processors and (
+        "custom logits processors are not supported while drafting: vLLM applies none to drafted positions")
+    yield model.runner_type != "generate" and "pooling models do not decode; start without a speculative model"
+    yield parallel.worker_cls not in ("auto", *WORKERS.values()) and (
+        f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which brings its own")
+    yield args.watermark_config and "watermarking (--watermark-config) is not supported with vllm-ppd"
+    yield cuts and platform.breakable_graphs() and (
+        f"VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with {title}; unset it")
+    yield cuts and args.enable_lora and (
+        f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM has set no adapter; "
+        "merge the adapter first, or use CP heads")
+
+    if options.schedule == "parallel":  # layers are views of one storage and run in one product
+        instead = "with schedule 'parallel'; use 'deferred'"
+        odd = [key for key in NOT_STACKABLE if getattr(model.hf_text_config, key, None)]
+        yield family not in STACKABLE and f"{family} is not supported {instead}; it runs {', '.join(STACKABLE)}"
+        yield model.quantization and f"quantised weights ({model.quantization}) are not supported {instead}"
+        yield parallel.tensor_parallel_size > 1 and f"tensor parallelism is not supported {instead}"
+        yield odd and f"{', '.join(odd)} in the model's configuration is not supported {instead}"
+
+    transfer, executor = args.kv_transfer_config, parallel.distributed_executor_backend
+    if parallel.pipeline_parallel_size > 1:
+        instead = "use --tensor-parallel-size"
+        within = f"not supported with a worker group, whose stages exchange tokens within a step; {instead}"
+        if method.group is None:
+            yield (f"pipeline parallelism is not supported with method {options.method!r}; use method 'ppd' or "
+                   "--tensor-parallel-size")
+            return
+        yield parallel.pipeline_parallel_size != 2 and (
+            f"a worker group has 2 pipeline stages, not {parallel.pipeline_parallel_size}; use "
+            "--pipeline-parallel-size 2 with --tensor-parallel-size N")
+        yield options.gamma > 0 and (
+            f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by "
+            "starting an unsure token; leave it out")
+        yield options.max_drafting_requests is not None and (
+            "max_drafting_requests is not supported with pipeline parallelism; use disable_by_batch_size")
+        yield adapter == TRANSFORMERS and (
+            f"{family} is served by vLLM's Transformers backend, whose first pipeline stage cannot hold an LM head; "
+            f"{instead}")
+        yield adapter == GRANITE and (
+            f"{family} has no residual beside its hidden states, which the stages of a worker group exchange; "
+            f"{instead}")
+        yield model.is_multimodal_model and (
+            f"multimodal models are not supported with a worker group, whose stages exchange token IDs alone; {instead}"
+        )
+        yield parallel.data_parallel_size > 1 and "data parallelism is not supported with a worker group"
+        yield executor == "external_launcher" and (
+            "the external_launcher executor is not supported with a worker group; use mp or ray")
+        yield executor == "ray" and platform.older_ray_executor() and (
+            "vLLM's older Ray executor is not supported with a worker group: its first stage never samples; leave out "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0")
+        yield transfer and f"KV connectors (--kv-transfer-config) are {within}"
+        yield args.kv_offloading_size and f"KV offloading (--kv-offloading-size) is {within}"
+        yield args.enable_sleep_mode and (
+            f"sleep mode (--enable-sleep-mode) is not supported with a worker group: its stages keep states of their "
+            f"own; {instead}")
+        yield args.scheduler_cls not in (None, method.group.scheduler) and (
+            f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} cannot be combined with a worker "
+            "group, which brings its own")
+    yield cuts and transfer and platform.connector_works_by_layers(transfer) and (
+        f"this KV connector moves KV a layer at a time, which is not supported with {title}: not every layer runs in "
+        "every step; use a connector of blocks, or CP heads")
+
+
+def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> Refusals:
+    """What options contradict each other, or the heads, or the target's layers."""
+    given, exits, folder = options.model_fields_set, config.exit_layer or (), quoted(options.model)
+    last, half, on_v2 = config.num_layers - 1, (config.num_layers + 1) // 2, config.runner == "v2"
+    if heads is not None:
+        yield heads.max_drafts is not None and config.num_speculative_tokens > heads.max_drafts and (
+            f"num_speculative_tokens={config.num_speculative_tokens} is more than the {heads.max_drafts} drafts that "
+            f"the heads in {folder} make")
+        drafted, all_tokens = f"draft_vocab_size={options.draft_vocab_size}", heads.target.vocab_size
+        yield (options.draft_vocab_size or 0) > all_tokens and (
+            f"{drafted} is more than the model's vocabulary of {all_tokens}")
+        yield config.draft_vocab_size and heads.counts_tensor is None and (
+            f"{drafted} needs token counts, which the heads in {folder} lack; leave it out")
+        yield config.draft_vocab_size and not config.verify and (
+            f"{drafted} limits what is drafted, and unverified drafts are the output; leave it out")
+
+    outside = [layer for layer in exits if not 1 <= layer <= last]
+    yield outside and (
+        f"exit_layer={quoted(outside[0])} is outside 1..{last}; this model has {config.num_layers} layers")
+    with_head = getattr(heads, "exit_layers", exits)
+    headless = [layer for layer in exits if layer not in with_head]
+    yield headless and "exit_layer" not in given and (
+        f"the heads in {folder} have no exit in {half}..{last}, where a worker group's stages can be split; train one "
+        "there or leave the heads out")
+    yield headless and (
+        f"exit_layer={quoted(headless[0])} has no head in {folder}, which has heads for layers "
+        f"{', '.join(map(str, with_head))}")
+    yield config.stages > 1 and (len(exits) > 1 or exits[0] < half) and (
+        f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}")
+
+    yield on_v2 and "step_costs" in given and (
+        f"step_costs={options.step_costs} is of no use with runner V2, which follows none; leave it out, or give "
+        "runner v1")
+    # A group's tokens are final, and so are unverified ones.
+    final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
+    yield final and options.adaptive and "adaptive" in given and (
+        f"adaptive is of no use with {final}: no token is drafted in vain there; leave it out")
+    yield final and "draft_sample_method" in given and (
+        f"draft_sample_method is of no use with {final}, which verifies no draft; leave it out")
+    yield options.prompt_lookup_drafts is not None and options.prompt_lookup_min is None and (
+        f"prompt_lookup_drafts={options.prompt_lookup_drafts} needs prompt_lookup_min; give both, or neither")
+    without_lookup = final or ("schedule: parallel" if options.schedule == "parallel" else None)
+    yield without_lookup and options.prompt_lookup_min is not None and (
+        f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {without_lookup}; leave it out")
+    yield config.stages == 1 and options.candidates > 1 and (
+        f"candidates={options.candidates} needs pipeline stages that wait; give --pipeline-parallel-size 2, or leave "
+        "candidates out")
+
+
+def of_runner(options: DraftingOptions, needs_v1: str | None, has_triton: bool) -> Refusals:
+    """What keeps options on runner V1 where V2 is asked for."""
+    asking = "runner=v2" if options.runner == "v2" else "VLLM_USE_V2_MODEL_RUNNER=1"
+    yield needs_v1 and f"{asking} is not supported with {needs_v1}, which needs runner V1; leave out one of them"
+    yield not has_triton and f"{asking} needs Triton, which vLLM does not find here; leave it out"
+
+
+def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
+    """What the model runner that was chosen, or a worker group, cannot do with vLLM's EngineArgs."""
+    because = f" ({config.v1_because})" if config.v1_because else ""
+    yield args.async_scheduling and config.runner != "v2" and (
+        f"--async-scheduling is not supported with runner V1{because}; leave it out")
+    yield config.runner == "v2" and config.adaptive and (args.enforce_eager or platform.is_cpu()) and (
+        "adaptive on runner V2 is vLLM's adaptive verification, which needs whole-model CUDA graphs: leave it out, or "
+        "--enforce-eager, or give runner v1")
+    if config.stages > 1:
+        split = os.environ.get(PARTITION)
+        yield split is not None and split != config.partition and (
+            f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of the worker group, {config.partition}: "
+            "unset it, or set exit_layer")
+        yield from of_candidates(config, args.max_num_seqs)
+
+
+def of_candidates(config: DraftingConfig, max_num_seqs: int | None) -> Refusals:
+    """More candidates at once than a GPU's attention backends have room for: a row of their buffers each."""
+    if max_num_seqs is not None and not platform.is_cpu():
+        requests = min(config.disable_by_batch_size or 1, max_num_seqs)
+        needed = config.candidates * requests
+        yield needed > max_num_seqs and (
+            f"candidates={config.candidates} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; "
+            "raise it, or lower candidates or disable_by_batch_size")

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapped calls that take a request: a bad value of an option of ours is the client's error."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.request_options import check
+
+_signature = functools.cache(inspect.signature)
+
+
+def validate_params(original: Callable[..., Any], self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    """InputProcessor._validate_params: check the request's options as well."""
+    config = active_config(self.vllm_config)
+    if config is not None:
+        check(params, config)
+    return original(self, params, *args, **kwargs)
+
+
+def checked_before_streaming(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """An asynchronous generator of vLLM: check its sampling_params when it is made, not when it first runs.
+
+    Then a streamed response has not begun, and its status can be 400.
+    """
+    config = active_config(getattr(self, "vllm_config", None) or self.engine_client.vllm_config)
+    if config is not None:
+        check(_signature(original).bind(self, *args, **kwargs).arguments["sampling_params"], config)
+    return original(self, *args, **kwargs)

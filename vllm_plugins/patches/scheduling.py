@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapped calls of vLLM's scheduler and of the engine's core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ppd.vllm_plugins.config.activation import active_config, is_active
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.patches.statistics import watch_acceptance
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+
+def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Scheduler.__init__: watch acceptance, and on runner V1 place no drafts beside a prompt's last token."""
+    original(self, vllm_config, *args, **kwargs)
+    config = active_config(vllm_config)
+    if config is None:
+        return
+    ahead = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
+    logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
+    if config.stages == 1:  # what a worker group emits in a step is scheduled as drafts, and never verified
+        watch_acceptance(self)
+    # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
+    # placeholder drafts, unless the number of drafts follows the batch size. Having no q(x) for them, the rejection
+    # sampler would take that of no request of the batch. Here the number is the same for every batch size. (Runner V2
+    # marks placeholders itself.)
+    if config.runner == "v1" and self.dynamic_sd_lookup is None:
+        self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+
+def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
+    """EngineCore.post_step: ask no worker group for drafts, which would wait for the step in flight."""
+    config = active_config(self.vllm_config)
+    if config is None or config.stages == 1:
+        original(self, model_executed)
+
+
+def sleep(original: Callable[..., Any], self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+    """EngineCore.sleep: refuse a level that discards the heads, before anything is paused.
+
+    Level 1 brings heads and saved states back with the weights, as all are allocated where these are.
+
+    Raises:
+        OptionError: on any other level.
+    """
+    if level > 1 and is_active(self.vllm_config):
+        raise OptionError(
+            f"sleep level {level} is not supported with vllm-ppd: it discards the heads, which vLLM would not load "
+            "again; use level 1"
+        )
+    return original(self, level, *args, **kwargs)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapped calls of an engine's start: flags, methods, heads by name, and what vLLM derives from its configuration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+from vllm_ppd.heads import hub
+from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_in_one_line
+from vllm_ppd.vllm_plugins.config.flags import add_flags, merge_flags
+from vllm_ppd.vllm_plugins.config.naming import served_heads
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+
+def add_cli_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs: Any) -> Any:
+    """Add --speculative-model and the --ppd-... flags."""
+    return add_flags(original(parser, *args, **kwargs))
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
+    """Carry those flags into speculative_config."""
+    engine_args = original(cls, args)
+    with refusals_in_one_line():
+        engine_args.speculative_config = merge_flags(engine_args.speculative_config, args)
+    return engine_args
+
+
+def create_speculative_config(
+    original: Callable[..., Any], self: Any, target_model_config: Any, target_parallel_config: Any
+) -> Any:
+    """Turn our methods into vLLM's `custom_class`."""
+    config = activate(self, target_model_config, target_parallel_config)
+    if config is not None:
+        logger.info("vllm-ppd: %s", config.summary())
+        if not config.verify:
+            logger.warning(
+                "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted as DynaMo's heads sample them, "
+                "and are NOT what the model alone would say; with eps_b 1, or without verify: false, they are"
+            )
+    return original(self, target_model_config, target_parallel_config)
+
+
+def maybe_override_with_speculators(
+    original: Callable[..., Any],
+    model: Any,
+    tokenizer: Any,
+    *args: Any,
+    vllm_speculative_config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Let `vllm serve HEADS` find the target by itself, and draft with these heads."""
+    with refusals_in_one_line(), hub.token(kwargs.get("hf_token")):
+        served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
+    if served is None:
+        return original(model, tokenizer, *args, vllm_speculative_config=vllm_speculative_config, **kwargs)
+    target, speculative_config = served
+    return target, tokenizer or target, speculative_config
+
+
+def get_model_path(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Leave ORGANISATION/HEADS@REVISION as it is, which is resolved later; vLLM would refuse it offline."""
+    if "@" in str(model) and hub.hub_name(str(model)) is not None:
+        return model
+    return original(model, *args, **kwargs)
+
+
+def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
+    """Reserve KV slots for the drafted positions."""
+    config = active_config(self)
+    if config is None or not config.spec.writes_ahead:
+        return original(self)
+    if config.stages > 1:
+        return 1  # the last micro-step's candidates start one token behind the scheduled ones
+    # The base token and every draft write shallow KV past the verified tokens.
+    return config.num_speculative_tokens + 1
+
+
+def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
+    """Take the model runner that the options resolve to."""
+    config = active_config(self)
+    return bool(original(self)) if config is None else config.runner == "v2"
+
+
+def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
+    """Allow a proposer class on runner V2, which starts none of others; our runner brings the speculator itself."""
+    features = original(self)
+    return features if active_config(self) is None else [name for name in features if "'custom_class'" not in name]
+
+
+def complete_config(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 grants a closed list of methods."""
+    config = active_config(self)
+    if config is None or config.runner != "v2":
+        return original(self, *args, **kwargs)
+    from vllm.config import vllm as module
+
+    stock = module.NgramGPUTypes
+    module.NgramGPUTypes = Literal[(*get_args(stock), "custom_class")]
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        module.NgramGPUTypes = stock

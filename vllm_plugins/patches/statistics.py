@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrapped calls of vLLM's statistics, along which our counters (engine/metrics.py) travel and acceptance is watched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ppd.vllm_plugins.config.activation import active_config
+from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
+from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
+from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, Counts, Published, count_in_process
+
+KEY = "vllm_ppd"  # among the statistics of KV connectors
+# Attributes that vLLM's objects are given.
+PENDING = "vllm_ppd_pending"  # of a Scheduler: counts that wait for the next statistics
+WATCH = "vllm_ppd_acceptance_watch"  # of a Scheduler
+PUBLISHED = "vllm_ppd_published"  # of a StatLoggerManager
+
+
+def watch_acceptance(scheduler: Any) -> None:
+    """Have a scheduler warn where hardly any draft is accepted, on either runner."""
+    setattr(scheduler, WATCH, AcceptanceWatch())
+
+
+def update_from_output(
+    original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Scheduler: keep what a step's output carries until the statistics are made."""
+    output = model_runner_output
+    counts: Counts = getattr(output, ATTRIBUTE, {})
+    if counts:
+        count_in_process(counts)
+        if self.log_stats:
+            pending = getattr(self, PENDING, Counter())
+            pending.update(counts)
+            setattr(self, PENDING, pending)
+    watch: AcceptanceWatch | None = getattr(self, WATCH, None)
+    for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items() if watch is not None else ():
+        emitted, request = len(output.sampled_token_ids[output.req_id_to_index[req_id]]), self.requests.get(req_id)
+        # On runner V2 a request that opted out is given drafts, too, which are rejected.
+        if drafts and emitted and request is not None and drafting_allowed(request.sampling_params.extra_args):
+            watch.observe(len(drafts), emitted - 1)  # type: ignore[union-attr]
+    return original(self, scheduler_output, output, *args, **kwargs)
+
+
+def make_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Scheduler: put it into the statistics of the step, in the open dictionary of KV connectors' statistics."""
+    stats = original(self, *args, **kwargs)
+    counts = getattr(self, PENDING, None)
+    if stats is not None and counts:
+        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: dict(counts)}
+        counts.clear()
+    return stats
+
+
+def make_loggers(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """StatLoggerManager.__init__: register the counters where an engine drafts."""
+    original(self, vllm_config, *args, **kwargs)
+    config = active_config(vllm_config)
+    if config is not None:
+        name = str(vllm_config.model_config.served_model_name)
+        setattr(self, PUBLISHED, Published(name, self.engine_indexes, config.stages > 1))
+
+
+def record(
+    original: Callable[..., Any], self: Any, scheduler_stats: Any, *args: Any, engine_idx: int | None = None,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """StatLoggerManager: take them out before vLLM's own loggers read the statistics."""
+    carried = getattr(scheduler_stats, "kv_connector_stats", None)
+    if carried and KEY in carried:
+        counts = carried.pop(KEY)
+        scheduler_stats.kv_connector_stats = carried or None
+        published: Published | None = getattr(self, PUBLISHED, None)
+        if published is not None:
+            published.observe(counts, engine_idx or 0)
+    return original(self, scheduler_stats, *args, engine_idx=engine_idx, **kwargs)
