@@ -6,7 +6,7 @@
     front end    takes it out again, and counts it in Prometheus counters
 
 So they are where vLLM's are: with workers on other machines, and with several API servers, each of which is told of
-some steps. Only the wrapped calls of stats_path.py know of vLLM.
+some steps. Only the wrapped calls of patches/statistics.py know of vLLM.
 """
 
 from __future__ import annotations
