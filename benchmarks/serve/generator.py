@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.process import last_line
 from vllm_ppd.benchmarks.harness.results import Turn
-from vllm_ppd.benchmarks.harness.with_parent import command
 from vllm_ppd.benchmarks.serve.options import Load, ServeOptions
-from vllm_ppd.benchmarks.serve.server import VLLM, Server, end, environment
+from vllm_ppd.benchmarks.serve.server import Server, end, start
 
 COUNTERS = {
     "drafts": "vllm:spec_decode_num_drafts_total",
@@ -81,7 +79,7 @@ def _generate(
 ) -> dict[str, Any]:  # fmt: skip
     """What `vllm bench serve` saves of a run."""
     words = [
-        *VLLM, "bench", "serve", "--base-url", f"http://127.0.0.1:{server.port}", "--model", server.model,
+        "bench", "serve", "--base-url", f"http://127.0.0.1:{server.port}", "--model", server.model,
         "--tokenizer", server.tokenizer, *dataset, "--num-prompts", str(options.requests), "--seed", str(seed),
         "--temperature", str(options.temperature), "--ignore-eos", "--disable-tqdm",
         "--request-rate", "inf" if load.rate is None else str(load.rate),
@@ -91,10 +89,7 @@ def _generate(
         "--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "result.json",
     ]  # fmt: skip
     log = folder / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command(words), stdout=output, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
+    process = start(words, log)
     try:
         code = process.wait()
     finally:

@@ -11,12 +11,11 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ppd.benchmarks import BenchError
@@ -32,13 +31,17 @@ SETTLE_SECONDS = 10.0  # until a server has counted the requests that it has ans
 
 
 class Server:
-    """A server that has loaded and compiled."""
+    """A server that has loaded and compiled.
+
+    Attributes:
+        facts: memory held and left.
+    """
 
     def __init__(self, contender: Contender, model: str, arguments: dict[str, Any], log: Path) -> None:
         """Start it and wait until it answers.
 
         Args:
-            contender: its speculative_config, and arguments of its own.
+            contender: its speculative_config, and arguments of it alone.
             model: target.
             arguments: of every server; names as vLLM's engine arguments.
             log: where its output goes.
@@ -47,19 +50,15 @@ class Server:
             BenchError: if it does not start; with the last line of its output.
         """
         self.name, self.model, self.tokenizer, self.log = contender.name, model, arguments.get("tokenizer", model), log
+        self._session = requests.Session()
+        self._session.trust_env = False  # no proxy
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         speculation = {"speculative_config": contender.speculative_config} if contender.speculative_config else {}
-        words = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(self.port)]
-        words += flags(arguments | contender.engine | speculation)
+        words = ["serve", model, "--host", "127.0.0.1", "--port", str(self.port)]
         before = free_bytes()
-        with log.open("w") as output:
-            # Ctrl-C reaches the whole group of this process; the server is in one of its own, and ends when told.
-            self.process = subprocess.Popen(
-                command(words), stdout=output, stderr=subprocess.STDOUT, env=environment() | contender.environment,
-                start_new_session=True,
-            )  # fmt: skip
+        self.process = start([*words, *flags(arguments | contender.engine | speculation)], log, contender.environment)
         try:
             self._wait()
             left = free_bytes()
@@ -72,19 +71,11 @@ class Server:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             self.check()
-            try:
-                self._get("/health")
+            with contextlib.suppress(OSError):
+                self._request("/health")
                 return
-            except OSError:
-                time.sleep(0.25)
+            time.sleep(0.25)
         raise BenchError(f"{self.name}: no answer after {START_SECONDS} s; its last line: {last_line(self.log)}")
-
-    def _reason(self, what: str, error: OSError) -> BenchError:
-        """Why: a server that is ending may need a moment for it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(2)
-        self.check()
-        return BenchError(f"{self.name}: {what} ({error})")
 
     def check(self) -> None:
         """Raise BenchError if the server has ended."""
@@ -93,53 +84,45 @@ class Server:
             raise BenchError(f"{self.name}: the server ended with code {code}; its last line: {last_line(self.log)}")
 
     def complete(self, prompt: str, tokens: int, temperature: float) -> None:
-        """Send a request by itself.
-
-        Raises:
-            BenchError: if it is not answered.
-        """
-        body = {
-            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True
-        }  # fmt: skip
-        try:
-            self._get("/v1/completions", json.dumps(body).encode())
-        except OSError as error:
-            raise self._reason("a request was not answered", error) from None
+        """Send a request by itself; raises BenchError if it is not answered."""
+        self._ask("/v1/completions", {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "ignore_eos": True,
+        })  # fmt: skip
 
     def counters(self) -> dict[str, float]:
-        """Each series of /metrics, summed over its labels, once no request is running any more.
+        """Each series of /metrics, summed over its labels, once no request is running any more; 0 for others.
 
         Raises:
             BenchError: if the server has ended.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
-            try:
-                text = self._get("/metrics")
-            except OSError as error:
-                raise self._reason("/metrics did not answer", error) from None
-            values = series(text)
+            values: dict[str, float] = defaultdict(float)
+            for family in text_string_to_metric_families(self._ask("/metrics")):
+                for sample in family.samples:
+                    values[sample.name] += sample.value
             busy = values["vllm:num_requests_running"] + values["vllm:num_requests_waiting"]
             if not busy or time.monotonic() > deadline:
                 return values
             time.sleep(0.05)
 
-    def _get(self, path: str, body: bytes | None = None) -> str:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", body)
-        request.add_header("Content-Type", "application/json")
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=600) as answer:
-            return str(answer.read().decode())
+    def _ask(self, path: str, body: dict[str, Any] | None = None) -> str:
+        try:
+            return self._request(path, body)
+        except OSError as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)  # a server that is ending may need a moment for it
+            self.check()
+            raise BenchError(f"{self.name}: {path} did not answer ({error})") from None
+
+    def _request(self, path: str, body: dict[str, Any] | None = None) -> str:
+        method = "GET" if body is None else "POST"
+        answer = self._session.request(method, f"http://127.0.0.1:{self.port}{path}", json=body, timeout=600)
+        answer.raise_for_status()
+        return answer.text
 
     def close(self) -> None:
         end(self.process, signal.SIGINT)
-
-
-def series(text: str) -> dict[str, float]:
-    """Each series of /metrics, summed over its labels; 0 for others."""
-    values: dict[str, float] = defaultdict(float)
-    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
-        values[sample.name] += sample.value
-    return values
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
@@ -154,14 +137,24 @@ def flags(arguments: dict[str, Any]) -> list[str]:
     return words
 
 
-def environment() -> dict[str, str]:
-    """Of servers and load generators; without a GPU, what vLLM's CPU backend wants to know."""
+def start(words: list[str], log: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A command of vLLM in a session of its own, which Ctrl-C does not reach and which ends with this process.
+
+    Args:
+        words: of the command line, after `vllm`.
+        log: where its output goes.
+        environment: variables beside those of this process and, without a GPU, what vLLM's CPU backend wants to know.
+    """
     variables = {**os.environ, **huge_pages(), "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     variables.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over a size that is given
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"  # vLLM's CPU build installs it, and asks for it
     if openmp.exists():
         variables.setdefault("LD_PRELOAD", str(openmp))
-    return variables
+    with log.open("w") as output:
+        return subprocess.Popen(
+            command([*VLLM, *words]), stdout=output, stderr=subprocess.STDOUT, env=variables | (environment or {}),
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def end(process: subprocess.Popen[Any], how: signal.Signals) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections import defaultdict
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ppd.benchmarks.soak.client import EVERY, LAST_TOKENS, Record
+from vllm_ppd.benchmarks.soak.client import LAST_TOKENS, Record
 from vllm_ppd.benchmarks.soak.workload import Request
 
 Answers = Mapping[int, Record]  # by index of the request
@@ -20,61 +21,50 @@ DRAFTS, DRAFTED, ACCEPTED, BY_POSITION = (
     for what in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
 )
 PREEMPTIONS = "vllm:num_preemptions_total"
-GROUP = ("hits", "candidates", "candidates_discarded")
 ZERO = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
         "ppd:invalid_drafts_total", "ppd:unverified_tokens_total")  # fmt: skip
 SMOOTHED = 5  # samples whose median is a point of the memory's growth
-FEWEST = 4 * SMOOTHED * EVERY  # requests for which growth is known
 
 
-class Kept(NamedTuple):
-    """What a file of records holds.
+class Records(NamedTuple):
+    """What a server's file holds.
 
     Attributes:
-        requests: that are to be answered.
-        answers: the newest of each.
+        answers: by index.
         samples: of memory, in order.
-        end: of the newest server that was ended; {} if none was.
+        end: of the server, its counters among it; {} if it was stopped before.
     """
 
-    requests: int
     answers: dict[int, Record]
     samples: list[Record]
     end: Record
 
-    @property
-    def complete(self) -> bool:
-        return bool(self.end) and len(self.answers) == self.requests
-
     def total(self, series: str) -> int:
-        """A counter over all servers that took part, each of which began at 0."""
-        newest = {record["life"]: record["counters"].get(series, 0) for record in [*self.samples, self.end]}
-        return int(sum(newest.values()))
+        """A counter of the server."""
+        return int(self.end["counters"].get(series, 0))
 
 
-def read(path: Path, requests: int) -> Kept:
+def read(path: Path) -> Records:
     """The records of a server; a line that was cut off is left out."""
-    kept = Kept(requests, {}, [], {})
+    records = Records({}, [], {})
     for line in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with contextlib.suppress(ValueError):
             record = json.loads(line)
-        except ValueError:
-            continue
-        if "code" in record:
-            kept = kept._replace(end=record)
-        elif "memory" in record:
-            kept.samples.append(record)
-        elif record["index"] < requests:
-            kept.answers[record["index"]] = record
-    return kept
+            if "code" in record:
+                records.end.update(record)
+            elif "memory" in record:
+                records.samples.append(record)
+            else:
+                records.answers[record["index"]] = record
+    return records
 
 
-def unlike(one: Record, other: Record) -> bool:
+def differ(answer: Record, other: Record) -> bool:
     """Whether two answers differ in tokens, text or the way they end; as far as both were read."""
-    if one["hung_up"] or other["hung_up"]:
-        both = min(len(one["ids"]), len(other["ids"]))
-        return bool(one["ids"][:both] != other["ids"][:both])
-    return any(one[what] != other[what] for what in ("ids", "text", "finish"))
+    if answer["hung_up"] or other["hung_up"]:
+        both = min(len(answer["ids"]), len(other["ids"]))
+        return bool(answer["ids"][:both] != other["ids"][:both])
+    return any(answer[what] != other[what] for what in ("ids", "text", "finish"))
 
 
 class Compared(NamedTuple):
@@ -83,11 +73,14 @@ class Compared(NamedTuple):
     pairs: int
     unlike: list[int]
 
+    def __str__(self) -> str:
+        return f"{len(self.unlike)} of {self.pairs}"
+
 
 def compare(pairs: Iterable[tuple[int, int | None]], mine: Answers, theirs: Answers) -> Compared:
     """Answers of mine and of theirs, by pairs of indices; pairs without both answers are left out."""
     both = [(index, other) for index, other in pairs if index in mine and other in theirs and other is not None]
-    return Compared(len(both), [index for index, other in both if unlike(mine[index], theirs[other])])
+    return Compared(len(both), [index for index, other in both if differ(mine[index], theirs[other])])
 
 
 class Growth(NamedTuple):
@@ -97,11 +90,10 @@ class Growth(NamedTuple):
     spread: float
 
 
-def growth(kept: Kept) -> Growth | None:
-    """Of the engine's processes; None if no server lived through the second half, or it has too few samples."""
-    newest = [record for record in kept.samples if record["life"] == kept.end["life"]]
-    later = [record["memory"] / MIB for record in newest if record["answered"] >= kept.requests // 2]
-    if len(later) < 2 * SMOOTHED or len(later) == len(newest):
+def growth(records: Records) -> Growth | None:
+    """Of the engine's processes; None if there are too few samples."""
+    later = [sample["memory"] / MIB for sample in records.samples if sample["answered"] >= len(records.answers) // 2]
+    if len(later) < 2 * SMOOTHED:
         return None
     grown = statistics.median(later[-SMOOTHED:]) - statistics.median(later[:SMOOTHED])
     return Growth(round(grown, 1), round(max(later) - min(later), 1))
@@ -109,9 +101,7 @@ def growth(kept: Kept) -> Growth | None:
 
 def memory_faults(mine: Growth | None, control: Growth | None) -> list[str]:
     """Growth above the control's by more than the spread of the control's samples, which is their noise."""
-    if mine is None or control is None:
-        return ["memory is not known, as one server must live through the second half; delete its file to ask again"]
-    if mine.mib <= control.mib + control.spread:
+    if mine is None or control is None or mine.mib <= control.mib + control.spread:
         return []
     return [f"memory grew by {mine.mib} MiB, the control's by {control.mib} (its samples differ by {control.spread})"]
 
@@ -122,34 +112,36 @@ def end_faults(end: Record) -> list[str]:
     return left + ([f"exit code {end['code']}"] if end["code"] else [])
 
 
-def counter_faults(kept: Kept, request: Callable[[int], Request], drafts: int) -> list[str]:
-    """What does not add up in the newest server's counters.
+def counter_faults(records: Records, request: Callable[[int], Request], drafts: int) -> list[str]:
+    """What does not add up in a server's counters.
 
     Args:
-        kept: its answers and its end.
+        records: its answers and its end.
         request: by index.
         drafts: the most that a request has in a step; 0 without speculation.
     """
-    count = defaultdict(float, kept.end["counters"])
-    mine = [(request(index).body, one) for index, one in kept.answers.items() if one["life"] == kept.end["life"]]
-    received = sum(len(one["ids"]) for _, one in mine) + LAST_TOKENS
-    # Generated and not received: after a client hung up, and behind a stop string within one step.
-    unread = sum(body["max_tokens"] - len(one["ids"]) for body, one in mine if one["finish"] is None)
-    unread += drafts * sum(bool(body.get("stop")) for body, one in mine if one["finish"] == "stop")
-    ended = sum(one["finish"] is not None for _, one in mine) + 1
+    count = defaultdict(float, records.end["counters"])
+    mine = [(request(index).body, answer) for index, answer in records.answers.items()]
+    received = sum(len(answer["ids"]) for _, answer in mine) + LAST_TOKENS
+    # Generated and not received: after a client hung up, and behind a stop string within a step.
+    unread = sum(body["max_tokens"] - len(answer["ids"]) for body, answer in mine if answer["finish"] is None)
+    unread += drafts * sum(bool(body.get("stop")) for body, answer in mine if answer["finish"] == "stop")
+    ended = sum(answer["finish"] is not None for _, answer in mine) + 1
     made, answered = count["vllm:generation_tokens_total"], count["vllm:request_success_total"]
     steps, drafted, accepted, placed = (count[name] for name in (DRAFTS, DRAFTED, ACCEPTED, BY_POSITION))
-    hits, candidates, discarded = (count[f"ppd:group_{name}_total"] for name in GROUP)
+    hits, candidates, thrown = (
+        count[f"ppd:group_{name}_total"] for name in ("hits", "candidates", "candidates_discarded")
+    )
     rules = {
         f"{made:g} tokens generated, {received} received, {unread} more at most": 0 <= made - received <= unread,
         f"{answered:g} requests answered, {ended} of {len(mine) + 1} read": ended <= answered <= len(mine) + 1,
         f"{accepted:g} of {drafted:g} drafted tokens accepted": accepted <= drafted,
         f"{accepted:g} tokens accepted, {placed:g} by position": accepted == placed,
         f"{steps:g} drafts of {drafts} tokens at most, {drafted:g} in all": steps <= drafted <= drafts * steps,
-        f"{candidates:g} candidates, {hits:g} hits, {discarded:g} discarded": candidates == hits + discarded,
+        f"{candidates:g} candidates, {hits:g} hits, {thrown:g} discarded": candidates == hits + thrown,
+        **{f"{name} is {count[name]:g}, not 0": not count[name] for name in ZERO},
     }
-    wrong = [text for text, holds in rules.items() if not holds]
-    return wrong + [f"{name} is {count[name]:g}, not 0" for name in ZERO if count[name]]
+    return [text for text, holds in rules.items() if not holds]
 
 
 def parting(model: str, request: Request, mine: Record, control: Record) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One server and its client: requests at once, hang-ups, samples of memory, and what the server leaves behind."""
+"""The client of a server: requests at once, hang-ups, samples of memory, and what the server leaves behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +15,7 @@ import aiohttp
 import psutil
 from tqdm import tqdm
 
-from vllm_ppd.benchmarks.serve.server import Server, series
+from vllm_ppd.benchmarks.serve.server import Server
 from vllm_ppd.benchmarks.soak.workload import Request
 
 EVERY = 100  # answers between two samples
@@ -60,70 +59,61 @@ def _add(record: Record, message: dict[str, Any]) -> None:
     record["finish"] = choice["finish_reason"]
 
 
-async def ask(server: Server, missing: list[Request], answered: int, at_once: int, kept: Path, row: int) -> None:
-    """Send the missing requests; each answer is kept as it comes, and after every hundredth a sample of memory.
+async def ask(server: Server, requests: list[Request], at_once: int, out: Path, row: int) -> None:
+    """Send the requests; each answer is written as it comes, and after every hundredth a sample of memory.
 
     Args:
         server: that is asked.
-        missing: what it is asked.
-        answered: requests that were answered before.
+        requests: what it is asked.
         at_once: requests under way.
-        kept: file that records are added to.
+        out: file of the records.
         row: of the progress bar.
     """
-    todo, began = iter(missing), {"life": life(server)}
-    bar = tqdm(total=answered + len(missing), initial=answered, desc=server.name, position=row, mininterval=1)
+    todo, bar = iter(requests), tqdm(total=len(requests), desc=server.name, position=row, mininterval=1)
     url, timeout = f"http://127.0.0.1:{server.port}", aiohttp.ClientTimeout(total=None, sock_read=300)
-    connector = aiohttp.TCPConnector(limit=0)
-    with kept.open("a", buffering=1) as file, bar:
-        async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+    with out.open("w", buffering=1) as file, bar:
+        async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
 
             async def client() -> None:
                 for request in todo:
                     record = await answer(session, request)
                     server.check()
-                    _keep(file, record | began)
+                    _write(file, record)
                     bar.update()
-                    if (number := bar.n) % EVERY == 0:
-                        async with session.get("/metrics") as response:
-                            counters = series(await response.text())
-                        _keep(file, sample(server, counters) | {"answered": number})
+                    if bar.n % EVERY == 0:
+                        _write(file, {"answered": bar.n, "memory": memory(server)})
 
-            _keep(file, sample(server, {}) | {"answered": answered})
             await asyncio.gather(*(client() for _ in range(at_once)))
 
 
-def end(server: Server, before: set[str], kept: Path) -> None:
-    """Read the counters of an idle server, tell it to end, and keep what it leaves.
+def end(server: Server, before: set[str], out: Path) -> None:
+    """Read the counters of an idle server, tell it to end, and write what it leaves.
 
     Args:
         server: which is idle.
         before: shared_memory() before it started.
-        kept: file that a sample is added to: code of the exit, processes and shared_memory that are left.
+        out: file of the records, to which memory, counters, the exit code, and the processes and names in shared_memory
+            that are left are added.
     """
     server.complete("a", LAST_TOKENS, 0.0)  # a step after the last hang-up, which the gauges wait for
-    record, family = sample(server, server.counters()), _family(server)
+    counters = {name: value for name, value in server.counters().items() if COUNTED.match(name)}
+    record: Record = {"memory": memory(server), "counters": counters}
+    family = _family(server)
     server.process.terminate()
     _, alive = psutil.wait_procs(family, END_SECONDS)
-    record |= {"code": server.process.wait(), "processes": [f"{one.pid} {one.name()}" for one in alive]}
+    record |= {"code": server.process.wait(), "processes": [f"{process.pid} {process.name()}" for process in alive]}
     server.close()
     record["shared_memory"] = sorted(shared_memory() - before)
-    with kept.open("a") as file:
-        _keep(file, record)
+    with out.open("a") as file:
+        _write(file, record)
 
 
-def sample(server: Server, counters: Mapping[str, float]) -> Record:
-    """A server's memory and counters, ours and vLLM's, and since when it has lived."""
-    own = {name: value for name, value in counters.items() if COUNTED.match(name)}
-    return {"life": life(server), "memory": memory(server), "counters": own}
+def memory(server: Server) -> int:
+    """Bytes that the engine core and its workers have for themselves, shared pages left out."""
+    return sum(process.memory_full_info().uss for process in _family(server)[1:])
 
 
-def life(server: Server) -> float:
-    """When a server began: its counters and its memory begin there."""
-    return psutil.Process(server.process.pid).create_time()
-
-
-def _keep(file: TextIO, record: Record) -> None:
+def _write(file: TextIO, record: Record) -> None:
     file.write(json.dumps(record) + "\n")
 
 
@@ -132,17 +122,12 @@ def shared_memory() -> set[str]:
 
     Left out are the marks of Intel's OpenMP runtime, a KiB each: vLLM's processes end without it, with drafts or not.
     """
-    held: set[int] = set()  # by inode: a semaphore is mapped by the name that it had before its own
+    held: set[int] = set()  # by inode: a semaphore is mapped by the name that it had before
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended, or is another user's
             held |= {int(line.split()[4]) for line in path.read_text().splitlines() if "/dev/shm/" in line}
-    found = {entry.name for entry in os.scandir("/dev/shm") if entry.inode() not in held}
-    return {name for name in found if not name.startswith("__KMP_REGISTERED_LIB_")}
-
-
-def memory(server: Server) -> int:
-    """Bytes that the engine core and its workers have for themselves, shared pages left out."""
-    return sum(process.memory_full_info().uss for process in _family(server)[1:])
+    free = {entry.name for entry in os.scandir("/dev/shm") if entry.inode() not in held}
+    return {name for name in free if not name.startswith("__KMP_REGISTERED_LIB_")}
 
 
 def _family(server: Server) -> list[psutil.Process]:

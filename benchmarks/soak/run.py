@@ -4,9 +4,9 @@
     python -m vllm_ppd.benchmarks.soak.run                                # all; make soak does the same
     python -m vllm_ppd.benchmarks.soak.run --only cp --requests 300       # vLLM alone, and one method
 
-Two servers run side by side, a core each; the worker group has two cores for itself. Answers are kept in FOLDER as they
-come. A stopped run keeps them; the same command, at the same commit, asks for what is missing. Memory is compared over
-the second half of the requests, which one server must live through.
+Two servers run side by side, a core each; the worker group has two cores for itself. Answers are written to FOLDER as
+they come; after a stop the same command, at the same commit, asks the servers that have not answered everything. Memory
+is compared over the second half of the requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,106 +77,110 @@ def methods() -> list[Method]:
     ]  # fmt: skip
 
 
-@cache
-def commit() -> str:
-    return str(provenance()["git"])[:7]
+class Soak:
+    """The methods that are asked, and the files of their answers.
 
-
-def file_of(method: Method, options: argparse.Namespace) -> Path:
-    """Where its records are: another commit's code is asked anew."""
-    folder: Path = options.folder
-    return folder / f"{method.contender.name.replace(' + ', '-')}-{commit()}.jsonl"
-
-
-def kept(method: Method, options: argparse.Namespace) -> checks.Kept:
-    return checks.read(file_of(method, options), min(method.requests, options.requests))
-
-
-def ask_together(together: list[Method], options: argparse.Namespace, workload: Workload) -> None:
-    """Start the servers of these methods, ask each for the answers that are missing, and end them.
-
-    Raises:
-        BenchError: if a server does not start, or dies.
+    Args:
+        folder: of the files; another commit's code is asked anew.
+        requests: of each server at most.
     """
-    cores = cycle(sorted(os.sched_getaffinity(0)))
-    before = client.shared_memory()
-    with ExitStack() as stack:
-        servers = []
-        for method in together:
-            own = "|".join(str(next(cores)) for _ in range(method.cores))
-            # As a user's server: without the huge pages that benchmarks of speed ask for, which round memory up.
-            environment = {"VLLM_CPU_OMP_THREADS_BIND": own, "GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0"}
-            print(f"starting {method.contender.name} ...", flush=True)
-            contender = replace(method.contender, environment=environment)
-            servers.append(Server(contender, MODEL, ARGUMENTS, file_of(method, options).with_suffix(".log")))
-            stack.callback(servers[-1].close)
-        asyncio.run(_ask_all(servers, together, options, workload))
-        for server, method in zip(servers, together, strict=True):
-            client.end(server, before, file_of(method, options))
 
+    def __init__(self, folder: Path, requests: int) -> None:
+        self.folder, self.requests = folder, requests
+        self.workload = Workload(MODEL)
+        self.commit = str(provenance()["git"])[:7]
 
-async def _ask_all(
-    servers: list[Server], together: list[Method], options: argparse.Namespace, workload: Workload
-) -> None:
-    asked = []
-    for row, (server, method) in enumerate(zip(servers, together, strict=True)):
-        answered, requests = kept(method, options).answers, min(method.requests, options.requests)
-        missing = [workload.request(index) for index in range(requests) if index not in answered]
-        asked.append(client.ask(server, missing, len(answered), method.at_once, file_of(method, options), row))
-    await asyncio.gather(*asked)
+    def file_of(self, method: Method) -> Path:
+        return self.folder / f"{method.contender.name.replace(' + ', '-')}-{self.commit}.jsonl"
+
+    def records(self, method: Method) -> checks.Records | None:
+        """What its server answered; None if it has not answered everything."""
+        records = checks.read(self.file_of(method))
+        whole = bool(records.end) and len(records.answers) == min(method.requests, self.requests)
+        return records if whole else None
+
+    def ask(self, methods: list[Method]) -> None:
+        """Start the servers of these methods, ask them, and end them.
+
+        Raises:
+            BenchError: if a server does not start, or dies.
+        """
+        cores = cycle(sorted(os.sched_getaffinity(0)))
+        before = client.shared_memory()
+        with ExitStack() as stack:
+            servers = []
+            for method in methods:
+                binding = "|".join(str(next(cores)) for _ in range(method.cores))
+                # As a user's server: without the huge pages that benchmarks of speed ask for, which round memory up.
+                environment = {"VLLM_CPU_OMP_THREADS_BIND": binding, "GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0"}
+                print(f"starting {method.contender.name} ...", flush=True)
+                contender = replace(method.contender, environment=environment)
+                servers.append(Server(contender, MODEL, ARGUMENTS, self.file_of(method).with_suffix(".log")))
+                stack.callback(servers[-1].close)
+            asyncio.run(self._ask(servers, methods))
+            for server, method in zip(servers, methods, strict=True):
+                client.end(server, before, self.file_of(method))
+
+    async def _ask(self, servers: list[Server], methods: list[Method]) -> None:
+        together = []
+        for row, (server, method) in enumerate(zip(servers, methods, strict=True)):
+            requests = [self.workload.request(index) for index in range(min(method.requests, self.requests))]
+            together.append(client.ask(server, requests, method.at_once, self.file_of(method), row))
+        await asyncio.gather(*together)
+
+    def report(self, out: Path) -> bool:
+        """Print what those that are complete come to, and write it once all are; whether there is no fault."""
+        everyone = methods()
+        control = self.records(everyone[0])
+        rows: list[Row] = []
+        faults: dict[str, list[str]] = {}
+        for method in everyone:
+            mine = self.records(method)
+            if mine is not None and control is not None:
+                row, faults[method.contender.name] = row_of(method, mine, control, self.workload.request)
+                rows.append(row)
+        print(table(list(rows[0]), [list(row.values()) for row in rows]))
+        for name, lines in faults.items():
+            print(*(f"{name}: {fault}" for fault in lines), sep="\n", end="\n" * bool(lines))
+        if len(rows) == len(everyone):
+            write_rows(out, "soak", rows, model="benchmarks/demo/model", engine=ARGUMENTS, faults=faults)
+            print(f"wrote {out}")
+        return not any(faults.values())
 
 
 def row_of(
-    method: Method, mine: checks.Kept, control: checks.Kept, request: Callable[[int], Request]
+    method: Method, mine: checks.Records, control: checks.Records, request: Callable[[int], Request]
 ) -> tuple[Row, list[str]]:
     """A server's line of the report, and its faults."""
     asked = [request(index) for index in sorted(mine.answers)]
     greedy = checks.compare(((each.index,) * 2 for each in asked if each.greedy), mine.answers, control.answers)
     seeded = checks.compare(((each.index,) * 2 for each in asked if each.seeded), mine.answers, control.answers)
     repeats = checks.compare(((each.index, each.repeats) for each in asked), mine.answers, mine.answers)
-    grown, grown_alone = checks.growth(mine), checks.growth(control)
+    grown = checks.growth(mine)
     drafted, accepted, preempted = map(mine.total, (checks.DRAFTED, checks.ACCEPTED, checks.PREEMPTIONS))
-    faults = [f"request {index}: {one['error']}" for index, one in mine.answers.items() if "error" in one]
+    faults = [f"request {index}: {answer['error']}" for index, answer in mine.answers.items() if "error" in answer]
     faults += [*checks.counter_faults(mine, request, method.drafts), *checks.end_faults(mine.end)]
     for index in greedy.unlike:
         where = checks.parting(MODEL, request(index), mine.answers[index], control.answers[index])
         faults.append(f"request {index}, greedy: {where}")
     faults += [f"request {index}, seeded, differs from vLLM's" for index in seeded.unlike]
     faults += [f"request {index} differs from {request(index).repeats}, which it repeats" for index in repeats.unlike]
-    if mine is not control and mine.requests == control.requests >= checks.FEWEST:
-        faults += checks.memory_faults(grown, grown_alone)
-    faults += [] if preempted else ["no request was preempted"]
-    faults += [] if accepted or not method.drafts else ["no draft was accepted"]
-    options = method.contender.speculative_config or {}
-    if "prompt_lookup_min" in options and not mine.total("ppd:lookup_steps_total"):
-        faults.append("no draft was looked up")
+    if len(mine.answers) == len(control.answers):
+        faults += checks.memory_faults(grown, checks.growth(control))
+    looks_up = "prompt_lookup_min" in (method.contender.speculative_config or {})
+    happened = {
+        "no request was preempted": preempted > 0,
+        "no draft was accepted": accepted > 0 or not method.drafts,
+        "no draft was looked up": not looks_up or mine.total("ppd:lookup_steps_total") > 0,
+    }
+    faults += [fault for fault, holds in happened.items() if not holds]
     return {
-        "server": method.contender.name, "requests": mine.requests,
-        "hung up": sum(one["hung_up"] for one in mine.answers.values()), "preemptions": preempted,
-        "drafted": drafted, "accepted": accepted, "greedy unlike vLLM": f"{len(greedy.unlike)} of {greedy.pairs}",
-        "seeds not repeated": f"{len(repeats.unlike)} of {repeats.pairs}",
-        "seeded unlike vLLM": f"{len(seeded.unlike)} of {seeded.pairs}", "MiB": mine.end["memory"] // checks.MIB,
+        "server": method.contender.name, "requests": len(mine.answers),
+        "hung up": sum(answer["hung_up"] for answer in mine.answers.values()), "preemptions": preempted,
+        "drafted": drafted, "accepted": accepted, "greedy unlike vLLM": str(greedy), "seeds not repeated": str(repeats),
+        "seeded unlike vLLM": str(seeded), "MiB": mine.end["memory"] // checks.MIB,
         "grown": grown.mib if grown else "", "spread": grown.spread if grown else "", "faults": len(faults),
     }, faults  # fmt: skip
-
-
-def report(options: argparse.Namespace, workload: Workload) -> bool:
-    """Print what those that are complete come to, and write it once all are; whether there is no fault."""
-    everyone = [(method, kept(method, options)) for method in methods()]
-    complete = [(method, mine) for method, mine in everyone if mine.complete]
-    control = everyone[0][1]
-    rows: list[Row] = []
-    faults: dict[str, list[str]] = {}
-    for method, mine in complete:
-        row, faults[method.contender.name] = row_of(method, mine, control, workload.request)
-        rows.append(row)
-    print(table(list(rows[0]), [list(row.values()) for row in rows]))
-    for name, own in faults.items():
-        print(*(f"{name}: {fault}" for fault in own), sep="\n", end="\n" * bool(own))
-    if len(complete) == len(everyone):
-        write_rows(options.out, "soak", rows, model="benchmarks/demo/model", engine=ARGUMENTS, faults=faults)
-        print(f"wrote {options.out}")
-    return not any(faults.values())
 
 
 def main() -> int:
@@ -189,14 +192,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("build/soak/soak.json"), help="report (default: %(default)s)")
     options = parser.parse_args()
     with writing_folder(options.folder, "--folder"):
-        workload = Workload(MODEL)
+        soak = Soak(options.folder, options.requests)
         chosen = [method for method in methods() if method.contender.name in (BASE, *options.only)]
-        todo = [method for method in chosen if not kept(method, options).complete]
-        alone = [method for method in todo if method.cores < CORES]
-        pairs = [alone[first : first + CORES] for first in range(0, len(alone), CORES)]
-        for together in [*pairs, *([method] for method in todo if method.cores == CORES)]:
-            ask_together(together, options, workload)
-        return int(not report(options, workload))
+        missing = [method for method in chosen if soak.records(method) is None]
+        alone = [method for method in missing if method.cores < CORES]
+        for first in range(0, len(alone), CORES):
+            soak.ask(alone[first : first + CORES])
+        for method in missing:
+            if method.cores == CORES:
+                soak.ask([method])
+        return int(not soak.report(options.out))
 
 
 if __name__ == "__main__":

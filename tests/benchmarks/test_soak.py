@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def request_of() -> Callable[[int], Request]:
 
 
 def answer(index: int, ids: list[int], **changes: Any) -> checks.Record:
-    plain = {"text": "".join(map(chr, ids)), "finish": "length", "hung_up": False, "life": 1.0}
+    plain = {"text": "".join(map(chr, ids)), "finish": "length", "hung_up": False}
     return {"index": index, "ids": ids, **plain, **changes}
 
 
@@ -38,27 +37,26 @@ def body(index: int, **settings: Any) -> Request:
     return Request(index, {"prompt": [5, 6], "temperature": 0, "max_tokens": 8, **settings})
 
 
-def soaked(counters: dict[str, float] | None = None, **changes: Any) -> checks.Kept:
+def soaked(counters: dict[str, float] | None = None, **changes: Any) -> checks.Records:
     """Two answers, one of which the client did not read to its end, and the end of their server."""
     answers = {0: answer(0, [70] * 6), 1: answer(1, [71] * 3, finish=None, hung_up=True)}
-    end = {"life": 1.0, "memory": 1, "code": 0, "processes": [], "shared_memory": []}
-    return checks.Kept(2, answers, [], {**end, "counters": {**COUNTERS, **(counters or {})}, **changes})
+    end = {"memory": 1, "code": 0, "processes": [], "shared_memory": []}
+    return checks.Records(answers, [], {**end, "counters": {**COUNTERS, **(counters or {})}, **changes})
 
 
 def test_requests_depend_on_their_index_alone(request_of: Callable[[int], Request]) -> None:
     again = Workload(MODEL)
     asked = [request_of(index) for index in range(2000)]
-    assert [again.request(one.index) for one in reversed(asked)] == asked[::-1]
-    share = partial(lambda which: sum(map(which, asked)) / len(asked))
-    assert 0.12 < share(lambda one: one.hang_up is not None) < 0.18
-    assert 0.4 < share(lambda one: one.greedy) < 0.6
-    assert 0.03 < share(lambda one: "structured_outputs" in one.body) < 0.07
-    for one in asked:
-        assert one.seeded <= (len(one.body["prompt"]) + one.body["max_tokens"] < CHUNK)
-        assert one.body["min_tokens"] <= one.body["max_tokens"] if "min_tokens" in one.body else True
-        if one.repeats is not None:
-            original = request_of(one.repeats)
-            assert original.seeded and original.hang_up is None and original.body == one.body
+    assert [again.request(request.index) for request in reversed(asked)] == asked[::-1]
+    assert 0.12 < sum(request.hang_up is not None for request in asked) / 2000 < 0.18
+    assert 0.4 < sum(request.greedy for request in asked) / 2000 < 0.6
+    assert 0.03 < sum("structured_outputs" in request.body for request in asked) / 2000 < 0.07
+    for request in asked:
+        assert request.seeded <= (len(request.body["prompt"]) + request.body["max_tokens"] < CHUNK)
+        assert request.body.get("min_tokens", 0) <= request.body["max_tokens"]
+        if request.repeats is not None:
+            original = request_of(request.repeats)
+            assert original.seeded and original.hang_up is None and original.body == request.body
 
 
 @pytest.mark.parametrize(
@@ -75,9 +73,9 @@ def test_requests_depend_on_their_index_alone(request_of: Callable[[int], Reques
     ],
 )
 def test_answers_differ_in_tokens_text_or_end(change: dict[str, Any], differs: bool) -> None:
-    one, other = answer(0, [1, 2, 3]), answer(0, [1, 2, 3]) | change
-    assert checks.unlike(one, other) is checks.unlike(other, one) is differs
-    assert checks.compare([(0, 0), (0, None), (1, 0), (0, 1)], {0: one}, {0: other}) == (1, [0] if differs else [])
+    mine, other = answer(0, [1, 2, 3]), answer(0, [1, 2, 3]) | change
+    assert checks.differ(mine, other) is checks.differ(other, mine) is differs
+    assert checks.compare([(0, 0), (0, None), (1, 0), (0, 1)], {0: mine}, {0: other}) == (1, [0] if differs else [])
 
 
 @pytest.mark.parametrize(
@@ -118,12 +116,10 @@ def test_shared_memory_is_left_once_no_process_maps_it() -> None:
     assert block.name not in client.shared_memory()
 
 
-def sampled(mib: Callable[[int], float], lives: Callable[[int], float] = lambda answered: 1.0) -> checks.Kept:
+def sampled(mib: Callable[[int], float]) -> checks.Records:
     """Samples of a server that answers 2000 requests."""
-    samples = [
-        {"life": lives(n), "answered": n, "memory": mib(n) * checks.MIB, "counters": {}} for n in range(0, 2001, 100)
-    ]
-    return checks.Kept(2000, {}, samples, {"life": samples[-1]["life"]})
+    samples = [{"answered": n, "memory": mib(n) * checks.MIB} for n in range(0, 2001, 100)]
+    return checks.Records({n: answer(n, []) for n in range(2000)}, samples, {})
 
 
 def test_memory_may_grow_as_the_controls_and_its_noise() -> None:
@@ -134,31 +130,22 @@ def test_memory_may_grow_as_the_controls_and_its_noise() -> None:
     assert checks.memory_faults(at_first, control) == []
     (fault,) = checks.memory_faults(leaking, control)
     assert fault == "memory grew by 6.0 MiB, the control's by 0.0 (its samples differ by 1.0)"
-    for begun, known in ((800, True), (900, False)):
-        grown = checks.growth(sampled(lambda n: 400, lambda n, begun=begun: float(n > begun)))
-        assert (grown is not None) is known
-        assert (checks.memory_faults(grown, control) == []) is known
 
 
-def test_records_are_read_again(tmp_path: Path) -> None:
-    """The newest answer counts, a line that was cut off does not, and counters are those of all servers together."""
-    path = tmp_path / "cp.jsonl"
-    sample = {"memory": 9, "answered": 1}
-    lines = [
-        answer(0, [1]), {**sample, "life": 1.0, "counters": {checks.PREEMPTIONS: 2}}, answer(0, [2]), answer(7, [3]),
-        {**sample, "life": 2.0, "counters": {checks.PREEMPTIONS: 3}},
-    ]  # fmt: skip
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"index": 1, "ids": [')
-    kept = checks.read(path, 2)
-    assert {index: one["ids"] for index, one in kept.answers.items()} == {0: [2]}
-    assert not kept.complete and len(kept.samples) == 2
-    with path.open("a") as file:
-        file.writelines("\n" + json.dumps(line) for line in (
-            answer(1, [1]), {**soaked().end, "life": 2.0, "counters": {checks.PREEMPTIONS: 4}}
-        ))  # fmt: skip
-    assert checks.read(path, 2).complete and not checks.read(path, 3).complete
-    assert checks.read(path, 2).total(checks.PREEMPTIONS) == 6
-    assert not checks.read(tmp_path / "none", 1).complete
+def test_a_server_that_was_stopped_is_asked_again(tmp_path: Path) -> None:
+    """A line that was cut off does not count; complete is what has all answers and an end."""
+    soak = run.Soak(tmp_path, 2)
+    method = run.Method(run.Contender("cp"))
+    path = soak.file_of(method)
+    assert soak.records(method) is None
+    lines = [answer(0, [1]), {"memory": 9, "answered": 1}, answer(1, [2]), soaked().end]
+    for count, whole in ((2, False), (3, False), (4, True)):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines[:count]) + '{"index": 2, "ids": [')
+        assert (soak.records(method) is not None) is whole
+    records = checks.read(path)
+    assert {index: record["ids"] for index, record in records.answers.items()} == {0: [1], 1: [2]}
+    assert len(records.samples) == 1 and records.total(checks.PREEMPTIONS) == 1
+    assert run.Soak(tmp_path, 3).records(method) is None
 
 
 def test_every_fault_of_a_server_is_in_its_row() -> None:

@@ -37,7 +37,7 @@ KINDS = {
         "papers.options:AcceptanceOptions", "papers.acceptance:run",
         "whether greedy text is vLLM's own on all of a file's prompts, and how many drafts are accepted",
         "Decode a file's chats with one contender after the other, drafting in every step.",
-        frozenset({"temperature", "rounds", "alive"}),
+        frozenset({"temperature", "rounds", "alive", "together", "group", "turn_steps"}),
     ),
     "curves": Kind(
         "results.options:CurvesOptions", "results.curves:run", "curves of training",
