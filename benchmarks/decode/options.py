@@ -27,7 +27,7 @@ class DecodeOptions(BenchOptions):
     new_tokens: int = Field(128, ge=8, description="tokens each request generates")
     turn_steps: int | None = Field(
         None, ge=1, description="steps of a turn, after which the next engine goes on with its batch, until a request "
-        "ends: tells differences of one per cent where the machine's speed drifts (none: a turn is a whole batch)"
+        "ends: the machine's speed drifts less within so short a round (none: a turn is a whole batch)"
     )  # fmt: skip
     group: Annotated[tuple[int, ...], COMMAS] = Field(
         (), description="preset: worker groups with so many candidates each, and two tensor-parallel ranks, beside "

@@ -15,7 +15,6 @@ from vllm_ppd.benchmarks.harness.machine import free_bytes, peak_bytes
 from vllm_ppd.vllm_plugins.engine.metrics import totals
 
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
-PARTS = {"execute_model": "worker", "sample_tokens": "worker", "propose_draft_token_ids": "draft"}
 
 
 @dataclass
@@ -63,10 +62,9 @@ class Engine:
         self._seconds: defaultdict[str, float] = defaultdict(float)
         worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
         self._timed = worker is not None  # not where workers are processes of their own
-        for owner in (worker, getattr(worker, "model_runner", None)):
-            for name in PARTS:
-                if hasattr(owner, name) and not (owner is not worker and PARTS[name] == "worker"):
-                    self._time(owner, name)
+        self._time(worker, "execute_model", "worker")
+        self._time(worker, "sample_tokens", "worker")
+        self._time(getattr(worker, "model_runner", None), "propose_draft_token_ids", "draft")
         cache = self._engine.vllm_config.cache_config
         capacity = (cache.num_gpu_blocks or 0) * cache.block_size
         self.facts = {"kv_cache_tokens": capacity, "peak_bytes": peak_bytes(), "free_bytes": free_bytes()}
@@ -84,16 +82,18 @@ class Engine:
 
         scheduler.make_spec_decoding_stats = counted
 
-    def _time(self, owner: Any, name: str) -> None:
-        """Add up the seconds of every call of owner.name."""
-        original = getattr(owner, name)
+    def _time(self, owner: Any, name: str, part: str) -> None:
+        """Add the seconds of every call of owner.name, where it has that, to those of a part."""
+        original = getattr(owner, name, None)
+        if original is None:
+            return
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._seconds[PARTS[name]] += time.perf_counter() - started
+                self._seconds[part] += time.perf_counter() - started
 
         setattr(owner, name, timed)
 
