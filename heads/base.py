@@ -92,6 +92,11 @@ class HeadsConfig(BaseModel, ABC):
         """Every setting that was calibrated, with what it costs, on greedy texts or on sampled ones."""
 
     @property
+    def recommended(self) -> dict[str, Any]:
+        """Options of the server, by name, that these heads recommend a value for."""
+        return {"num_speculative_tokens": self.num_speculative_tokens, "draft_vocab_size": self.draft_vocab_size}
+
+    @property
     def max_drafts(self) -> int | None:
         """Drafts a step that they can make at most (None: any number)."""
         return None

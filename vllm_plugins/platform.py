@@ -108,27 +108,6 @@ def speculators_algorithms() -> set[str]:
     return set(SUPPORTED_SPECULATORS_TYPES)
 
 
-def offline_engine(**arguments: Any) -> Any:
-    """vLLM's LLM."""
-    from vllm import LLM
-
-    return LLM(**arguments)
-
-
-def sampling_params(**settings: Any) -> Any:
-    """vLLM's SamplingParams."""
-    from vllm import SamplingParams
-
-    return SamplingParams(**settings)
-
-
-def new_output_only() -> Any:
-    """The output kind of a request whose tokens are handed out as they are generated, each once."""
-    from vllm.sampling_params import RequestOutputKind
-
-    return RequestOutputKind.DELTA
-
-
 def invalid_request(message: str, parameter: str) -> Exception:
     """An error that vLLM's front end answers with HTTP 400."""
     from vllm.exceptions import VLLMValidationError

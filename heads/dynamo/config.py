@@ -90,6 +90,10 @@ class DynaMoConfig(HeadsConfig):
             raise ValueError(f"n-grams of {self.tokens} of {self.target.vocab_size} tokens do not fit 63 bits")
         return self
 
+    @property
+    def recommended(self) -> dict[str, Any]:
+        return {**super().recommended, "eps_b": self.sampling.eps_b}
+
     def describe(self) -> str:
         masks = f"masks of order {', '.join(map(str, self.cooccurrence_entries))}" if self.cooccurrence_entries else ""
         return f"T{self.tokens}, {masks or 'no masks'}"

@@ -96,6 +96,10 @@ class EarlyConfig(HeadsConfig):
         nearest = min(self.exit_layers, key=lambda layer: (abs(layer - middle), layer))
         return tuple(self.default_exit_layers or [nearest])
 
+    @property
+    def recommended(self) -> dict[str, Any]:
+        return {**super().recommended, "exit_layer": self.serving_exits}
+
     def describe(self) -> str:
         return f"a {self.head} at {len(self.exit_layers)} exit layers"
 

@@ -134,7 +134,7 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(monkeypatch: pyt
         llm_engine = None
 
     monkeypatch.setattr(platform, "is_cpu", lambda: True)
-    monkeypatch.setattr(platform, "offline_engine", lambda **arguments: given.update(arguments) or Engine())
+    monkeypatch.setattr(generation, "LLM", lambda **arguments: given.update(arguments) or Engine())
     monkeypatch.setattr(generation.os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)

@@ -201,7 +201,7 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
     args.speculative_config = {
         "method": "custom_class",
         "model": config.proposer,
-        "num_speculative_tokens": config.most_drafts,
+        "num_speculative_tokens": config.max_drafts,
         "draft_sample_method": config.draft_sample_method,
         **config.choice_of_drafts(),
     }

@@ -92,8 +92,6 @@ def _names_heads(model: str) -> bool:
         return is_heads_folder(path)
     if os.path.exists(path) and not model.endswith(".gguf"):
         wrong = "is a file, not the folder that it lies in"
-    elif not model.strip():
-        wrong = "is empty"
     elif model.startswith(("./", "../", "/", "~")):
         wrong = "does not exist"
     elif VLLMS.fullmatch(model):
@@ -101,15 +99,20 @@ def _names_heads(model: str) -> bool:
     elif re.fullmatch("[^/ ]+/[^/ ]+", model) and len(model) <= 200:
         return _is_on_hub(model)
     else:
-        wrong = "is neither a method nor a folder"
+        wrong = "is neither a method nor a folder" if model.strip() else "is empty"
     raise OptionError(
         f"speculative model {quoted(model)} {wrong}; give a method ({', '.join(METHODS)}), a heads folder, or "
         "ORGANISATION/NAME on the Hub (for a draft model of vLLM's, its method, too)"
     )
 
 
-def _is_on_hub(model: str) -> bool:
+def _is_on_hub(model: str, serving: bool = False) -> bool:
     """Whether a name on the Hub is that of heads.
+
+    Args:
+        model: the name; only that of heads may have a revision.
+        serving: it is to be served, so that vLLM asks the Hub next. Then the Hub is asked only if its cache does not
+            tell, and it is left to vLLM to say that it does not answer.
 
     Raises:
         HeadsError: if the Hub does not have it, or cannot be asked.
@@ -118,10 +121,15 @@ def _is_on_hub(model: str) -> bool:
     name = hub_name(model)
     if name is None or platform.uses_modelscope():
         return False
+    if serving and name.revision is not None:
+        return True
+    config = cached(model, CONFIG_NAME) if serving else None
     try:
-        ours = is_heads_folder(folder_of(model, CONFIG_NAME))
-    except MissingFile:
-        return False
+        ours = is_heads_folder(folder_of(model, CONFIG_NAME) if config is None else os.path.dirname(config))
+    except HeadsError as error:
+        if serving or isinstance(error, MissingFile):
+            return False
+        raise
     if not ours and name.revision is not None:
         raise OptionError(
             f"speculative model {quoted(model)} holds no heads; give the revision of a draft model as revision in "
@@ -171,7 +179,7 @@ def served_heads(
     """
     if not isinstance(model, str):
         return None
-    if _served_from_hub(model):
+    if _is_on_hub(model, serving=True):
         if revision is not None:
             raise OptionError(
                 f"{quoted(model)} are heads, and --revision is the target's; name theirs as ORGANISATION/NAME@REVISION "
@@ -185,24 +193,6 @@ def served_heads(
             raise OptionError(f"model {quoted(model)} cannot be served: its name is too long") from None
         return None
     return _served(model, given) if os.path.isdir(model) and is_heads_folder(model) else None
-
-
-def _served_from_hub(model: str) -> bool:
-    """Whether a model to serve is the name of heads on the Hub.
-
-    A name with a revision is: vLLM has none. Of any other the Hub is asked only if its cache does not tell, and nothing
-    is said where it does not answer: that is for vLLM to say, which asks next.
-    """
-    name = hub_name(model)
-    if name is None or platform.uses_modelscope():
-        return False
-    if name.revision is not None:
-        return True
-    try:
-        config = cached(model, CONFIG_NAME)
-        return is_heads_folder(folder_of(model, CONFIG_NAME) if config is None else os.path.dirname(config))
-    except HeadsError:
-        return False
 
 
 def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, Any]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_ppd.heads.errors import UserError
+from vllm_ppd.heads.layout import Drafts
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.vllm_plugins.registry import METHODS
 
@@ -21,6 +22,10 @@ FLAGS_OF_VLLM = {"method": "--spec-method", "model": "--spec-model", "num_specul
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
 LARGEST = 2**31 - 1  # of counts that have no other bound
 LONGEST_NAME = 64  # characters that are compared with the options' names
+
+
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class OptionError(UserError):
@@ -45,10 +50,8 @@ class DraftingOptions(BaseModel):
         description="heads folder, or heads on the Hub (ORGANISATION/NAME[@REVISION]); early drafting does without: "
         "the exit is then read through the target's own final norm and LM head",
     )
-    num_speculative_tokens: int = Field(
+    num_speculative_tokens: Drafts = Field(
         3,
-        ge=1,
-        le=16,
         description="drafts per request and step (default 3, or what the heads recommend); with pipeline parallelism "
         "the worker group emits up to one token more than this a step",
     )
@@ -58,11 +61,9 @@ class DraftingOptions(BaseModel):
         "exceeds gamma is taken (default: what the heads recommend, or the middle of the model, on a GPU a quarter); "
         "with pipeline parallelism the layer at which the stages are split, from the middle on",
     )
-    gamma: float = Field(
+    gamma: Share = Field(
         0.0,
-        ge=0.0,
-        lt=1.0,
-        allow_inf_nan=False,
+        lt=1,
         description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
     )
     schedule: Literal["deferred", "parallel"] = Field(
@@ -71,11 +72,9 @@ class DraftingOptions(BaseModel):
         "ones; parallel: ParaDecode's own, a token's deep layers and the next token's shallow ones in the same batched "
         "products, verified and restarted within the step (fewer launches, not fewer bytes)",
     )
-    eps_b: float | None = Field(
+    eps_b: Share | None = Field(
         None,
-        ge=0.0,
-        le=1.0,
-        allow_inf_nan=False,
+        le=1,
         description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
         "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
     )
@@ -88,10 +87,9 @@ class DraftingOptions(BaseModel):
         description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample whose "
         "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
     )
-    draft_vocab_size: int | None = Field(
+    draft_vocab_size: Count | None = Field(
         None,
         ge=16,
-        le=LARGEST,
         description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
         "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
     )
@@ -115,18 +113,15 @@ class DraftingOptions(BaseModel):
         "and kept beside vLLM's compile cache for later starts; measure: measure them anew, as after a change that "
         "makes the machine faster or slower",
     )
-    prompt_lookup_min: int | None = Field(
+    prompt_lookup_min: Count | None = Field(
         None,
-        ge=1,
         le=LONGEST_LOOKUP,
         description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
         "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
         "drafts have a higher expected speed-up (default: no lookup; try 2 or 3)",
     )
-    prompt_lookup_drafts: int | None = Field(
+    prompt_lookup_drafts: Drafts | None = Field(
         None,
-        ge=1,
-        le=16,
         description="drafts of the prompt lookup per request and step, which may be more than the method's (default: "
         "num_speculative_tokens)",
     )
@@ -135,16 +130,12 @@ class DraftingOptions(BaseModel):
         description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
         "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt lookup)",
     )
-    max_drafting_requests: int | None = Field(
+    max_drafting_requests: Count | None = Field(
         None,
-        ge=1,
-        le=LARGEST,
         description="soft batch cut-off: only the first so many requests of a batch draft",
     )
-    disable_by_batch_size: int | None = Field(
+    disable_by_batch_size: Count | None = Field(
         None,
-        ge=1,
-        le=LARGEST,
         description="hard batch cut-off: in batches of more requests than this none drafts, and decode steps skip "
         "dynamo's heads unless verify is false (default: none; 8 with pipeline parallelism)",
     )

@@ -33,18 +33,15 @@ def drafting_allowed(extra_args: Mapping[str, Any] | None) -> bool:
     Raises:
         ValueError: if the value is not a truth value: a bool, 0, 1, "true" or "false".
     """
-    if not extra_args or DRAFT not in extra_args:
-        return True
-    value = extra_args[DRAFT]
-    if isinstance(value, str) and value.lower() in _TEXTS:
-        return _TEXTS[value.lower()]
-    if isinstance(value, int) and value in (0, 1):
-        return bool(value)
+    value = (extra_args or {}).get(DRAFT, True)
+    truth = _TEXTS.get(value.lower(), value) if isinstance(value, str) else value
+    if isinstance(truth, int) and truth in (0, 1):
+        return bool(truth)
     raise ValueError(f"vllm_xargs[{DRAFT!r}]={quoted(value)} is not a truth value; use true or false")
 
 
 def back_off_threshold(extra_args: Mapping[str, Any] | None) -> float | None:
-    """A request's own eps_b, or None.
+    """The eps_b that a request sets, or None.
 
     Raises:
         ValueError: if the value is not a number in 0..1.
@@ -63,9 +60,7 @@ def check_names(extra_args: Mapping[str, Any] | None) -> None:
     Raises:
         ValueError: naming the nearest key.
     """
-    for key in extra_args or ():
-        if key in OPTIONS or not isinstance(key, str):
-            continue
+    for key in (key for key in extra_args or () if isinstance(key, str) and key not in OPTIONS):
         name = key.strip()[:LONGEST_NAME].lower()
         if near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=0 if name.startswith(PREFIX) else NEAR):
             raise ValueError(f"vllm_xargs has no key {quoted(key)}; did you mean {near[0]!r}?")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
@@ -53,9 +53,10 @@ def resolve(
     given, method = options.model_fields_set, METHODS[options.method]
     values = options.model_dump() | {"num_layers": num_layers, "stages": stages}
     if heads is not None:
-        values |= {name: value for name, value in _recommended(options, heads).items() if name not in given}
+        values |= {name: value for name, value in heads.recommended.items() if name not in given}
         values["heads_summary"] = heads.describe()
-        if values["draft_vocab_size"] == heads.target.vocab_size:
+        unverified = not options.verify and "draft_vocab_size" not in given  # the output, of the whole vocabulary
+        if unverified or values["draft_vocab_size"] == heads.target.vocab_size:
             values["draft_vocab_size"] = None
     if "exit_layer" in method.options and (stages > 1 or values["exit_layer"] is None) and "exit_layer" not in given:
         values["exit_layer"] = (_default_exit(num_layers, heads, stages, runners),)
@@ -87,18 +88,6 @@ def resolve(
     config = DraftingConfig.model_construct(**values)
     refuse(of_options(options, config, heads))
     return config
-
-
-def _recommended(options: DraftingOptions, heads: HeadsConfig) -> dict[str, Any]:
-    """Options that heads recommend a value for."""
-    values: dict[str, Any] = {"num_speculative_tokens": heads.num_speculative_tokens}
-    if options.verify:  # unverified drafts are the output, of the whole vocabulary
-        values["draft_vocab_size"] = heads.draft_vocab_size
-    if hasattr(heads, "serving_exits"):
-        values["exit_layer"] = heads.serving_exits
-    if hasattr(heads, "sampling"):
-        values["eps_b"] = heads.sampling.eps_b
-    return values
 
 
 def _default_exit(num_layers: int, heads: HeadsConfig | None, stages: int, runners: Runners) -> int:

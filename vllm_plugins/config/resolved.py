@@ -43,7 +43,7 @@ class DraftingConfig(DraftingOptions):
         return self.prompt_lookup_drafts or self.num_speculative_tokens
 
     @property
-    def most_drafts(self) -> int:
+    def max_drafts(self) -> int:
         """Drafts per request and step, of whichever source."""
         return max(self.num_speculative_tokens, self.most_lookup_drafts)
 
@@ -84,32 +84,30 @@ class DraftingConfig(DraftingOptions):
 
     def summary(self) -> str:
         """The start-up line: what drafts, from which layer, with which heads."""
-        parts = []
-        if self.stages > 1:
-            parts.append(f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers")
-            parts.append(f"{self.candidates} candidate{'s' * (self.candidates > 1)}")
-        elif self.exit_layer:
-            parts.append(f"exit layer {'/'.join(map(str, self.exit_layer))} of {self.num_layers}")
-        if self.model is None:
-            parts.append("no heads (final norm and LM head of the target)")
+        group, exits = self.stages > 1, "/".join(map(str, self.exit_layer or ()))
+        if group:
+            where = f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers, "
+            where += f"{self.candidates} candidate{'s' * (self.candidates > 1)}"
+            drafts = f"{self.num_speculative_tokens + 1} micro-steps a step"
         else:
-            parts.append(f"heads {self.model}" + (f" ({self.heads_summary})" if self.heads_summary else ""))
-        if self.stages > 1:
-            parts.append(f"{self.num_speculative_tokens + 1} micro-steps a step")
-        else:
-            most = "up to " if self.adaptive else ""
-            by_batch = " by batch size" if self.drafts_by_batch_size else ""
-            parts.append(f"{most}{self.num_speculative_tokens} drafts{by_batch} ({self.draft_sample_method})")
-        if self.prompt_lookup_min is not None:
-            drafts = f"up to {self.most_lookup_drafts} drafts"
-            parts.append(f"prompt lookup from {self.prompt_lookup_min} tokens on ({drafts})")
-        if self.draft_vocab_size is not None:
-            parts.append(f"draft vocabulary {self.draft_vocab_size}")
-        if self.exit_layer and self.stages == 1:
-            parts.append(f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel"))
-        if self.eps_b is not None:
-            parts.append(f"eps_b {self.eps_b:g}")
-        parts.append(f"runner {self.runner.upper()}" + (f" ({self.v1_because})" if self.v1_because else ""))
+            where = f"exit layer {exits} of {self.num_layers}" if exits else ""
+            drafts = f"{'up to ' * self.adaptive}{self.num_speculative_tokens} drafts"
+            drafts += f"{' by batch size' * bool(self.drafts_by_batch_size)} ({self.draft_sample_method})"
+        lookup = f"prompt lookup from {self.prompt_lookup_min} tokens on (up to {self.most_lookup_drafts} drafts)"
+        about_heads, because = (f" ({text})" if text else "" for text in (self.heads_summary, self.v1_because))
+        parts = (
+            where,
+            f"heads {self.model}{about_heads}" if self.model else "no heads (final norm and LM head of the target)",
+            drafts,
+            lookup if self.prompt_lookup_min else "",
+            f"draft vocabulary {self.draft_vocab_size}" if self.draft_vocab_size else "",
+            f"gamma {self.gamma:g}" + ", parallel schedule" * (self.schedule == "parallel")
+            if exits and not group
+            else "",
+            "" if self.eps_b is None else f"eps_b {self.eps_b:g}",
+            f"runner {self.runner.upper()}{because}",
+        )
         soft = f"first {self.max_drafting_requests} requests" if self.max_drafting_requests else "none"
         hard = f"above {self.disable_by_batch_size} requests" if self.disable_by_batch_size else "none"
-        return f"drafting with method {self.method}: {', '.join(parts)}, batch cut-offs: soft {soft}, hard {hard}"
+        drafting = ", ".join(filter(None, parts))
+        return f"drafting with method {self.method}: {drafting}, batch cut-offs: soft {soft}, hard {hard}"

@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.write import Continuation, Request
 from vllm_ppd.vllm_plugins import platform
@@ -30,7 +33,7 @@ class OfflineEngine:
         arguments = _cpu_arguments(options) if self._on_cpu else {"dtype": options.precision}
         if options.kv_cache_gib is not None:
             arguments |= platform.kv_cache(options.kv_cache_gib)
-        self._engine = platform.offline_engine(
+        self._engine = LLM(
             model=options.model, max_model_len=options.max_length, seed=options.seed, max_num_seqs=options.batch,
             trust_remote_code=options.trust_remote_code, **arguments,
         ).llm_engine  # fmt: skip
@@ -38,11 +41,11 @@ class OfflineEngine:
     def submit(self, request: Request) -> None:
         processed = self._on_cpu and request.temperature > 0 and request.top_p < 1
         # Given as parameters, these are not vLLM's defaults, which follow the model's generation_config.json.
-        params = platform.sampling_params(
+        params = SamplingParams(
             temperature=request.temperature, top_p=1.0 if processed else request.top_p, max_tokens=request.max_tokens,
             seed=request.seed, stop_token_ids=list(request.stop_ids) or None,
             stop=[request.stop_text] if request.stop_text else None, detokenize=request.wants_text,
-            extra_args={TOP_P: request.top_p} if processed else None, output_kind=platform.new_output_only(),
+            extra_args={TOP_P: request.top_p} if processed else None, output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
         self._engine.add_request(request.key, {"prompt_token_ids": request.prompt}, params)
 

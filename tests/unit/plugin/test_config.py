@@ -216,7 +216,7 @@ def test_lookup_needs_drafts_of_several_sources(options: dict[str, Any], stages:
         resolve(parse_options({**options, "prompt_lookup_min": 2}), 6, stages=stages)
     config = resolve(parse_options({"prompt_lookup_min": 2}), 6)
     assert "prompt lookup from 2 tokens on (up to 3 drafts)" in config.summary()
-    assert config.most_drafts == 3
+    assert config.max_drafts == 3
     with pytest.raises(OptionError, match="prompt_lookup_drafts=5 needs prompt_lookup_min"):
         resolve(parse_options({"prompt_lookup_drafts": 5}), 6)
     with pytest.raises(OptionError, match="adaptive is of no use with verify: false"):
