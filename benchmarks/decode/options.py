@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks.harness.options import BenchOptions
@@ -20,7 +19,7 @@ class DecodeOptions(BenchOptions):
     benchmark = "decode"
     apart = BenchOptions.apart | {"batch_sizes", "group"}
 
-    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
+    batch_sizes: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
         (1, 2, 4, 8, 16), min_length=1, description="requests decoded together"
     )
     prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
@@ -29,17 +28,10 @@ class DecodeOptions(BenchOptions):
         None, ge=1, description="steps of a turn, after which the next engine goes on with its batch, until a request "
         "ends: the machine's speed drifts less within so short a round (none: a turn is a whole batch)"
     )  # fmt: skip
-    group: Annotated[tuple[int, ...], COMMAS] = Field(
+    group: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
         (), description="preset: worker groups with so many candidates each, and two tensor-parallel ranks, beside "
         "vLLM's own two pipeline stages, which are the base; --heads is the groups' folder of early heads"
     )  # fmt: skip
-
-    @field_validator("batch_sizes")
-    @classmethod
-    def _positive(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if min(value) < 1:
-            raise ValueError("a batch holds at least one request")
-        return value
 
     @model_validator(mode="after")
     def _stages_spin(self) -> Self:
@@ -55,5 +47,5 @@ class DecodeOptions(BenchOptions):
             "trust_remote_code": self.trust_remote_code, "max_num_seqs": max(self.batch_sizes),
             "max_model_len": self.prompt_tokens + self.new_tokens + 32, "max_num_batched_tokens": 1024,
             **kv_cache(self.kv_cache_gib), "enable_prefix_caching": False,
-            **json.loads(self.engine),
+            **self.engine,
         }  # fmt: skip

@@ -67,10 +67,11 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
         results.run["distinct_prompts"] = min(len(prompts), wanted)
     if len(prompts) < wanted:
         print(f"{len(prompts)} prompts for {wanted} requests: they come again, which flatters suffix decoding")
-    batches = {
-        (size, number): [prompts[(skipped + start + i) % len(prompts)] for i in range(size)]
-        for size, number, start in _places(options)
-    }
+    batches: dict[tuple[int, int], list[list[int]]] = {}  # by size and round
+    for size in options.batch_sizes:
+        for number in range(options.rounds):
+            batches[size, number] = [prompts[(skipped + i) % len(prompts)] for i in range(size)]
+            skipped += size
     loads = {
         Load(temperature.temperature, size): results
         for temperature, results in zip(options.runs, runs, strict=True)
@@ -78,15 +79,6 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
     }
     _Decoding(options, loads, batches, [prompts[i % len(prompts)] for i in range(others)]).measure(everyone)
     return runs
-
-
-def _places(options: DecodeOptions) -> Iterator[tuple[int, int, int]]:
-    """(batch size, round, first of its prompts)"""
-    start = 0
-    for size in options.batch_sizes:
-        for number in range(options.rounds):
-            yield size, number, start
-            start += size
 
 
 class _Decoding(Session[EngineProcess, Load]):

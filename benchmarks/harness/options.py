@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, field_validator, model_validator
 from typing_extensions import Self
 
 from vllm_ppd.heads.comma_lists import COMMAS
 
 Plain = Literal["ppd", "ngram", "suffix"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Temperature = Annotated[float, Field(ge=0)]
 NONE = BeforeValidator(lambda value: () if value == "none" else value)  # 'none' is an empty list
 PLAIN = (
     "contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding where "
@@ -57,14 +57,14 @@ class BenchOptions(BaseModel):
         None, ge=1, le=16, description="drafts a step of every contender (none: what heads recommend, else 3)"
     )
     rounds: int = Field(5, ge=1, description="turns of each contender at each load")
-    temperature: float = Field(0.0, ge=0, description="0 decodes greedily")
-    temperatures: Annotated[tuple[float, ...], COMMAS] = Field(
+    temperature: Temperature = Field(0.0, description="0 decodes greedily")
+    temperatures: Annotated[tuple[Temperature, ...], COMMAS] = Field(
         (), description="measure at each of these with the same engines, instead of at one temperature; a run each"
     )
     dtype: Dtype = Field("auto", description="arithmetic")
     eager: bool = Field(False, description="without compilation, which starts faster and runs slower")
     kv_cache_gib: float = Field(1.0, gt=0, description="KV cache of each engine")
-    engine: str = Field("{}", description="further engine arguments of all contenders, as JSON")
+    engine: Json[dict[str, Any]] = Field({}, description="further engine arguments of all contenders, as JSON")
     alive: int | None = Field(
         None, ge=2, description="engines alive at once (none: as many as memory allows); only one computes at a time"
     )
@@ -76,22 +76,11 @@ class BenchOptions(BaseModel):
     out: str = Field("bench.json", description="results; a run adds to those that are there")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
-    @field_validator("engine")
-    @classmethod
-    def _is_object(cls, value: str) -> str:
-        try:
-            parsed = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"not JSON ({error})") from None
-        if not isinstance(parsed, dict):
-            raise ValueError('must be a JSON object, as {"tensor_parallel_size": 2}')
-        return value
-
     @field_validator("temperatures")
     @classmethod
-    def _not_negative(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if min(value, default=0) < 0 or len(set(value)) < len(value):
-            raise ValueError("temperatures must be 0 or more, each given once")
+    def _distinct(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("each temperature must be given once")
         return value
 
     @model_validator(mode="after")
@@ -112,4 +101,4 @@ class BenchOptions(BaseModel):
 
     def essence(self) -> dict[str, Any]:
         """What turns must share to be summarised together; contenders are told apart by their own configuration."""
-        return self.model_dump(mode="json", exclude=set(self.apart))
+        return self.model_dump(mode="json", round_trip=True, exclude=set(self.apart))

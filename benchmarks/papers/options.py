@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -97,4 +96,4 @@ class AcceptanceOptions(DecodeOptions):
     @property
     def engine_arguments(self) -> dict[str, Any]:
         own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
-        return {**super().engine_arguments, **own, **json.loads(self.engine)}
+        return {**super().engine_arguments, **own, **self.engine}

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from vllm_ppd.benchmarks.harness.options import NONE, PLAIN, BenchOptions, Plain
 from vllm_ppd.heads.comma_lists import COMMAS
@@ -35,11 +34,11 @@ class ServeOptions(BenchOptions):
     apart = BenchOptions.apart | {"rates", "concurrencies"}
 
     plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field(("ppd",), description=PLAIN)
-    rates: Annotated[tuple[float, ...], COMMAS, NONE] = Field(
+    rates: Annotated[tuple[PositiveFloat, ...], COMMAS, NONE] = Field(
         (1.0, 2.0, 4.0, math.inf),
         description="requests a second, a load each (Poisson arrivals; inf: all at once); 'none' leaves them out",
     )
-    concurrencies: Annotated[tuple[int, ...], COMMAS, NONE] = Field(
+    concurrencies: Annotated[tuple[PositiveInt, ...], COMMAS, NONE] = Field(
         (1, 4, 16), description="requests at once, a load each: the next is sent when one ends; 'none' leaves them out"
     )
     requests: int = Field(32, ge=2, description="requests of a turn")
@@ -55,13 +54,6 @@ class ServeOptions(BenchOptions):
         "custom, ...), with answers of --new-tokens (none: prompts are what our readers find in the data)"
     )  # fmt: skip
     out: str = Field("serve.json", description="results; a run adds to those that are there")
-
-    @field_validator("rates", "concurrencies")
-    @classmethod
-    def _positive(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if any(not part > 0 for part in value):
-            raise ValueError("must be above 0")
-        return value
 
     @field_validator("concurrencies")
     @classmethod
@@ -96,7 +88,7 @@ class ServeOptions(BenchOptions):
             "dtype": self.dtype, "seed": self.seed, "max_model_len": self.context,
             "generation_config": "vllm",  # else requests get the penalties of the model's generation_config.json
             **kv_cache(self.kv_cache_gib),
-            **{name: True for name, value in wished.items() if value}, **json.loads(self.engine),
+            **{name: True for name, value in wished.items() if value}, **self.engine,
         }  # fmt: skip
 
     @property

@@ -233,8 +233,10 @@ def test_heads_are_predicted_by_their_calibration(tmp_path: Path, capsys: Any) -
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch-sizes", "0"], "--batch-sizes 0: a batch holds at least one request"),
-        (["--engine", "[1]"], "must be a JSON object"),
+        (["--batch-sizes", "0"], "--batch-sizes 0: input should be greater than 0"),
+        (["--engine", "[1]"], "--engine [1]: input should be a valid dictionary"),
+        (["--engine", "{"], "--engine {: invalid JSON"),
+        (["--temperatures", "0,-1"], "--temperatures"),
         (["--plain", "lookahead"], "--plain"),
         (["--group", "1", "--turn-steps", "4"], "--turn-steps: vLLM's ranks spin for a second after a step"),
     ],

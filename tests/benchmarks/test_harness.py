@@ -130,7 +130,7 @@ def test_a_run_each_temperature(tmp_path: Path) -> None:
     assert all(run["turns"][0]["temperature"] == run["options"]["temperature"] for run in runs)
     assert [run["finished"] for run in runs] == [False, True] * 2
     assert [run.temperature for run in options(temperature=0.3).runs] == [0.3]
-    with pytest.raises(ValueError, match="each given once"):
+    with pytest.raises(ValueError, match="must be given once"):
         options(temperatures="1,1")
 
 

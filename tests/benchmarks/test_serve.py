@@ -139,9 +139,9 @@ def test_table_and_what_is_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rates", "0"], "--rates 0: must be above 0"),
+        (["--rates", "0"], "--rates 0: input should be greater than 0"),
         (["--rates", "none", "--concurrencies", "none"], "--concurrencies none: no load is left"),
-        (["--rates", "nan"], "--rates nan: must be above 0"),
+        (["--rates", "nan"], "--rates nan: input should be greater than 0"),
     ],
 )
 def test_bad_flags_end_with_one_line(words: list[str], message: str, capsys: Any) -> None:
