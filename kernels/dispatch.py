@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
-    """The implementation of a reference for tensors where this one lies: `chosen(load_rows, index)(saved, index)`.
+    """The implementation of a reference for tensors where this one lies: `chosen(copy_blocks, cache)(...)`.
 
     Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0, else the reference itself.
     """

@@ -102,9 +102,9 @@ def _histogram(
     above = tl.where(entry < entries, values - least, 0.0)
     share = tl.div_rn(above, tl.zeros((BLOCK,), tl.float32) + tl.maximum(greatest - least, TINY))
     index = tl.minimum(tl.maximum((share * BINS).to(tl.int32), 0), BINS - 1)
-    found = tl.histogram(index, BINS, mask=entry < entries)
+    entries_of_bin = tl.histogram(index, BINS, mask=entry < entries)
     bins = tl.arange(0, BINS)
-    tl.atomic_add(counts + row * BINS + bins, found, mask=found > 0)
+    tl.atomic_add(counts + row * BINS + bins, entries_of_bin, mask=entries_of_bin > 0)
 
 
 @triton.jit

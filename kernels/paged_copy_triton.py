@@ -53,7 +53,7 @@ def _likes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(1, dtype=INTEGERS[size], device=device)
 
 
-def _one_run(kv_caches: Sequence[torch.Tensor]) -> bool:
+def _contiguous(kv_caches: Sequence[torch.Tensor]) -> bool:
     """Whether every layer's block is one run of memory, and all layers' are alike."""
     first = kv_caches[0]
     if len({(cache.dtype, cache.shape[1:], cache.stride()) for cache in kv_caches}) > 1:
@@ -70,7 +70,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], source_blocks: torch.Tensor, 
     """As the reference; layers that differ, and blocks that are no single run, go through it."""
     if len(kv_caches) == 0 or len(source_blocks) == 0:
         return
-    if not _one_run(kv_caches):
+    if not _contiguous(kv_caches):
         paged_copy.copy_blocks(kv_caches, source_blocks, target_blocks)
         return
     first = kv_caches[0]

@@ -48,8 +48,8 @@ def entry_places(
         write(block, offset, torch.ones(numbers // size))
         return block.flatten().nonzero().squeeze(1)
 
-    found = [written(offset) for offset in range(size)]
-    alike = all(len(places) == len(found[0]) for places in found)
-    if not alike or sorted(torch.cat(found).tolist()) != list(range(numbers)):
+    places_of = [written(offset) for offset in range(size)]
+    alike = all(len(places) == len(places_of[0]) for places in places_of)
+    if not alike or sorted(torch.cat(places_of).tolist()) != list(range(numbers)):
         raise ValueError(f"the backend's entries do not divide a block of {numbers} numbers; copy whole blocks instead")
-    return torch.stack(found)
+    return torch.stack(places_of)

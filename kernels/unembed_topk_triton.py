@@ -111,12 +111,12 @@ def _merge(
     row = tl.program_id(0)
     place = tl.arange(0, CANDIDATES)
     at = (place // K * rows + row) * K + place % K
-    found = tl.load(keys + at, mask=place < programs * K, other=NOTHING)
+    candidates = tl.load(keys + at, mask=place < programs * K, other=NOTHING)
     for i in tl.static_range(K):
-        best = tl.max(found, axis=0)
+        best = tl.max(candidates, axis=0)
         tl.store(values + row * K + i, values_of(best))
         tl.store(token_ids + row * K + i, columns_of(best) + vocab_start)
-        found = tl.where(found == best, NOTHING, found)
+        candidates = tl.where(candidates == best, NOTHING, candidates)
     if WITH_SUM:
         part = tl.arange(0, PARTS)
         largest = tl.load(maxima + part * rows + row, mask=part < programs, other=float("-inf"))

@@ -60,8 +60,8 @@ def token_log_probs(
     bias: torch.Tensor | None = None,  # [vocabulary]
 ) -> torch.Tensor:
     """log softmax(E h)[token] of each row, differentiable in the states: tokens' shape, float32 at least."""
-    found = _TokenLogProbs.apply(states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias)
-    return found.view(tokens.shape)
+    log_probs = _TokenLogProbs.apply(states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias)
+    return log_probs.view(tokens.shape)
 
 
 @torch.no_grad()

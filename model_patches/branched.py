@@ -105,7 +105,7 @@ class BranchedModel(ModelCut):
         if self.branches is not None and self.branch_hidden is not None and not self.skip_branches:
             if self.graph_buffers is not None:
                 output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one
-            found = self.branches(positions, *self.in_graph_buffers((before, None)))
-            for hidden, one in zip(self.branch_hidden, found, strict=True):
-                hidden[: output.shape[0]].copy_(one)
+            states = self.branches(positions, *self.in_graph_buffers((before, None)))
+            for hidden, state in zip(self.branch_hidden, states, strict=True):
+                hidden[: output.shape[0]].copy_(state)
         return output

@@ -76,8 +76,8 @@ class StackedLayers:
         q, k = heads.rotary_emb(positions.flatten(), q, k)
         attended = q.new_zeros(*width, heads.q_size)
         parts = (part.unflatten(0, width) for part in (q, k, v))
-        for layer, count, out, *own in zip(self.layers[which], rows, attended, *parts, strict=True):
-            out[:count] = layer.self_attn.attn(*(part[:count] for part in own))
+        for layer, count, out, *states in zip(self.layers[which], rows, attended, *parts, strict=True):
+            out[:count] = layer.self_attn.attn(*(part[:count] for part in states))
         hidden = self._linear("self_attn.o_proj", which, attended)
         hidden, residual = self._norm("post_attention_layernorm", which, hidden, residual)
         hidden = self.activation(self._linear("mlp.gate_up_proj", which, hidden))
@@ -119,7 +119,7 @@ def _stacked(layers: Sequence[nn.Module], name: str) -> torch.Tensor | None:
     if any(parameter is None or parameter.shape != parameters[0].shape for parameter in parameters):
         raise ValueError(f"layers that differ in {name} cannot be stacked")
     stack = torch.empty(len(layers), *parameters[0].shape, dtype=parameters[0].dtype, device=parameters[0].device)
-    for own, parameter in zip(stack, parameters, strict=True):
-        own.copy_(parameter.data)
-        parameter.data = own
+    for view, parameter in zip(stack, parameters, strict=True):
+        view.copy_(parameter.data)
+        parameter.data = view
     return stack

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm_ppd.kernels import cp_mixture_triton, joint_threshold_triton, paged_copy_triton, rows_triton
+from vllm_ppd.kernels import cp_mixture_triton, joint_threshold_triton, paged_copy_triton
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk_triton import unembed_topk
 
@@ -49,8 +49,6 @@ def main() -> None:
     driver.set_active(Target())
     JITFunction.run = compile_only
     index = torch.tensor([1, 2])
-    stores = [torch.zeros(8, 64, dtype=torch.bfloat16) for _ in range(2)]
-    rows_triton.store_rows(stores, index, rows_triton.load_rows(stores, index))
     paged_copy_triton.copy_blocks([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
     for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
         unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
@@ -67,7 +65,6 @@ def main() -> None:
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
         cp_mixture_triton.draft_chain(torch.zeros(rows, 3), logits, torch.arange(rows), None)
         joint_threshold_triton.adaptive_threshold(torch.zeros(rows, 1, 50, 50), torch.zeros(rows))
-        rows_triton.store_rows(stores, torch.arange(rows) % 8, [torch.zeros(rows, 64, dtype=torch.bfloat16)] * 2)
     assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
     mixes = cp_mixture_triton._mix.device_caches[0][0].values()
     assert len(mixes) == 2, f"{len(mixes)} variants of a chain's positions, greedy and sampled"

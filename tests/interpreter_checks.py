@@ -180,15 +180,16 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
     from conftest import drafter_of, start_engine
 
     kernels = {"cp": {"draft_chain"}, "dynamo": {"adaptive_threshold"}}
-    early = {"unembed_topk", "load_rows", "store_rows"}
+    early = {"unembed_topk"}
     for config in options:
         llm = start_engine(Path(model), config)
         drafter, drafts = drafter_of(llm), []
         plan = drafter.draft_plan
         if config["method"] == "dynamo":
             # Else the likeliest n-gram outlives every threshold, and none is computed.
-            drafter.drafter.settings = drafter.drafter.settings.model_copy(update={"repetition_penalty": 1.3})
-            drafter.drafter.context_tokens = 64
+            drafter.host.drafter.settings = drafter.host.drafter.settings.model_copy(update={"repetition_penalty": 1.3})
+            drafter.host.drafter.context_tokens = 64
+            drafter.host.staging.context = torch.full((drafter.host.rows, 64), -1)
 
         def recorded(*args: Any, plan: Any = plan, drafts: list[Any] = drafts) -> Any:
             tokens, made = plan(*args)
@@ -201,7 +202,7 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
             drafts.clear()
             return [generate(llm, prompts(3, 20), greedy(14)), list(drafts)]
 
-        chain = config["method"] == "cp" and drafter.drafter.previous
+        chain = config["method"] == "cp" and drafter.host.drafter.previous
         output, made = same(decode, *({"draft_next"} if chain else kernels.get(config["method"], early)))
         assert any(any(row) for step in made for row in step), config
         print(config["method"], config.get("schedule", ""), len(made), "steps", output[0][:4], flush=True)

@@ -28,12 +28,10 @@ from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import adaptive_threshold
 from vllm_ppd.kernels.paged_copy import copy_blocks
-from vllm_ppd.kernels.rows import load_rows, store_rows
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 
 PAYS = 0.8  # share of the floor, and of torch's time
-WIDTH = 4  # tokens a request in a step: a base token and three drafts
 
 
 class Case(NamedTuple):
@@ -91,12 +89,6 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
     joint /= joint.sum(dim=(1, 2, 3), keepdim=True)
     floor = torch.full((batch,), 1e-5, device=device)
     yield Case("adaptive_threshold", adaptive_threshold, (joint, floor), 2 * 4 * joint.numel())
-    stores = [torch.zeros(2 * WIDTH * batch, d, **half) for _ in range(2)]
-    index = torch.randperm(2 * WIDTH * batch, device=device)[: WIDTH * batch]
-    values = [torch.randn(WIDTH * batch, d, **half) for _ in range(2)]
-    moved = 2 * size * 2 * WIDTH * batch * d
-    yield Case("store_rows", store_rows, (stores, index, values), moved)
-    yield Case("load_rows", load_rows, (stores, index), moved)
     heads, block, content = 8, 16, 256
     caches = [torch.zeros(2 * batch, heads, block, content, **half) for _ in range(args.layers)]
     source = torch.arange(batch, device=device)

@@ -14,7 +14,7 @@ from conftest import drafter_of, runner_of
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.engine.v1.bypass import Bypass
+from vllm_ppd.vllm_plugins.engine.v1.proposer import Bypass
 
 ADAPTIVE = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3, "adaptive": True}
 

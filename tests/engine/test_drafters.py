@@ -74,7 +74,7 @@ def test_propose_never_waits_for_the_device(
         {name: value for name, value in options.items() if name not in how} | {"model": fitted_heads(kind, **how)}
     )
     proposer = drafter_of(llm)
-    watch, drafter = Watch(monkeypatch), proposer.drafter
+    watch, drafter = Watch(monkeypatch), proposer.host.drafter
     monkeypatch.setattr(drafter, "propose", watch.around(drafter.propose, True))
     if hasattr(proposer, "passes"):  # the V1 runner builds attention metadata on the host
         monkeypatch.setattr(proposer.passes, "first", watch.around(proposer.passes.first, False))

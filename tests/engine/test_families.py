@@ -100,7 +100,7 @@ def test_cut_is_exact(
     monkeypatch.setattr(DeferredKVProposer, "forward", compare)
     llm = start_engine(model, {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.01})
     assert generate(llm, prompts(6), greedy(24)) == expected
-    assert drafter_of(llm).target.cut.exit_layers == (2, 4)
+    assert drafter_of(llm).host.target.cut.exit_layers == (2, 4)
     assert max(differences["cut"]) == 0.0
     # The deferred path ran each token through the shallow layers in a batch of another shape: rounding only.
     assert len(differences["deferred"]) > 5
@@ -129,8 +129,8 @@ def test_token_heads_of_every_family(
         return
     expected = alone("batch_16", family=family), alone("arrivals_and_aborts", family=family)
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
-    layers = drafter_of(llm).target.cut.branches.layers
-    assert [type(layer) for layer in layers] == [type(drafter_of(llm).target.cut.adapter.layers[-1])] * 2
+    layers = drafter_of(llm).host.target.cut.branches.layers
+    assert [type(layer) for layer in layers] == [type(drafter_of(llm).host.target.cut.adapter.layers[-1])] * 2
     assert (CASES["batch_16"](llm), CASES["arrivals_and_aborts"](llm)) == expected
     assert llm.counts["accepted"] > 0
 

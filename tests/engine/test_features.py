@@ -65,11 +65,11 @@ def test_lora(engine: Callable[..., Any], fitted_heads: Callable[..., str], adap
     base.counts.clear()
     base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
     assert counts == base.counts
-    target, hidden, ids = drafter_of(llm).target, torch.randn(40, 64), torch.arange(40)
+    target, hidden, ids = drafter_of(llm).host.target, torch.randn(40, 64), torch.arange(40)
     torch.testing.assert_close(
-        target.lm_head.logits(hidden), drafter_of(base).target.lm_head.logits(hidden), rtol=0, atol=1e-5
+        target.lm_head.logits(hidden), drafter_of(base).host.target.lm_head.logits(hidden), rtol=0, atol=1e-5
     )
-    torch.testing.assert_close(target.embed(ids), drafter_of(base).target.embed(ids), rtol=0, atol=0)
+    torch.testing.assert_close(target.embed(ids), drafter_of(base).host.target.embed(ids), rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

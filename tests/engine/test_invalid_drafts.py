@@ -17,9 +17,9 @@ from conftest import our_counter, start_engine
 from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions
-from vllm_ppd.vllm_plugins.engine.invalid_drafts import InvalidDrafts
-from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
-from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.engine.host import DraftingHost
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 from vllm_ppd.vllm_plugins.methods.early.reader import sampled_reading
 
 NAN, INF = float("nan"), float("inf")
@@ -115,14 +115,9 @@ def test_a_reading_of_logits_that_are_not_finite_or_overflow() -> None:
         assert valid == [True, False, False, True, bool(temperature[0] == 0)]
 
 
-def test_drafts_of_the_request_alone_are_dropped() -> None:
-    class Fixed(Proposer):
-        load_model = draft_plan = None  # type: ignore[assignment]
-
-        def __init__(self) -> None:
-            self.invalid = InvalidDrafts(Counters())
-
-    proposer = Fixed()
+def test_drafts_before_an_invalid_one_are_used() -> None:
+    config = DraftingConfig(method="cp", num_layers=6)
+    host = DraftingHost(config, None, torch.device("cpu"), rows=4, num_drafts=3)
     tokens = np.array([[5, 6, 7], [5, INVALID, 7], [5, 6, INVALID], [INVALID, 6, 7]])
-    assert proposer._valid(tokens, np.array([3, 3, 2, 0])).tolist() == [3, 0, 2, 0]
-    assert proposer.invalid.counters.values.tolist() == [float(name == "invalid_drafts") for name in COUNTERS]
+    assert host.valid(tokens, np.array([3, 3, 2, 0])).tolist() == [3, 1, 2, 0]
+    assert host.counters.values.tolist() == [float(name == "invalid_drafts") for name in COUNTERS]

@@ -14,7 +14,7 @@ from conftest import our_counter
 from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shallow
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
-from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Found, find
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Lookup, find
 
 
 def found(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:
@@ -74,9 +74,9 @@ class Sources(Simulation):
         self.sources.find = self.find  # type: ignore[method-assign]
         self.looked_up, self.lookups = False, 0
 
-    def find(self, *_: Any) -> Found:
+    def find(self, *_: Any) -> Lookup:
         has = self.rng.random(self.requests) < self.chance
-        return Found(np.zeros((self.requests, MOST), dtype=np.int64), np.where(has, MOST, 0), np.where(has, 5, 0))
+        return Lookup(np.zeros((self.requests, MOST), dtype=np.int64), np.where(has, MOST, 0), np.where(has, 5, 0))
 
     def run(self, steps: int, acceptance: float | list[float]) -> list[int]:
         most, sampled = [], np.zeros(self.requests, dtype=bool)
@@ -168,7 +168,7 @@ def test_agreements_of_different_lengths_are_known_apart() -> None:
     for _ in range(3000):
         sources.observe(["r"], 1 + (drafts if lengths == 10 else 0 * drafts))
         lengths = int(rng.choice([1, 10]))
-        found = Found(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
+        found = Lookup(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
         sources.find = lambda *_, found=found: found  # type: ignore[method-assign]
         drafts, _ = sources.choose(None, np.array([MOST]), np.array([0]), 1, no)
         chosen[lengths == 10].append(int(drafts[0]))

@@ -15,18 +15,8 @@ from conftest import drafter_of, runner_of, start_engine
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
-from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
 
 pytestmark = pytest.mark.engine
-
-
-def test_saved_states_are_n_plus_1_rows_a_request() -> None:
-    states = SavedStates(16, 4, 64, torch.bfloat16, torch.device("cpu"), has_residual=True)
-    assert states.hidden.shape == (16 * 4, 64)
-    assert states.residual is not None
-    assert states.residual.shape == states.hidden.shape
-    assert states.hidden.dtype == torch.bfloat16
-    assert SavedStates(16, 4, 64, torch.float32, torch.device("cpu"), has_residual=False).residual is None
 
 
 def test_allocated_before_the_kv_cache_is_sized(
@@ -50,22 +40,25 @@ def test_allocated_before_the_kv_cache_is_sized(
     llm = start_engine(tiny_model(), {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.03})
     assert order == ["ours", "kv cache"]
 
-    drafter = drafter_of(llm)
     if_profiled(llm, monkeypatch)
-    saved = drafter.saved
-    assert saved.hidden.shape == (16 * 4, 64)
-    assert drafter.probs is not None
-    assert drafter.probs.shape == (16, 3, tiny.VOCAB)
-    buffers = (saved.hidden, saved.residual, drafter.probs)
+    buffers = buffers_of(drafter_of(llm))
+    # A state of each request's newest token and drafts, and another that takes what padding writes.
+    assert [tuple(buffer.shape) for buffer in buffers] == [(16 * 4 + 1, 64)] * 2 + [(16 + 1, 3, tiny.VOCAB)]
     addresses = [buffer.data_ptr() for buffer in buffers]
     CASES["more_than_fit"](llm)
-    assert [buffer.data_ptr() for buffer in (saved.hidden, saved.residual, drafter.probs)] == addresses
+    assert [buffer.data_ptr() for buffer in buffers_of(drafter_of(llm))] == addresses
+
+
+def buffers_of(proposer: Any) -> list[torch.Tensor]:
+    saved = proposer.deferred.saved
+    return [saved.hidden, saved.residual, proposer.host.q_rows]
 
 
 def if_profiled(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU vLLM's memory profile drafts for every bucket of batch sizes in every way; no sample depends on it."""
     proposer, seen = drafter_of(llm), []
-    stock = proposer.drafter.propose
+    drafter = proposer.host.drafter
+    stock = drafter.propose
 
     def propose(step: Any) -> Any:
         way = "greedy" if step.sampling is None else "sampled" if step.sampling.top_k is None else "truncated"
@@ -73,10 +66,10 @@ def if_profiled(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         return stock(step)
 
     with monkeypatch.context() as patched:
-        patched.setattr(proposer.drafter, "propose", propose)
+        patched.setattr(drafter, "propose", propose)
         patched.setattr(CPUModelRunner, "profile_run", lambda self: None)
         state = torch.get_rng_state()
         runner_of(llm).profile_run()
         assert torch.equal(torch.get_rng_state(), state)
     assert set(seen) == {(n, way) for n in (16, 8, 4, 2, 1) for way in ("greedy", "sampled", "truncated")}
-    assert proposer.saved.req_ids is None
+    assert not proposer.deferred.drafted.any()

@@ -137,7 +137,7 @@ def test_quantised_lm_head_is_read_as_vllm_computes_it(
     started: Callable[..., Any], tiny_model: Callable[..., Path]
 ) -> None:
     """The whole of it by vLLM's own product, a draft vocabulary by the dequantised rows."""
-    target = drafter_of(started("w8a8-head", "cp-short")).target
+    target = drafter_of(started("w8a8-head", "cp-short")).host.target
     assert target.lm_head.plain() is None, "no kernel of ours reads quantised weights"
     weight = load_file(tiny_model() / "model.safetensors")["lm_head.weight"]
     written = quantised.w8a8("lm_head", weight)

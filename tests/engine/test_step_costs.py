@@ -244,9 +244,7 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
         return execute(output, *args)
 
     monkeypatch.setattr(runner, "execute_model", noted)
-    drafter.draft_all(True)
     seconds = time_steps(drafter, looked_up, 3, counts)
-    drafter.draft_all(False)
     assert len(seconds) == 3 and min(seconds) > 0
     decode = steps[1:-1]  # after the prompts, before the end
     timed = decode[1::2]

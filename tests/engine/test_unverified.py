@@ -44,7 +44,7 @@ def test_eps_b_one_is_ordinary_decoding(
 ) -> None:
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 1.0})
     assert CASES[case](llm) == alone(case)
-    assert drafter_of(llm).drafter.states.abs().sum() > 0  # the heads ran
+    assert drafter_of(llm).host.drafter.states.abs().sum() > 0  # the heads ran
 
 
 @pytest.mark.full

@@ -145,8 +145,8 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
 ) -> None:
     """Its logits are those of the whole at its tokens, and nothing else is drafted."""
     drafter = drafter_of(engine(variant(name)))
-    vocabulary, hidden = drafter.drafter.vocabulary, torch.randn(5, 64)
-    whole = drafter.target.lm_head.logits(hidden)
+    vocabulary, hidden = drafter.host.drafter.vocabulary, torch.randn(5, 64)
+    whole = drafter.host.target.lm_head.logits(hidden)
     torch.testing.assert_close(vocabulary.logits(hidden), whole[:, vocabulary.token_ids], rtol=0, atol=1e-5)
     assert vocabulary.place_of[vocabulary.token_ids].tolist() == list(range(len(vocabulary.token_ids)))
     drafted: set[int] = set()
@@ -257,7 +257,7 @@ def test_one_read_of_the_lm_head_serves_all_experts(engine: Callable[..., Any], 
     """3 experts, 4 positions, 16 requests: one product with the unembedding a step."""
     drafter = drafter_of(engine(variant("cp")))
     rows: list[int] = []
-    lm_head = drafter.target.lm_head
+    lm_head = drafter.host.target.lm_head
     original = lm_head.logits
     lm_head.logits = lambda hidden, *args: rows.append(len(hidden)) or original(hidden, *args)
     steps, plan = [], drafter.draft_plan
@@ -290,7 +290,7 @@ def test_compiled(
     """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = tuple(alone(case, enforce_eager=False) for case in ("batch_16", "arrivals_and_aborts"))
     llm = engine(variant(name), enforce_eager=False)
-    cut = getattr(getattr(drafter_of(llm), "target", None), "cut", None)
+    cut = getattr(getattr(drafter_of(llm).host, "target", None), "cut", None)
     parts = [] if cut is None else [*cut.stacks, cut.whole or cut.stacks[0], getattr(cut, "branches", cut.stacks[0])]
     assert all(part.compiled for part in parts)
     assert (name == "middle") <= (cut is not None and cut.whole is not None)

@@ -12,13 +12,11 @@ from typing import Any
 import overfitted
 import pytest
 from cases import generate
-from conftest import our_counter, start_engine
+from conftest import drafter_of, our_counter, start_engine
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-
-from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
 
 pytestmark = pytest.mark.engine
 SAMPLES = 3000
@@ -229,18 +227,20 @@ def test_drafts_that_a_grammar_may_cut_off_are_greedy(
     options = {"method": "ppd", "draft_sample_method": "probabilistic", "exit_layer": 5}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
     seen: list[list[float]] = []
-    original = Proposer.sampling
+    drafter = drafter_of(llm).host.drafter
+    propose = drafter.propose
 
-    def sampling(self: Any, rows: Any, batch: Any) -> Any:
-        found = original(self, rows, batch)
-        seen.append(found.temperature.tolist())
-        return found
+    def noted(step: Any) -> Any:
+        seen.append(step.sampling.temperature.tolist())
+        return propose(step)
 
-    monkeypatch.setattr(Proposer, "sampling", sampling)
+    monkeypatch.setattr(drafter, "propose", noted)
     free = SamplingParams(temperature=0.8, max_tokens=8, ignore_eos=True)
     letters = StructuredOutputsParams(regex="[a-z]{8}")
     generate(llm, [PROMPT] * 2, [free, SamplingParams(temperature=0.8, max_tokens=8, structured_outputs=letters)])
-    assert {tuple(round(each, 3) for each in found) for found in seen if len(found) == 2} == {(0.8, 0.0)}
+    assert {tuple(round(each, 3) for each in temperatures) for temperatures in seen if len(temperatures) == 2} == {
+        (0.8, 0.0)
+    }
 
 
 def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:

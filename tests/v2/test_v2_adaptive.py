@@ -45,6 +45,7 @@ def adaptive(
         )
         monkeypatch.setattr(runner, "adaptive_verification", manager)
         monkeypatch.setattr(speculator, "enable_adaptive_verification", True)
+        monkeypatch.setattr(speculator.host, "confidence", speculator.draft_token_confidence_probs)
         request.addfinalizer(lambda: setattr(runner.rejection_sampler, "enable_adaptive_verification", False))
         runner.rejection_sampler.enable_adaptive_verification = True
         steps: list[Any] = []
@@ -53,7 +54,7 @@ def adaptive(
         def begin_step(batch: Any) -> None:
             stock(batch)
             if batch.num_draft_tokens_per_req is not None:
-                mode = getattr(speculator, "mode", "")
+                mode = speculator.deferred.mode if hasattr(speculator, "deferred") else ""
                 steps.append((int(batch.num_draft_tokens_per_req.sum()), batch.num_draft_tokens, mode))
 
         monkeypatch.setattr(speculator, "begin_step", begin_step)
@@ -90,9 +91,10 @@ def test_confidence_is_that_of_usable_drafts(
 
     def propose(batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         drafts = stock(batch, *args, **kwargs)
-        drafted = speculator.staging.rows[: batch.num_reqs] >= 0  # not after a chunk that leaves the prompt unfinished
+        # Not after a chunk that leaves the prompt unfinished.
+        drafted = speculator.host.staging.rows[: batch.num_reqs] >= 0
         found = speculator.draft_token_confidence_probs[: batch.num_reqs][drafted]
-        seen.append((found.clone(), speculator.usable[batch.idx_mapping[drafted]]))
+        seen.append((found.clone(), speculator.host.usable[batch.idx_mapping[drafted]]))
         return drafts
 
     monkeypatch.setattr(speculator, "propose", propose)

@@ -27,7 +27,7 @@ def modes(v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cou
 
     def begin_step(batch: Any) -> None:
         stock(batch)
-        seen[speculator.mode] += 1
+        seen[speculator.deferred.mode] += 1
 
     monkeypatch.setattr(speculator, "begin_step", begin_step)
     return seen
@@ -68,7 +68,7 @@ def test_shallow_work_is_not_done_twice(
     request, decoded = prompts(1, 20), 12
     generate(v2_engine(EARLY), request, greedy(decoded))
     cycles = 1 + modes["deep"]  # each ends in K + 1 shallow passes of one token
-    width = speculator.width
+    width = speculator.deferred.width
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
 
 
@@ -77,14 +77,16 @@ def test_a_captured_pass_attends_to_the_whole_sequence(
 ) -> None:
     """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each replay of ours would repeat."""
     speculator = runner_of(v2_engine(EARLY)).speculator
-    passes, rows, device = speculator.passes, 2, speculator.device
+    passes, staging, rows, device = speculator.passes, speculator.host.staging, 2, speculator.device
     builder = type(speculator.attn_groups[0][0].get_metadata_builder())
     monkeypatch.setattr(builder, "build_for_cudagraph_capture", as_triton_does)
     passes.prepare_capture(rows)
-    integers = torch.tensor([7, 9], device=device)
-    passes.one_token(1, integers, torch.full((rows,), -1, device=device), integers)
+    integers = staging.positions[:rows] = torch.tensor([7, 9], device=device)
+    staging.clear()
+    passes.one_token(1, integers)
     assert passes.seq_lens[:rows].tolist() == [1, 1]  # nobody's
-    passes.one_token(1, integers, torch.arange(rows, device=device), integers)
+    staging.rows[:rows] = torch.arange(rows, device=device)
+    passes.one_token(1, integers)
     assert passes.seq_lens[:rows].tolist() == [9, 11]
 
 

@@ -13,8 +13,8 @@ from conftest import our_counter, our_log, runner_of
 from test_v2_speculator import METHODS
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
+from vllm_ppd.vllm_plugins.engine.host import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
-from vllm_ppd.vllm_plugins.engine.v2.device_counts import DeviceCounts
 
 pytestmark = pytest.mark.engine
 
@@ -38,7 +38,7 @@ def test_steps_confidence_and_time_are_counted(v2_engine: Callable[..., Any]) ->
 def test_invalid_drafts_are_counted_and_logged_once(v2_engine: Callable[..., Any]) -> None:
     """Heads with a NaN: nothing of theirs is accepted, the output is the target's, and the log says why."""
     llm, expected = v2_engine(METHODS["cp"]), generate(v2_engine(), prompts(2), greedy(12))
-    weights = runner_of(llm).speculator.drafter.gate
+    weights = runner_of(llm).speculator.host.drafter.gate
     sound = weights.clone()
     weights.fill_(float("nan"))
     before = llm.counts.copy()

@@ -57,9 +57,9 @@ def _match(texts: np.ndarray, ends: np.ndarray, longest: int) -> tuple[np.ndarra
     same = np.empty_like(agree)
     for length in range(1, longest + 1):
         first = agree.argmax(axis=1)
-        found = agree[rows, first]
-        lengths[found], places[found] = length, first[found]
-        if length == min(longest, width) or not found.any():
+        matches = agree[rows, first]
+        lengths[matches], places[matches] = length, first[matches]
+        if length == min(longest, width) or not matches.any():
             break
         # A text too short for one more token has no place left, whatever it is compared with.
         wanted = texts[rows, np.maximum(last - length, 0)]

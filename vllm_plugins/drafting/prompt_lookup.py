@@ -21,7 +21,7 @@ KINDS = 2 * (len(LENGTHS) + 1)  # greedy and sampling requests' drafts by length
 PRIOR_WEIGHT = 256.0  # the length of the agreement says more of a draft than the request does
 
 
-class Found(NamedTuple):
+class Lookup(NamedTuple):
     """What the lookup has for each row of a batch."""
 
     tokens: np.ndarray  # [rows, N] drafts, 0 where there are none
@@ -34,7 +34,7 @@ def find(
     ends: np.ndarray,  # [rows] tokens that each has; 0 to look up none
     shortest: int,  # tokens that must agree
     most: int,  # drafts, N
-) -> Found:
+) -> Lookup:
     """Draft what followed the earlier place that agrees with the text's last tokens longest, of several the first.
 
     It is the draft of vLLM's own n-gram method.
@@ -44,7 +44,7 @@ def find(
     offsets = np.arange(most)
     index = np.minimum(places[:, None] + 1 + offsets, token_ids.shape[1] - 1)
     tokens = np.where(offsets < counts[:, None], np.take_along_axis(token_ids, index, axis=1), 0)
-    return Found(tokens.astype(np.int64), counts, lengths)
+    return Lookup(tokens.astype(np.int64), counts, lengths)
 
 
 class DraftSources:
@@ -72,7 +72,7 @@ class DraftSources:
             if controller is not None:
                 controller.observe(req_ids, emitted)
 
-    def find(self, batch: Any, allowed: np.ndarray) -> Found:
+    def find(self, batch: Any, allowed: np.ndarray) -> Lookup:
         """In the prompt and the output of each request of vLLM's batch that may be given drafts."""
         ends = np.where(allowed > 0, batch.lengths, 0).astype(np.int64)
         return find(batch.token_ids, ends, self.shortest, self.most)
@@ -97,15 +97,15 @@ class DraftSources:
         Returns:
             (drafts [rows], their tokens [rows, N] where they were looked up).
         """
-        found = self.find(batch, allowed)
-        drafts = np.minimum(found.counts, allowed)
+        looked_up = self.find(batch, allowed)
+        drafts = np.minimum(looked_up.counts, allowed)
         if self.lookup is None or self.method is None:
             everyone = drafts.any() and drafts[able > 0].all()
-            return (drafts, found.tokens) if everyone else (able, None)
-        kinds = greedy + 2 * np.searchsorted(LENGTHS, found.lengths, side="right")
+            return (drafts, looked_up.tokens) if everyone else (able, None)
+        kinds = greedy + 2 * np.searchsorted(LENGTHS, looked_up.lengths, side="right")
         drafts = self.lookup.choose(drafts, emitting, kinds)
         if drafts.any() and self.lookup.gain >= self.method.expected(able, emitting, greedy):
             self.method.retract()
-            return drafts, found.tokens
+            return drafts, looked_up.tokens
         self.lookup.retract()
         return self.method.choose(able, emitting, greedy), None

@@ -100,7 +100,7 @@ class TargetLMHead(LMHead):
         """
         return self._read(lambda hidden: self.logits(hidden)[:, token_ids], vllm_config, device)
 
-    def own_shard(self, vllm_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def shard_of_rank(self, vllm_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """E* of this rank's shard [shard_size, hidden] and its bias [shard_size].
 
         Raises:

@@ -42,7 +42,7 @@ class Target:
         self.hidden_size: int = vllm_config.model_config.hf_text_config.hidden_size
         self.max_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self.lm_head = TargetLMHead(self.model)
-        self._adapted = [one for one in self.model.modules() if isinstance(one, VocabParallelEmbeddingWithLoRA)]
+        self._adapted = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbeddingWithLoRA)]
 
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """y = W x for a matrix [out, in], packed for the platform's fastest product and whole on every rank."""

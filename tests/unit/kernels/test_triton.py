@@ -82,13 +82,13 @@ class OnGPU:
 
 
 def test_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ppd.kernels.rows import load_rows
-    from vllm_ppd.kernels.rows_triton import load_rows as kernel
+    from vllm_ppd.kernels.paged_copy import copy_blocks
+    from vllm_ppd.kernels.paged_copy_triton import copy_blocks as kernel
 
     monkeypatch.delenv(SWITCH, raising=False)
-    assert chosen(load_rows, torch.ones(1)) is load_rows
-    assert chosen(load_rows, OnGPU()) is kernel  # type: ignore[arg-type]
+    assert chosen(copy_blocks, torch.ones(1)) is copy_blocks
+    assert chosen(copy_blocks, OnGPU()) is kernel  # type: ignore[arg-type]
     monkeypatch.setenv(SWITCH, "always")
-    assert chosen(load_rows, torch.ones(1)) is kernel
+    assert chosen(copy_blocks, torch.ones(1)) is kernel
     monkeypatch.setenv(SWITCH, "0")
-    assert chosen(load_rows, OnGPU()) is load_rows  # type: ignore[arg-type]
+    assert chosen(copy_blocks, OnGPU()) is copy_blocks  # type: ignore[arg-type]

@@ -18,8 +18,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from vllm_ppd.vllm_plugins.draft_length.acceptance import Acceptance
-from vllm_ppd.vllm_plugins.draft_length.controller import EXPLORE_LONGER, FIRST_WAIT, DraftLengthController, State
+from vllm_ppd.vllm_plugins.draft_length.controller import (
+    EXPLORE_LONGER,
+    FIRST_WAIT,
+    Acceptance,
+    DraftLengthController,
+    State,
+)
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 
 Cost = Callable[[int, int], float]

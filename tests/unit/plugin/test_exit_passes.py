@@ -13,9 +13,9 @@ import torch
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches import exit_norm
-from vllm_ppd.vllm_plugins.drafting.buckets import buckets
-from vllm_ppd.vllm_plugins.engine import attention_backends
-from vllm_ppd.vllm_plugins.engine.attention_backends import on_device
+from vllm_ppd.vllm_plugins.engine import outside_steps
+from vllm_ppd.vllm_plugins.engine.host import buckets
+from vllm_ppd.vllm_plugins.engine.outside_steps import on_device
 from vllm_ppd.vllm_plugins.methods.early import reader as exit_reader
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
 
@@ -82,8 +82,8 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(attention_backends, "_warned", set())
-    monkeypatch.setattr(attention_backends.logger, "propagate", True)
+    monkeypatch.setattr(outside_steps, "_warned", set())
+    monkeypatch.setattr(outside_steps.logger, "propagate", True)
     with caplog.at_level(logging.WARNING):
         assert on_device(["FLASH_ATTN", "TRITON_ATTN"]) and not caplog.records
         assert not on_device(["FLASH_ATTN", "FLASHINFER"])

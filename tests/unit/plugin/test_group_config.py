@@ -28,9 +28,9 @@ from vllm_ppd.vllm_plugins.config.refusals import of_candidates, refuse
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
-from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.methods.group import GROUP, stage_channel
 from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
+from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
@@ -282,13 +282,13 @@ def test_candidates_are_read_in_the_memory_profile() -> None:
 
     stage: Any = object.__new__(FirstStage)
     stage.split, stage.requests, stage.candidates = 3, 6, SimpleNamespace(count=4)
-    stage.states = SavedStates(6, 1, 8, torch.float32, torch.device("cpu"), has_residual=True)
-    stage.states.hidden.normal_()
-    before = stage.states.hidden.clone()
+    stage.states, every = CarriedStates(6, 8, torch.float32, torch.device("cpu"), has_residual=True), np.arange(6)
+    stage.states.store(every, (torch.randn(6, 8), torch.randn(6, 8)))
+    before = stage.states.load(every)
     stage.reader = SimpleNamespace(candidates=lambda split, state, k: read.append((split, len(state[0]), k)))
     Runner(stage).profile_run()
     assert profiled and read == [(3, requests, 4) for requests in (6, 4, 2, 1)]
-    assert stage.states.req_ids is None and torch.equal(stage.states.hidden, before)
+    assert all(torch.equal(*parts) for parts in zip(stage.states.load(every), before, strict=True))
     Runner(object.__new__(LastStage)).profile_run()
     assert len(profiled) == 2
 

@@ -25,7 +25,7 @@ from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters, totals
-from vllm_ppd.vllm_plugins.engine.v1.step import with_counts
+from vllm_ppd.vllm_plugins.engine.v1.batch import with_counts
 from vllm_ppd.vllm_plugins.patches import statistics
 
 IN_A_PROCESS = """

@@ -41,5 +41,5 @@ class TopP(LogitsProcessor):
 
 
 def _top_p(params: Any, prompt: list[int] | None, output: list[int]) -> float | None:
-    found = (params.extra_args or {}).get(TOP_P)
-    return None if found is None else float(found)
+    top_p = (params.extra_args or {}).get(TOP_P)
+    return None if top_p is None else float(top_p)

@@ -99,8 +99,8 @@ class DummyBatch:
             if name in result.req_id_to_index:
                 self._emitted[i] += len(result.sampled_token_ids[result.req_id_to_index[name]])
         made = self.runner.take_draft_token_ids()
-        found = {} if made is None else dict(zip(made.req_ids, made.draft_token_ids, strict=True))
-        return [found.get(name, []) for name in self.names]
+        drafts_of = {} if made is None else dict(zip(made.req_ids, made.draft_token_ids, strict=True))
+        return [drafts_of.get(name, []) for name in self.names]
 
 
 def blocks_per_request(runner: Any, length: int) -> list[int]:

@@ -3,34 +3,144 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
-from vllm_ppd.vllm_plugins.engine.attention_backends import on_device
-from vllm_ppd.vllm_plugins.engine.cpu.row_padding import NONE, RowPadding
-from vllm_ppd.vllm_plugins.engine.kv_connector import unseen_by_connectors
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import LayerGroup, Span, SpanAttention, flat_ranges
+from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_connectors
+
+# (KV cache group id, vLLM's attention group, layer names)
+LayerGroup = tuple[int, Any, list[str]]
+
+
+def flat_ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0]+1, ... (lengths[0] of them), starts[1], ... in one array, int64."""
+    if (lengths == 1).all():
+        return starts.astype(np.int64)
+    ends = np.cumsum(lengths)
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1], dtype=np.int64)
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of some requests of the batch."""
+
+    rows: np.ndarray  # [requests] batch rows
+    starts: np.ndarray  # [requests] position of the first token
+    lengths: np.ndarray  # [requests] tokens, at least 1
+    tails: np.ndarray | None = None  # [requests, KV cache groups] block in place of the one of the token; -1: its own
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+
+class SpanAttention:
+    """Builds what the forward context needs for spans of tokens."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+
+    def all_layers(self) -> list[LayerGroup]:
+        """Every layer of the model with its group."""
+        groups = enumerate(self.runner.attn_groups)
+        return [(gid, group, group.layer_names) for gid, some in groups for group in some]
+
+    def build(
+        self,
+        groups: list[LayerGroup],
+        span: Span,
+        positions: torch.Tensor,  # [tokens]
+        padded: int,  # slots to give, at least as many as tokens
+    ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Attention metadata and KV slots [padded] by layer name, one block table a KV cache group."""
+        runner, device = self.runner, self.runner.device
+        num_reqs, num_tokens = len(span.rows), positions.shape[0]
+        seq_lens_np = (span.starts + span.lengths).astype(np.int32)
+        query_start_np = np.zeros(num_reqs + 1, dtype=np.int32)
+        np.cumsum(span.lengths, out=query_start_np[1:])
+        seq_lens_cpu, query_start_cpu = torch.from_numpy(seq_lens_np), torch.from_numpy(query_start_np)
+        seq_lens = seq_lens_cpu.to(device, non_blocking=True)
+        query_start = query_start_cpu.to(device, non_blocking=True)
+        all_rows = span.tails is None and np.array_equal(span.rows, np.arange(runner.input_batch.num_reqs))
+        rows = None if all_rows else torch.from_numpy(span.rows).to(device, non_blocking=True)
+        owner = None
+        if num_tokens != num_reqs:
+            owner = torch.from_numpy(np.repeat(np.arange(num_reqs), span.lengths)).to(device, non_blocking=True)
+
+        metadata: dict[str, Any] = {}
+        slots_of_layer: dict[str, torch.Tensor] = {}
+        for gid, group, names in groups:
+            block_table = runner.input_batch.block_table[gid]
+            table = block_table.get_device_tensor(runner.input_batch.num_reqs)
+            table = table if rows is None else table.index_select(0, rows)
+            if span.tails is not None:
+                self._put_tails(table, span, gid, block_table.block_size)
+            blocks = (positions // block_table.block_size)[:, None]
+            block_ids = (table if owner is None else table.index_select(0, owner)).gather(1, blocks).squeeze(1)
+            slots = torch.full((padded,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+            slots[:num_tokens] = block_ids * block_table.block_size + positions % block_table.block_size
+            common = CommonAttentionMetadata(
+                query_start_loc=query_start,
+                query_start_loc_cpu=query_start_cpu,
+                seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=seq_lens_cpu,
+                num_reqs=num_reqs,
+                num_actual_tokens=num_tokens,
+                max_query_len=int(span.lengths.max()),
+                max_seq_len=int(seq_lens_np.max()),
+                block_table_tensor=table,
+                slot_mapping=slots,
+                causal=True,
+                is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
+                positions=positions,
+            )
+            built = group.build_metadata(common)
+            for name in names:
+                metadata[name] = built
+                slots_of_layer[name] = slots
+        return metadata, slots_of_layer
+
+    def _put_tails(self, table: torch.Tensor, span: Span, gid: int, block_size: int) -> None:
+        """Write the given tail blocks into a copy of the block tables [requests, blocks]."""
+        assert span.tails is not None
+        given = np.flatnonzero(span.tails[:, gid] >= 0)
+        columns = span.starts[given] // block_size
+        where = tuple(torch.from_numpy(part).to(table.device, non_blocking=True) for part in (given, columns))
+        blocks = torch.from_numpy(span.tails[given, gid]).to(table.device, table.dtype, non_blocking=True)
+        table.index_put_(where, blocks)
 
 
 class StackPasses:
     """Runs stacks of a ModelCut over spans of tokens, writing their KV into the target's own paged cache."""
 
-    def __init__(self, runner: Any, cut: ModelCut, padding: RowPadding = NONE) -> None:
+    def __init__(self, runner: Any, cut: ModelCut) -> None:
         self.runner = runner
         self.cut = cut
-        self.padding = padding
         self.attention = SpanAttention(runner)
         self._groups: list[list[LayerGroup]] | None = None
 
-    def first(self, span: Span, token_ids: torch.Tensor) -> CutState:
-        """Stack 0 over a span: [tokens] ids to the state at the first exit."""
+    def zeros(self, tokens: int) -> CutState:
+        """States of so many tokens that ran through nothing."""
+        model_config = self.runner.model_config
+        shape, dtype = (tokens, model_config.hf_text_config.hidden_size), model_config.dtype
+        hidden = torch.zeros(shape, dtype=dtype, device=self.runner.device)
+        return hidden, torch.zeros_like(hidden) if self.cut.adapter.has_residual else None
+
+    def first(self, span: Span, token_ids: torch.Tensor, within_step: bool = False) -> CutState:
+        """Stack 0 over a span: [tokens] ids to the state at the first exit.
+
+        Within a step of vLLM's no CUDA graph runs: the step's own inputs lie where it would read.
+        """
         # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
-        return self._run(0, span, token_ids.to(torch.int32).contiguous(), None)
+        return self._run(0, span, token_ids.to(torch.int32).contiguous(), None, graphs=not within_step)
 
     def deeper(self, level: int, span: Span, state: CutState) -> CutState:
         """A middle stack over a span, from the state at the exit before it."""
@@ -40,12 +150,19 @@ class StackPasses:
         """The target's last stack over a span: normed hidden states [tokens, hidden]."""
         return self._run(len(self.cut.stacks) - 1, span, None, state)
 
-    def _run(self, level: int, span: Span, token_ids: torch.Tensor | None, state: CutState | None) -> Any:
+    def _run(
+        self,
+        level: int,
+        span: Span,
+        token_ids: torch.Tensor | None,
+        state: CutState | None,
+        graphs: bool = True,  # not within a step of vLLM's
+    ) -> Any:
         runner = self.runner
         positions = torch.from_numpy(flat_ranges(span.starts, span.lengths)).to(runner.device, non_blocking=True)
         num_tokens = positions.shape[0]
-        mode, descriptor = self._graph(num_tokens)
-        padded = self.padding.rows(num_tokens) if descriptor is None else descriptor.num_tokens
+        mode, descriptor = self._graph(num_tokens) if graphs else (CUDAGraphMode.NONE, None)
+        padded = num_tokens if descriptor is None else descriptor.num_tokens
         metadata, slots = self.attention.build(self._groups_of(level), span, positions, padded)
         if mode != CUDAGraphMode.NONE:
             # A captured graph reads its inputs where vLLM keeps them.
@@ -54,14 +171,12 @@ class StackPasses:
             if token_ids is not None:
                 runner.input_ids.gpu[:num_tokens].copy_(token_ids)
                 token_ids = runner.input_ids.gpu[:padded]
-        elif padded > num_tokens:
-            positions = _zeros_behind(positions, padded)
-            token_ids = None if token_ids is None else _zeros_behind(token_ids, padded)
         embeddings = self.cut.embeddings(token_ids) if token_ids is not None else None
         if embeddings is not None and mode != CUDAGraphMode.NONE:
             embeddings = runner.inputs_embeds.gpu[:padded].copy_(embeddings)
+        # What a step computes is a connector's to store; what runs between steps is of drafts.
         with (
-            unseen_by_connectors(),
+            unseen_by_connectors() if graphs else nullcontext(),
             set_forward_context(
                 metadata,
                 runner.vllm_config,
@@ -79,13 +194,12 @@ class StackPasses:
                 output = self.cut.stacks[level](positions, *self._padded(state, padded))
         if isinstance(output, torch.Tensor):
             return output[:num_tokens]
-        return tuple(None if one is None else one[:num_tokens] for one in output)
+        return tuple(None if values is None else values[:num_tokens] for values in output)
 
     def _padded(self, state: CutState, padded: int) -> CutState:
         graph_buffers, num_tokens = self.cut.graph_buffers, state[0].shape[0]
         if graph_buffers is None:
-            hidden, residual = state
-            return _zeros_behind(hidden, padded), None if residual is None else _zeros_behind(residual, padded)
+            return state
         self.cut.in_graph_buffers(state)
         if padded > num_tokens:
             graph_buffers[0][num_tokens:padded].zero_()
@@ -105,17 +219,11 @@ class StackPasses:
             if not current_platform.is_cpu():
                 on_device(group.backend.get_name() for groups in self.runner.attn_groups for group in groups)
             self._groups = []
-            for one in range(len(self.cut.stacks)):
-                found = [
-                    (gid, group, self.cut.attention_layers(one, group.layer_names))
+            for stack in range(len(self.cut.stacks)):
+                layers = [
+                    (gid, group, self.cut.attention_layers(stack, group.layer_names))
                     for gid, groups in enumerate(self.runner.attn_groups)
                     for group in groups
                 ]
-                self._groups.append([entry for entry in found if entry[2]])
+                self._groups.append([entry for entry in layers if entry[2]])
         return self._groups[level]
-
-
-def _zeros_behind(rows: torch.Tensor, padded: int) -> torch.Tensor:
-    """[padded, ...]: the given rows, which are not more, and zeros."""
-    more = padded - len(rows)
-    return torch.cat([rows, rows.new_zeros(more, *rows.shape[1:])]) if more else rows

@@ -11,7 +11,6 @@ Overrides, each of which calls vLLM's unless we draft:
     _input_fits_in_drafter     length limits are ours to keep, a request at a time
     propose_draft_token_ids    drafting
     take_draft_token_ids       nothing where nobody drafts
-    _determine_batch_execution_and_padding   rows of padding where drafts are verified, see cpu/row_padding.py
     _prepare_inputs            see nonspeculative_steps.py
     profile_run                drafting takes memory, too, and compiles its kernels
 """
@@ -22,11 +21,10 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.vllm_plugins.engine.v1.dummy_drafts import draft_for_dummies
+from vllm_ppd.vllm_plugins.engine.v1.batch import Step, with_counts
 from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
 from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import SeededRequests
-from vllm_ppd.vllm_plugins.engine.v1.step import Step, with_counts
 from vllm_ppd.vllm_plugins.engine.v1.token_logprobs import TokenLogprobs
 
 
@@ -49,13 +47,6 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
         self.speculative_config = None if self.drafter.bypass.active else self.vllm_config.speculative_config
         return super()._update_states(scheduler_output)
 
-    def _determine_batch_execution_and_padding(self, num_tokens: int, num_reqs: int, *args: Any, **kwargs: Any) -> Any:
-        if num_tokens > num_reqs:
-            num_tokens = self.drafter.padding.rows(num_tokens)
-        return super()._determine_batch_execution_and_padding(  # type: ignore[misc]
-            num_tokens, num_reqs, *args, **kwargs
-        )
-
     def _model_forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -66,7 +57,7 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
     ) -> Any:
         hidden = None
         if positions is not None:
-            hidden = self.drafter.forward(positions)
+            hidden = self.drafter.forward(input_ids, positions)
         if hidden is not None:
             return hidden
         return super()._model_forward(  # type: ignore[misc]
@@ -79,7 +70,7 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
-        draft_for_dummies(self.drafter)
+        self.drafter.warm_up()
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None
@@ -99,12 +90,12 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
         common_attn_metadata: Any,
         slot_mappings: Any,
     ) -> list[list[int]]:
-        step = Step(sampled_token_ids, spec_decode_metadata, sampling_metadata, sample_hidden_states)
+        step = Step(sampled_token_ids, spec_decode_metadata, sampling_metadata, hidden_states)
         drafts = self.drafter.draft(step)
         self._draft_probs = self._draft_prob_req_ids = None
-        if self.drafter.probs is not None and not self.drafter.looked_up and not sampling_metadata.all_greedy:
-            self._draft_probs = self.drafter.probs
-            self._draft_prob_req_ids = list(self.input_batch.req_ids)
+        q_rows = self.drafter.host.q_rows
+        if q_rows is not None and not self.drafter.looked_up and not sampling_metadata.all_greedy:
+            self._draft_probs, self._draft_prob_req_ids = q_rows, list(self.drafter.rows.names)
         return drafts
 
     def take_draft_token_ids(self) -> Any:

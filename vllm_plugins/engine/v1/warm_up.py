@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of, measure_table
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, PRIOR_WEIGHT
-from vllm_ppd.vllm_plugins.engine.kv_connector import unseen_by_connectors
+from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
 from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import most_requests, time_steps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
 
@@ -76,7 +76,6 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
         return None
     largest = min(largest, config.disable_by_batch_size or largest)  # larger batches never draft
     counted = drafter.counters.values.copy()
-    drafter.draft_all(True)
     try:
         # A connector would ask for the scheduler's word on dummy requests. Sampled output must not depend on whether
         # steps were measured.
@@ -88,7 +87,6 @@ def _costs(drafter: Proposer) -> MeasuredCosts | None:
                 for counts, looked_up in steps
             ]
     finally:
-        drafter.draft_all(False)
         drafter.counters.values[:] = counted
     costs = MeasuredCosts(method=tables[0], lookup=tables[1] if lookup else None)
     logger.info("vllm-ppd: step costs measured in %.1f s: %s", time.perf_counter() - started, summary(costs.method))

@@ -11,20 +11,20 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
-from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.engine.attention_backends import on_device
-from vllm_ppd.vllm_plugins.engine.kv_connector import unseen_by_connectors
+from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_connectors
 
 
 class FirstStackPasses:
     """One token a request between steps, and the tokens of some requests within one.
 
     Args:
-        speculator: whose batch it is.
+        speculator: our speculator, whose staged requests they are.
+        cut: of the target.
     """
 
-    def __init__(self, speculator: Any) -> None:
-        self.speculator = speculator
+    def __init__(self, speculator: Any, cut: ModelCut) -> None:
+        self.speculator, self.cut = speculator, cut
         self.vllm_config: Any = speculator.vllm_config
         self.device = speculator.device
         self.max_model_len: int = speculator.max_model_len
@@ -37,7 +37,7 @@ class FirstStackPasses:
         self.bounds: torch.Tensor | None = None  # [requests] of the sequences' lengths; None while a graph is captured
         self.without_attention = False
         self.kv_cache_config: Any = None
-        self.chosen: Any = None  # what a mixed step's first stack runs over
+        self.batch: Any = None  # of the mixed step that runs now
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
         """Take the KV cache; an engine has none while vLLM measures its memory."""
@@ -46,11 +46,11 @@ class FirstStackPasses:
     @property
     def capturable(self) -> bool:
         """Whether a CUDA graph may hold passes whose positions advance."""
-        return on_device(group.backend.get_name() for some in self.speculator.attn_groups for group in some)
+        return on_device(group.backend.get_name() for groups in self.speculator.attn_groups for group in groups)
 
     # Between steps ---------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: Any, without_attention: bool) -> None:
+    def begin_drafting(self, batch: Any, without_attention: bool) -> None:
         """A step's drafts are about to be made."""
         self.without_attention = without_attention
         self.bounds = batch.seq_lens_cpu_upper_bound
@@ -60,15 +60,11 @@ class FirstStackPasses:
         self.without_attention, self.bounds = False, None
         self.block_tables.get_dummy_block_tables(requests)
 
-    def one_token(
-        self,
-        offset: int,
-        token_ids: torch.Tensor,  # [requests] int64
-        rows: torch.Tensor,  # [requests] request rows; -1 writes no KV
-        base: torch.Tensor,  # [requests] positions of the newest tokens
-    ) -> CutState:
-        """The first stack on one token a request."""
+    def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """The first stack on a token of each staged request; rows of padding write no KV."""
+        staging = self.speculator.host.staging
         requests = len(token_ids)
+        rows, base = staging.rows[:requests], staging.positions[:requests]
         wanted = torch.where(rows < 0, 0, base + offset)
         positions = torch.clamp(wanted, max=self.max_model_len - 1, out=self.positions[:requests])
         metadata, slots = None, None
@@ -101,7 +97,7 @@ class FirstStackPasses:
             set_forward_context(metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots),
         ):
             # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
-            return self.speculator.cut.stacks[0](token_ids.to(torch.int32), positions)
+            return self.cut.stacks[0](token_ids.to(torch.int32), positions)
 
     def _metadata(
         self,
@@ -139,45 +135,42 @@ class FirstStackPasses:
 
     # Within a step ---------------------------------------------------------------------------------------------------
 
-    def choose(self, batch: Any, requests: np.ndarray, starts: np.ndarray) -> None:
-        """Note the requests of the step about to run that of_requests will run over.
-
-        Args:
-            batch: vLLM's.
-            requests: places in the batch.
-            starts: [requests of the batch] the first token of each.
-        """
-        lengths = batch.num_scheduled_tokens[requests]
-        first = np.zeros(len(requests) + 1, dtype=np.int32)
-        np.cumsum(lengths, out=first[1:])
-        tokens = np.repeat(starts[requests] - first[:-1], lengths) + np.arange(first[-1])
-        self.chosen = (batch, first, int(lengths.max()), async_tensor_h2d(tokens.astype(np.int64), device=self.device))
+    def begin_step(self, batch: Any) -> None:
+        """A mixed step is about to run."""
+        self.batch = batch
 
     def of_requests(
-        self,
-        requests: np.ndarray,
-        input_ids: torch.Tensor,  # [tokens of the step]
-        positions: torch.Tensor,  # [tokens of the step]
-    ) -> tuple[torch.Tensor, CutState]:
-        """The first stack over every token of some requests: (the tokens' places in the step, their states)."""
-        batch, first, longest, tokens = self.chosen
-        self.chosen = None
-        index = async_tensor_h2d(requests, device=self.device)
-        first_cpu = torch.from_numpy(first)
-        own_positions = positions.index_select(0, tokens)
-        mappings = self.block_tables.slot_mappings.index_select(1, tokens)
+        self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> CutState:
+        """The first stack over every token of some requests.
+
+        Args:
+            requests: places in the batch.
+            index: [tokens] places of their tokens in the step.
+            input_ids, positions: [tokens of the step].
+
+        Returns:
+            States, [tokens, hidden].
+        """
+        batch, self.batch = self.batch, None
+        lengths = batch.num_scheduled_tokens[requests]
+        starts = np.zeros(len(requests) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        places = async_tensor_h2d(requests, device=self.device)
+        token_positions = positions.index_select(0, index)
+        mappings = self.block_tables.slot_mappings.index_select(1, index)
         metadata = self._metadata(
-            async_tensor_h2d(first, device=self.device),
-            first_cpu,
-            longest,
-            batch.seq_lens.index_select(0, index),
+            async_tensor_h2d(starts, device=self.device),
+            torch.from_numpy(starts),
+            int(lengths.max()),
+            batch.seq_lens.index_select(0, places),
             batch.seq_lens_cpu_upper_bound[requests],
-            [table.index_select(0, index) for table in self.block_tables.input_block_tables],
+            [table.index_select(0, places) for table in self.block_tables.input_block_tables],
             mappings,
-            own_positions,
+            token_positions,
             torch.from_numpy(batch.is_prefilling_np[requests]),
         )
         slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
-        with set_forward_context(metadata, self.vllm_config, num_tokens=len(tokens), slot_mapping=slots):
-            state: Any = self.speculator.cut.stacks[0](input_ids.index_select(0, tokens), own_positions)
-        return tokens, state
+        with set_forward_context(metadata, self.vllm_config, num_tokens=len(index), slot_mapping=slots):
+            state: CutState = self.cut.stacks[0](input_ids.index_select(0, index), token_positions)
+        return state

@@ -59,7 +59,7 @@ class DraftingRunnerMixin:
         for new in scheduler_output.scheduled_new_reqs:
             self.speculator.add_request(self.req_states.req_id_to_index[new.req_id], new.sampling_params)
         if scheduler_output.scheduled_new_reqs:
-            self.speculator.requests.apply()
+            self.speculator.host.options.apply()
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
@@ -69,6 +69,6 @@ class DraftingRunnerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if output is not None:
-            self.speculator.take_counts()
+            self.speculator.host.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
         return output

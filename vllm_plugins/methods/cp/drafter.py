@@ -24,8 +24,8 @@ from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, drawn_from, is_greedy
-from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig

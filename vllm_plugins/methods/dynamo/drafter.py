@@ -18,8 +18,8 @@ from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import JointChoice, select
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, divisor
-from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -48,9 +48,9 @@ class DynaMoDrafter(Drafter):
 
     def propose(self, step: DraftInputs) -> Drafts:
         parts = [self._draft(step, part) for part in self.parts(len(step.newest_ids), self.drafts)]
-        found = [None if one[0] is None else torch.cat(one) for one in zip(*parts, strict=True)]
-        counts, *by_draft = found
-        tokens, probs, confidence = (None if one is None else one[:, : step.num_drafts] for one in by_draft)
+        joined = [None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+        counts, *by_draft = joined
+        tokens, probs, confidence = (None if tensors is None else tensors[:, : step.num_drafts] for tensors in by_draft)
         assert tokens is not None
         return Drafts(tokens, counts, probs, confidence)
 

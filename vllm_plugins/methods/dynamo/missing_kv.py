@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import flat_ranges
+from vllm_ppd.vllm_plugins.engine.v1.passes import flat_ranges
 
 
 class MissingKV:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from vllm_ppd.model_patches.branched import BranchedModel
+from vllm_ppd.vllm_plugins.engine.v1.batch import Step
 from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
-from vllm_ppd.vllm_plugins.engine.v1.step import Step
 from vllm_ppd.vllm_plugins.methods.dynamo.drafter import DynaMoDrafter
 from vllm_ppd.vllm_plugins.methods.dynamo.missing_kv import MissingKV
 from vllm_ppd.vllm_plugins.methods.dynamo.unverified import NGramEmission
@@ -28,14 +28,15 @@ class DynaMoProposer(Proposer):
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
-        assert isinstance(self.drafter, DynaMoDrafter) and isinstance(self.target.cut, BranchedModel)
-        self.cut, config = self.target.cut, self.config
+        drafter, cut, config = self.host.drafter, self.host.target.cut, self.config
+        assert isinstance(drafter, DynaMoDrafter) and isinstance(cut, BranchedModel)
+        self.cut = cut
         if not config.verify:
-            self.emission = NGramEmission(self, self.drafter)
+            self.emission = NGramEmission(self, drafter)
         elif config.adaptive or config.disable_by_batch_size is not None:
             self.missing_kv = MissingKV(self.runner, config.num_layers)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
         if self.missing_kv is not None:
             skip = self._skips_draft_layers(self.missing_kv)
             self.cut.skip_branches = skip
@@ -55,10 +56,10 @@ class DynaMoProposer(Proposer):
             return False
         return bool((batch.computed >= np.maximum(batch.prompt_lengths, batch.lengths - 1)).all())
 
-    def begin_step(self, scheduler_output: Any) -> bool:
+    def begin_step(self, scheduler_output: Any) -> None:
         if self.missing_kv is not None:
             self.missing_kv.update_requests(scheduler_output)
-        return super().begin_step(scheduler_output)
+        super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
         """Those whose tokens all have KV in the draft layers."""

@@ -31,8 +31,8 @@ class NGramEmission:
     sample; so does one that is about to reach its length.
     """
 
-    def __init__(self, host: Proposer, drafter: DynaMoDrafter) -> None:
-        self.host, self.drafter = host, drafter
+    def __init__(self, proposer: Proposer, drafter: DynaMoDrafter) -> None:
+        self.proposer, self.drafter = proposer, drafter
 
     def emit(self, logits: torch.Tensor | None, sample: Callable[[], Any]) -> Any:
         """vLLM's SamplerOutput, with n-grams in the rows that take them: sampled_token_ids [rows, n]."""
@@ -44,10 +44,10 @@ class NGramEmission:
         padded = output.sampled_token_ids.shape[1] > 1
         if padded or output.logprobs_tensors is not None:
             return output
-        planner = self.host.planner
-        emitted = self.host.batch.emitting
-        most, _ = planner.most_drafts(emitted, reserved=1)
-        rows = np.flatnonzero(most * planner.several_at_once)
+        proposer = self.proposer
+        emitted, request_rows = proposer.batch.emitting, proposer.request_rows
+        most, _ = proposer.planner.allowed_drafts(emitted, request_rows)
+        rows = np.flatnonzero(most * proposer.host.options.several_at_once[request_rows])
         if not len(rows):
             return output
         n = self.drafter.drafts + 1
@@ -55,26 +55,26 @@ class NGramEmission:
         tokens[:, :1] = output.sampled_token_ids
         for part in self.drafter.parts(len(rows), n):
             chosen = rows[part]
-            index = self.host.index(chosen)
+            index = proposer.index(chosen)
             grams = self._sample(chosen, first_head[index], index)
-            room = self.host.index(most[chosen] + 1)[:, None]
+            room = proposer.index(most[chosen] + 1)[:, None]
             grams = grams.masked_fill(torch.arange(n, device=grams.device) >= room, PLACEHOLDER)
             several = grams[:, 1] != PLACEHOLDER
             tokens[index[several]] = grams[several].to(tokens.dtype)
-        self.host.counters.add("unverified_tokens", int((tokens[:, 1:] != PLACEHOLDER).sum()))
+        proposer.counters.add("unverified_tokens", int((tokens[:, 1:] != PLACEHOLDER).sum()))
         return dataclasses.replace(output, sampled_token_ids=tokens)
 
     def _sample(self, rows: np.ndarray, first_logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """An n-gram of each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
-        host, drafter = self.host, self.drafter
-        metadata = host.batch.sampling_metadata
+        proposer, drafter = self.proposer, self.drafter
+        metadata = proposer.batch.sampling_metadata
         temperature = torch.zeros(len(rows), device=index.device)
         if metadata.temperature is not None:
             temperature = metadata.temperature[index]
         limits = (None if part is None else part[index] for part in (metadata.top_k, metadata.top_p))
         sampling = Sampling(temperature, *limits)
-        places = host.index(host.batch.starts[rows + 1].astype(np.int64) - 1)
+        places = proposer.index(proposer.batch.starts[rows + 1].astype(np.int64) - 1)
         heads = [distribution(logits, sampling).log() for logits in (first_logits, *drafter.logits(places))]
-        eps_b = host.index(host.planner.request_options["eps_b"][rows])
-        context = host.context(rows) if drafter.context_tokens else None
+        eps_b = proposer.index(proposer.host.options.eps_b[proposer.request_rows[rows]])
+        context = proposer.context(rows) if drafter.context_tokens else None
         return drafter.choose(heads, None, eps_b, context).draw(Sampling(temperature))[0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_ppd.vllm_plugins.drafting.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
 if TYPE_CHECKING:
@@ -26,13 +26,10 @@ class EarlyExitDrafter(Drafter):
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
-        self.config, self.exit_layer, self.gamma = config, config.exit_layer[0], config.gamma
+        self.exit_layer, self.gamma = config.exit_layer[0], config.gamma
         cut = target.cut_after(config.exit_layer)
         heads = early_heads(config, target.device, target.dtype)
         self.reader = EarlyReader(cut.adapter, target.lm_head, heads)
-
-    def draft_all(self, on: bool) -> None:
-        self.gamma = 0.0 if on else self.config.gamma
 
     def propose(self, step: DraftInputs) -> Drafts:
         token_ids, readings = step.newest_ids, []
@@ -57,5 +54,5 @@ class EarlyExitDrafter(Drafter):
 
 def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
     """[requests, K, ...] of what each reading has, or None if readings have none."""
-    found = [part for part in parts if part is not None]
-    return torch.stack(found, dim=1) if found else None
+    tensors = [part for part in parts if part is not None]
+    return torch.stack(tensors, dim=1) if tensors else None

@@ -12,8 +12,8 @@ import torch
 from vllm.forward_context import set_forward_context
 
 from vllm_ppd.model_patches.stacked_layers import StackedLayers
-from vllm_ppd.vllm_plugins.engine.kv_connector import unseen_by_connectors
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span, SpanAttention
+from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span, SpanAttention
 
 
 @dataclass

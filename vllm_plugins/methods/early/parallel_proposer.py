@@ -20,36 +20,43 @@ from vllm_ppd.model_patches.base import CutState, adapter_of
 from vllm_ppd.model_patches.stacked_layers import StackedLayers
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
 from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.engine.v1.step import Step
+from vllm_ppd.vllm_plugins.engine.v1.batch import Step
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV
 from vllm_ppd.vllm_plugins.methods.early.parallel_layers import ParallelLayers
 from vllm_ppd.vllm_plugins.methods.early.parallel_schedule import ParallelSchedule
 from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 
 
+class FinalStates(DeferredKV):
+    """The final hidden states of drafts that ran through every layer."""
+
+    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
+        return state[0]
+
+
 class ParallelProposer(DeferredKVProposer):
     """Drafts at exit layers, completes and verifies the drafts in the same step."""
+
+    may_mix = False  # the target is not cut
 
     def load_model(self, model: Any) -> None:
         config, device = self.config, self.runner.device
         adapter = adapter_of(model, self.vllm_config)
         heads = early_heads(config, device, self.vllm_config.model_config.dtype)
-        self.saved = self.allocate_states(has_residual=False)
-        self.allocate_probs()
+        self.allocate_q()
+        self.deferred = FinalStates(self.host, has_residual=False)
         layers = ParallelLayers(self.runner, StackedLayers(adapter.layers))
         reader = EarlyReader(adapter, TargetLMHead(model), heads)
-        self.schedule = ParallelSchedule(config, adapter, layers, reader, self.saved, device)
+        self.schedule = ParallelSchedule(config, adapter, layers, reader, self.deferred, device)
 
-    def draft_all(self, on: bool) -> None:
-        self.schedule.gamma = 0.0 if on else self.config.gamma
+    def warm_up(self) -> None:
+        """No drafter runs by itself here."""
 
-    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
-        """The states are the final ones already."""
-        return state[0]
-
-    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        tokens, made = self.schedule.run(plan, self.sampling(plan.rows, step.sampling), self.probs)
-        self.keep_states(plan, tokens[:, 1:], made)
+    def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        request_rows = self.request_rows[plan.rows]
+        self.schedule.gamma = self.gamma
+        tokens, made = self.schedule.run(plan, request_rows, self.draft_sampling(plan, step), self.host.q_rows)
         self.counters.add("early_predictions", self.schedule.predictions)
         self.counters.add("early_rejections", self.schedule.rejections)
-        return tokens[:, 1:], made
+        return tokens[:, 1:], self.host.valid(tokens[:, 1:], made)

@@ -25,9 +25,9 @@ from vllm_ppd.kernels.sampling import INVALID, Sampling, draw
 from vllm_ppd.model_patches.base import Adapter
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV
 from vllm_ppd.vllm_plugins.methods.early.parallel_layers import ParallelLayers, TokenGroup
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, ExitState, Reading
-from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
 
 
 class ParallelSchedule:
@@ -39,28 +39,32 @@ class ParallelSchedule:
         adapter: Adapter,
         layers: ParallelLayers,
         reader: EarlyReader,
-        saved: SavedStates,
+        deferred: DeferredKV,
         device: torch.device,
     ) -> None:
         assert config.exit_layer is not None
         self.exits, self.gamma, self.num_layers = config.exit_layer, config.gamma, config.num_layers
-        self.adapter, self.layers, self.reader, self.saved, self.device = adapter, layers, reader, saved, device
+        self.adapter, self.layers, self.reader, self.device = adapter, layers, reader, device
+        self.saved, self.width = deferred.saved, deferred.width
         self.predictions = self.rejections = 0  # of the last run
 
-    def run(self, plan: Plan, sampling: Sampling | None, probs: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, plan: Plan, request_rows: np.ndarray, sampling: Sampling | None, q_rows: torch.Tensor | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draft every request's tokens and take them, and its base token, through all layers.
 
         Args:
             plan: who drafts, from which base token, and how many tokens.
+            request_rows: [requests] permanent rows.
             sampling: how drafts of each request are sampled; None to draft greedily.
-            probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
+            q_rows: [request rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
             (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
         """
         requests = len(plan.rows)
-        self.plan, self.sampling, self.probs = plan, sampling, probs
-        self.tokens = torch.zeros(requests, self.saved.width, dtype=torch.int64, device=self.device)
+        self.plan, self.request_rows, self.sampling, self.q_rows = plan, request_rows, sampling, q_rows
+        self.tokens = torch.zeros(requests, self.width, dtype=torch.int64, device=self.device)
         self.tokens[:, 0] = self._index(plan.base_tokens)
         self.newest = np.zeros(requests, dtype=np.int64)  # offset of each request's last token in flight
         self.predictions = self.rejections = 0
@@ -101,13 +105,13 @@ class ParallelSchedule:
         starts, first = [], 0
         rejected = np.zeros(len(self.newest), dtype=bool)
         for (layer, _), (requests, offsets) in zip(states, asked, strict=True):
-            own = reading.rows(torch.arange(first, first + len(requests), device=self.device))
+            readings = reading.rows(torch.arange(first, first + len(requests), device=self.device))
             first += len(requests)
             if layer is None:
-                chosen = self._verify(requests, offsets, own)
+                chosen = self._verify(requests, offsets, readings)
                 rejected[requests[chosen]] = True
             else:
-                chosen = self._predict(requests, offsets, own, ~rejected[requests])
+                chosen = self._predict(requests, offsets, readings, ~rejected[requests])
             starts.append((requests[chosen], offsets[chosen] + 1))
         if rejected.any():
             groups = self._without(groups, rejected)
@@ -120,7 +124,8 @@ class ParallelSchedule:
     def _end(self, group: TokenGroup) -> TokenGroup | None:
         """Keep the final hidden states of tokens that ran all layers; returns those that have a token to verify."""
         group.hidden = self.adapter.norm(group.hidden.contiguous(), group.residual.contiguous())
-        self.saved.store(group.rows * self.saved.width + group.offsets, 0, group.hidden, None)
+        rows = self.request_rows[group.requests]
+        self.saved.store(self._index(rows * self.width + group.offsets), (group.hidden, None))
         more = group.offsets < self.plan.max_drafts[group.requests]
         return group.kept(more, self._index(np.flatnonzero(more))) if more.any() else None
 
@@ -136,16 +141,16 @@ class ParallelSchedule:
         predicted, chosen = self.tokens[rows, columns + 1], final.token_ids
         has_early = self._index(early) & (predicted != INVALID)
         same = has_early & (predicted == chosen)
-        if self.probs is not None and final.probs is not None:
+        if self.q_rows is not None and final.probs is not None:
             # The final layer's distribution, coupled to the prediction so that it is kept as often as can be.
-            batch_rows, p = self._index(self.plan.rows[requests]), final.probs
-            q = torch.where(has_early[:, None], self.probs[batch_rows, columns], 0.0)
+            request_rows, p = self._index(self.request_rows[requests]), final.probs
+            q = torch.where(has_early[:, None], self.q_rows[request_rows, columns], 0.0)
             known = predicted.clamp(min=0)[:, None]
             ratio = (p.gather(1, known) / q.gather(1, known))[:, 0]
             same = has_early & (torch.rand_like(ratio) < ratio)
             drawn = torch.where(chosen == INVALID, INVALID, draw((p - q).clamp(min=0)))
             chosen = torch.where(same, predicted, drawn)
-            self.probs[batch_rows, columns] = p
+            self.q_rows[request_rows, columns] = p
         self.tokens[rows, columns + 1] = chosen
         kept = same.cpu().numpy()
         # What followed a token that was not chosen was predicted in vain as well.
@@ -161,8 +166,8 @@ class ParallelSchedule:
         which = self._index(np.flatnonzero(sure))
         rows, columns = self._index(requests[sure]), self._index(offsets[sure])
         self.tokens[rows, columns + 1] = reading.token_ids[which]
-        if self.probs is not None and reading.probs is not None:
-            self.probs[self._index(self.plan.rows[requests[sure]]), columns] = reading.probs[which]
+        if self.q_rows is not None and reading.probs is not None:
+            self.q_rows[self._index(self.request_rows[requests[sure]]), columns] = reading.probs[which]
         self.predictions += int(sure.sum())
         return sure
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting on the V1 runner: the shallow passes between steps, and the deep pass that completes their KV.
-
-A step whose every scheduled token has a state from the shallow passes runs the target's last stack alone. Any other
-step (a prompt joined, a request came back from preemption) runs the full forward, which is always right.
-"""
+"""Early drafting on runner V1: the passes of the first stack, and which steps take the states they leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,112 +10,94 @@ import torch
 
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
-from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
+from vllm_ppd.vllm_plugins.engine.v1.batch import Batch, Step
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span, StackPasses
 from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span
-from vllm_ppd.vllm_plugins.engine.v1.step import Step
-from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, ScheduledStep
+
+
+class PlannedPasses:
+    """The first stack over the tokens of a plan, and within a step.
+
+    Args:
+        batch: of the runner.
+        passes: of the target's stacks.
+        device: of the target.
+    """
+
+    def __init__(self, batch: Batch, passes: StackPasses, device: torch.device) -> None:
+        self.batch, self.passes, self.device = batch, passes, device
+        self.plan: Plan | None = None  # None while vLLM measures memory
+
+    def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """Run the requests that may draft so far; the others' states are zeros."""
+        requests, plan = len(token_ids), self.plan
+        if plan is None:
+            return self.passes.zeros(requests)
+        active = np.flatnonzero(plan.max_drafts >= offset)
+        span = Span(plan.rows[active], plan.base_positions[active] + offset, np.ones(len(active), dtype=np.int64))
+        if len(active) == requests:
+            return self.passes.first(span, token_ids)
+        index = torch.from_numpy(active).to(self.device, non_blocking=True)
+        whole, state = self.passes.zeros(requests), self.passes.first(span, token_ids[index])
+        for out, values in zip(whole, state, strict=True):
+            if out is not None and values is not None:
+                out.index_copy_(0, index, values)
+        return whole
+
+    def of_requests(
+        self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> CutState:
+        """Run every token of some requests of the step that runs now."""
+        lengths = np.diff(self.batch.starts).astype(np.int64)[requests]
+        span = Span(requests, self.batch.computed.astype(np.int64)[requests], lengths)
+        return self.passes.first(span, input_ids.index_select(0, index), within_step=True)
 
 
 class DeferredKVProposer(Proposer):
     """Runs the first stack for the drafter, keeps its states, and completes the deferred KV in the next step."""
 
+    drafts_for_all = True  # the next step needs the state of every request's newest token
+    may_mix = True  # whether the first stack can run over a part of a step's tokens
+    deferred: DeferredKV
+
     def load_model(self, model: Any) -> None:
         super().load_model(model)
-        self.passes = StackPasses(self.runner, self.target.cut, self.padding)
-        self.saved = self.allocate_states(self.target.cut.adapter.has_residual)
+        cut = self.host.target.cut
+        self.deferred = DeferredKV(self.host, cut.adapter.has_residual)
+        # Token IDs do not say what a multimodal prompt holds.
+        self.may_mix = len(cut.stacks) == 2 and not cut.embedded
+        self.passes = StackPasses(self.runner, cut)
+        self.planned = self.deferred.passes = PlannedPasses(self.batch, self.passes, self.runner.device)
+        self.host.shallow = self.deferred.shallow
 
-    def allocate_states(self, has_residual: bool) -> SavedStates:
-        """Rows for the base token and every draft of as many requests as a batch holds."""
-        scheduler, model_config = self.vllm_config.scheduler_config, self.vllm_config.model_config
-        return SavedStates(
-            scheduler.max_num_seqs,
-            self.config.num_speculative_tokens + 1,
-            model_config.hf_text_config.hidden_size,
-            model_config.dtype,
-            self.runner.device,
-            has_residual,
-        )
+    def add_request(self, row: int, params: Any) -> None:
+        super().add_request(row, params)
+        self.deferred.drafted[row] = False
 
-    def begin_step(self, scheduler_output: Any) -> bool:
-        """A resumed request's KV blocks are not those of its states, and a new one may bear an old name."""
-        changed = super().begin_step(scheduler_output)
-        if changed:
-            self.saved.clear()
-        return changed
-
-    def forward(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """The deep pass of a step whose every scheduled token has a saved state.
-
-        Args:
-            positions: [tokens] of the step, graph padding included.
-
-        Returns:
-            Normed hidden states [tokens, hidden], or None if the step needs the full forward.
-        """
-        if self.saved.req_ids is None:  # nothing was drafted
-            self.counters.add("fallback_steps")
-            return None
+    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
         batch = self.batch
-        query_lens = np.diff(batch.starts).astype(np.int64)
-        num_tokens = int(query_lens.sum())
-        first_positions = batch.computed.astype(np.int64)
-        rows = self.saved.match(batch.req_ids, first_positions, query_lens, batch.input_ids[:num_tokens])
-        self.saved.clear()  # a state is good for one step
-        if rows is None:
-            self.counters.add("fallback_steps")
-            return None
-        self.counters.add("deferred_steps")
-        rows = np.pad(rows, (0, positions.shape[0] - num_tokens))  # the output of padding is not read
-        return self.complete(positions, self.saved.load(rows))
-
-    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
-        """Normed hidden states [tokens, hidden] of tokens from their saved states."""
-        cut = self.target.cut
-        return cut.stacks[-1](positions, *cut.in_graph_buffers(state))
-
-    def draft(self, step: Step) -> list[list[int]]:
-        self.saved.clear()
-        return super().draft(step)
+        names, tokens = batch.req_ids, np.diff(batch.starts).astype(np.int64)
+        drafts = np.array([len(self._drafts.get(name, ())) for name in names], dtype=np.int64)
+        prefilling = batch.computed < batch.prompt_lengths
+        step = ScheduledStep(self.request_rows, tokens, drafts, prefilling, positions.shape[-1])
+        self.deferred.begin_step(step, self.may_mix)
+        try:
+            return self.deferred.forward(input_ids, positions)
+        finally:
+            self.deferred.end_step()
 
     def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        # The base token's state is of use to requests without drafts, too: the next step needs that of all.
-        tokens, made = self.propose_drafts(plan, np.arange(len(plan.rows)), step, self._shallow(plan))
-        self.keep_states(plan, tokens, made)
-        self.counters.add("confidence_stops", int((made < plan.max_drafts).sum()))
+        tokens, made = self.make_drafts(plan, step)
+        self.deferred.drafted[self.request_rows[plan.rows]] = True
         return tokens, made
 
-    def keep_states(self, plan: Plan, drafts: np.ndarray, made: np.ndarray) -> None:
-        """Declare the states of a plan's base tokens and of the drafts made good for the next step."""
-        tokens = np.zeros((len(plan.rows), self.saved.width), dtype=np.int64)
-        tokens[:, 0], tokens[:, 1 : drafts.shape[1] + 1] = plan.base_tokens, drafts
-        self.saved.keep(self.batch.req_ids, plan.rows, plan.base_positions, tokens, made + 1)
+    @property
+    def gamma(self) -> float:
+        """Confidence that a draft must exceed; steps that are timed make every draft."""
+        return self.config.gamma if self.planner.forced is None else 0.0
 
-    def dummy_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """DraftInputs.run_shallow without a pass, which has kernels of vLLM's alone: states go to the rows and back."""
-        width, rows = self.saved.width, np.arange(len(token_ids), dtype=np.int64)
-        states = self.saved.load(rows * width + offset)
-        self.saved.store(rows * width + offset, 1, *states)
-        return states
-
-    def _shallow(self, plan: Plan) -> Callable[[int, torch.Tensor], CutState]:
-        """DraftInputs.run_shallow for the requests of a plan."""
-
-        def run(offset: int, token_ids: torch.Tensor) -> CutState:
-            active = np.flatnonzero(plan.max_drafts >= offset)
-            rows, every = plan.rows[active], len(active) == len(plan.rows)
-            span = Span(rows, plan.base_positions[active] + offset, np.ones(len(active), dtype=np.int64))
-            index = self.index(active)
-            state = self.passes.first(span, token_ids if every else token_ids[index])
-            self.saved.store(rows * self.saved.width + offset, 1, *state)
-            if every:
-                return state
-            whole = (None if part is None else part.new_zeros(len(plan.rows), part.shape[1]) for part in state)
-            hidden, residual = (
-                None if part is None or out is None else out.index_copy_(0, index, part)
-                for part, out in zip(state, whole, strict=True)
-            )
-            assert hidden is not None
-            return hidden, residual
-
-        return run
+    def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Draft for the requests of a plan: (tokens [requests, K], usable drafts [requests])."""
+        self.planned.plan = plan
+        return super().draft_plan(plan, step)

@@ -102,16 +102,16 @@ class EarlyReader:
 
     def sample_together(self, states: list[ExitState], sampling: Sampling) -> Reading:
         """A sample of each row of several states, in one read of the LM head where their logits fit memory."""
-        found, start = [], 0
+        readings, start = [], 0
         for hidden, classifier in self._joined(states):
             at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
             for part in hidden.split(at_once):
                 rows = slice(start, start + len(part))
-                found.append(sampled_reading(self._logits(part, classifier, gather=True), sampling.at(rows)))
+                readings.append(sampled_reading(self._logits(part, classifier, gather=True), sampling.at(rows)))
                 start += len(part)
-        if len(found) == 1:
-            return found[0]
-        return Reading(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        if len(readings) == 1:
+            return readings[0]
+        return Reading(*(torch.cat(parts) for parts in zip(*readings, strict=True)))
 
     def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
@@ -135,7 +135,7 @@ class EarlyReader:
 
     def _shard_topk(self, states: list[ExitState], k: int, with_probability: bool) -> ShardTopK:
         """The k best tokens of this rank's shard: by the kernel that reads it where one runs, else of its logits."""
-        found = []
+        best = []
         for hidden, classifier in self._joined(states):
             start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
             kernel, matrix = chosen(unembed_topk, hidden), None
@@ -144,10 +144,10 @@ class EarlyReader:
                 matrix = self.lm_head.plain() if classifier is None else (classifier, None)
             if matrix is not None:
                 weight, bias = matrix
-                found.append(kernel(hidden, weight, k, start, valid, bias, with_probability))
+                best.append(kernel(hidden, weight, k, start, valid, bias, with_probability))
             else:
-                found.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
-        return found[0] if len(found) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+                best.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
+        return best[0] if len(best) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*best, strict=True)))
 
     def _whole(self, best: ShardTopK, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Token ids and their probabilities [rows, k] in the whole vocabulary, and the best logits [rows].

@@ -15,12 +15,11 @@ import torch
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.drafting.planner import Plan
-from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span
-from vllm_ppd.vllm_plugins.engine.v1.step import Step
+from vllm_ppd.vllm_plugins.engine.v1.batch import Step
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span, StackPasses, flat_ranges
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV
 from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, Reading
-from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates, flat_ranges
 
 
 class SeveralExitsProposer(DeferredKVProposer):
@@ -28,20 +27,18 @@ class SeveralExitsProposer(DeferredKVProposer):
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
-        reader: EarlyReader = self.drafter.reader  # type: ignore[attr-defined]  # early_exit's, which reads any exit
+        reader: EarlyReader = self.host.drafter.reader  # type: ignore[attr-defined]  # which reads any exit
         most = self.vllm_config.scheduler_config.max_num_batched_tokens
         self.loop = ShallowLoop(
-            self.config.gamma, self.target.cut, self.passes, reader, self.saved, most, self.runner.device
+            self.config.gamma, self.host.target.cut, self.passes, reader, self.deferred, most, self.runner.device
         )
 
-    def draft_all(self, on: bool) -> None:
-        self.loop.gamma = 0.0 if on else self.config.gamma
-
-    def draft_plan(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
-        tokens, made = self.loop.run(plan, self.sampling(plan.rows, step.sampling), self.probs)
-        self.keep_states(plan, tokens[:, 1:], made)
+    def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        request_rows = self.request_rows[plan.rows]
+        self.loop.gamma = self.gamma
+        tokens, made = self.loop.run(plan, request_rows, self.draft_sampling(plan, step), self.host.q_rows)
         self.counters.add("confidence_stops", self.loop.confidence_stops)
-        return tokens[:, 1:], made
+        return tokens[:, 1:], self.host.valid(tokens[:, 1:], made)
 
 
 class ShallowLoop:
@@ -57,28 +54,33 @@ class ShallowLoop:
         cut: ModelCut,
         passes: StackPasses,
         reader: EarlyReader,
-        saved: SavedStates,
+        deferred: DeferredKV,
         max_tokens: int,
         device: torch.device,
     ) -> None:
         self.gamma = gamma
-        self.cut, self.passes, self.reader, self.saved = cut, passes, reader, saved
-        self.requests_a_pass = max(1, max_tokens // saved.width)  # of deeper passes, which take several tokens each
+        self.cut, self.passes, self.reader = cut, passes, reader
+        self.saved, self.width = deferred.saved, deferred.width
+        self.requests_a_pass = max(1, max_tokens // self.width)  # of deeper passes, which take several tokens each
         self.device = device
         self.confidence_stops = 0  # of the last run
 
-    def run(self, plan: Plan, sampling: Sampling | None, probs: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, plan: Plan, request_rows: np.ndarray, sampling: Sampling | None, q_rows: torch.Tensor | None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Draft until every request has its drafts or has stopped.
 
         Args:
             plan: who drafts, from which base token, and at most how many tokens.
+            request_rows: [requests] permanent rows.
             sampling: how drafts of each request are sampled; None to draft greedily.
-            probs: [batch rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
+            q_rows: [request rows, n, vocabulary] buffer that takes q(x) of sampled drafts, if any are.
 
         Returns:
             (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
         """
-        width = self.saved.width
+        width, self.request_rows = self.width, request_rows
+        self.level = np.zeros((len(plan.rows), width), dtype=np.int64)  # the stack that is to run next
         tokens = torch.zeros(len(plan.rows), width, dtype=torch.int64, device=self.device)
         tokens[:, 0] = self._index(plan.base_tokens)
         made = np.zeros(len(plan.rows), dtype=np.int64)
@@ -88,7 +90,8 @@ class ShallowLoop:
             rows, positions = plan.rows[active], plan.base_positions[active] + offset
             span = Span(rows, positions, np.ones(len(active), dtype=np.int64))
             state = self.passes.first(span, tokens[self._index(active), offset].clamp(min=0))  # INVALID is no id
-            self.saved.store(rows * width + offset, 1, *state)
+            self.saved.store(self._index(request_rows[active] * width + offset), state)
+            self.level[active, offset] = 1
             drafting = plan.max_drafts[active] > offset
             if not drafting.any():
                 break
@@ -106,8 +109,8 @@ class ShallowLoop:
                     reading = reading.rows(self._index(np.flatnonzero(confident)))
                     active = active[confident]
             tokens[self._index(active), offset + 1] = reading.token_ids
-            if probs is not None and reading.probs is not None:
-                probs[self._index(plan.rows[active]), offset] = reading.probs
+            if q_rows is not None and reading.probs is not None:
+                q_rows[self._index(request_rows[active]), offset] = reading.probs
             made[active] = offset + 1
         self._complete(plan, made)
         return tokens.cpu().numpy(), made
@@ -139,7 +142,7 @@ class ShallowLoop:
             requests = active[unsure]
             # Earlier tokens that left at this exit come along: attention at the next layers must see their KV.
             self._advance(level, plan, requests, np.full(len(requests), offset + 1))
-            state = self.saved.load(plan.rows[requests] * self.saved.width + offset)
+            state = self.saved.load(self._index(self.request_rows[requests] * self.width + offset))
             deeper = self._read(level, requests, state, sampling)
             reading = reading.replaced(self._index(unsure), deeper)
             confident = self._confident(reading)
@@ -156,19 +159,18 @@ class ShallowLoop:
 
     def _advance(self, level: int, plan: Plan, requests: np.ndarray, counts: np.ndarray) -> None:
         """Run a middle stack on what still waits for it among the first counts tokens of some requests."""
-        width = self.saved.width
-        offsets = np.arange(width)
-        waiting = (self.saved.level[plan.rows[requests]] == level) & (offsets < counts[:, None])
+        waiting = (self.level[requests] == level) & (np.arange(self.width) < counts[:, None])
         lengths = waiting.sum(axis=1)
         # What waits is always the tail: a request that goes deeper takes all its waiting tokens along.
         first = counts - lengths
         some = np.flatnonzero(lengths)
         for start in range(0, len(some), self.requests_a_pass):
             chosen = some[start : start + self.requests_a_pass]
-            rows = plan.rows[requests[chosen]]
-            span = Span(rows, plan.base_positions[requests[chosen]] + first[chosen], lengths[chosen])
-            flat = flat_ranges(rows * width + first[chosen], lengths[chosen])
-            self.saved.store(flat, level + 1, *self.passes.deeper(level, span, self.saved.load(flat)))
+            which = requests[chosen]
+            span = Span(plan.rows[which], plan.base_positions[which] + first[chosen], lengths[chosen])
+            states = self._index(flat_ranges(self.request_rows[which] * self.width + first[chosen], lengths[chosen]))
+            self.saved.store(states, self.passes.deeper(level, span, self.saved.load(states)))
+            self.level.reshape(-1)[flat_ranges(which * self.width + first[chosen], lengths[chosen])] = level + 1
 
     def _index(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

@@ -49,8 +49,8 @@ class Candidates:
 
     def tails_of(self, rows: np.ndarray) -> np.ndarray:
         """The tail block of every candidate of batch rows: [rows, k, groups]; NONE for the request's own."""
-        own = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)
-        return np.concatenate([own, self.tails[rows]], axis=1)
+        none = np.full((len(rows), 1, self.tails.shape[2]), NONE, dtype=np.int64)
+        return np.concatenate([none, self.tails[rows]], axis=1)
 
     def prepare(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Have the tail blocks hold what stands before a position in its block: called before candidates run there.

@@ -12,13 +12,12 @@ import torch
 from torch.nn import functional
 
 from vllm_ppd.model_patches.base import CutState, ModelCut
-from vllm_ppd.vllm_plugins.drafting.buckets import buckets
+from vllm_ppd.vllm_plugins.engine.host import buckets
 from vllm_ppd.vllm_plugins.engine.lm_head import CopiedLMHead
-from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span, StackPasses
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
-from vllm_ppd.vllm_plugins.methods.early.saved_states import SavedStates
 from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
+from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
 from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
@@ -50,7 +49,7 @@ class FirstStage(Stage):
         self.passes = StackPasses(self.runner, self.cut)
         self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
         # A row a request: the state behind d_bar of the token that the last stage is to take next.
-        self.states = SavedStates(self.requests, 1, hidden_size, dtype, device, adapter.has_residual)
+        self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
         self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
         self.limits = Limits(self.batch)
@@ -81,7 +80,7 @@ class FirstStage(Stage):
         for requests in buckets(self.requests):
             rows = np.arange(requests)
             state = self.states.load(rows)
-            self.states.store(rows, 0, *state)
+            self.states.store(rows, state)
             self.reader.candidates(self.split, state, self.candidates.count)
 
     def begin_step(self, scheduler_output: Any) -> Any:
@@ -99,11 +98,10 @@ class FirstStage(Stage):
         batch, base = self.batch, self.base_positions()
         count = batch.num_requests
         tokens = batch.token_ids[np.arange(count), base].astype(np.int64)
-        rows = self.states.match(batch.req_ids, base, np.ones(count, dtype=np.int64), tokens)
-        if rows is not None:
-            return self.states.load(rows)
-        self.counters.add("group_first_stage_layers", count * self.split)
-        return None
+        state = self.states.of(batch.req_ids, base, tokens)
+        if state is None:
+            self.counters.add("group_first_stage_layers", count * self.split)
+        return state
 
     @torch.inference_mode()
     def run_micro_steps(self, state: CutState) -> None:
@@ -116,7 +114,7 @@ class FirstStage(Stage):
         started, waited = time.perf_counter(), self.channel.seconds_waited
         count = self.batch.num_requests
         self.states.clear()
-        self.states.store(np.arange(count), 0, *state)
+        self.states.store(np.arange(count), state)
         progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.limits)
         sent = np.arange(count)
         for micro_step in range(self.micro_steps):
@@ -194,12 +192,12 @@ class FirstStage(Stage):
         starts = progress.position[speculating] + 1
         self.candidates.prepare(speculating, starts)
         tails = self.candidates.tails_of(speculating)
-        own = np.full((len(missed), tails.shape[2]), NONE, dtype=np.int64)
+        no_tails = np.full((len(missed), tails.shape[2]), NONE, dtype=np.int64)
         span = Span(
             np.concatenate([np.repeat(speculating, k), missed]),
             np.concatenate([np.repeat(starts, k), progress.position[missed]]),
             np.ones(len(speculating) * k + len(missed), dtype=np.int64),
-            np.concatenate([tails.reshape(len(speculating) * k, tails.shape[2]), own]),
+            np.concatenate([tails.reshape(len(speculating) * k, tails.shape[2]), no_tails]),
         )
         ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
@@ -225,7 +223,7 @@ class FirstStage(Stage):
             span = Span(rows, progress.position[rows], np.ones(len(rows), dtype=np.int64))
             state = self.passes.deeper(1, span, state)
             self.counters.add("group_first_stage_layers", len(rows) * (self.split - self.depth))
-        self.states.store(rows, 0, *state)
+        self.states.store(rows, state)
         progress.ready[rows], progress.missed[rows] = True, False
 
     def _settle_candidates(self) -> None:
@@ -237,8 +235,7 @@ class FirstStage(Stage):
     def _keep(self, progress: Progress) -> None:
         """Keep the states for the next step, and the emitted tokens where the last stage's runner keeps its own."""
         batch, ready = self.batch, np.flatnonzero(progress.ready)
-        ones = np.ones(len(ready), dtype=np.int64)
-        self.states.keep(batch.req_ids, ready, progress.position[ready], progress.token[ready, None], ones)
+        self.states.carry(batch.req_ids, ready, progress.position[ready], progress.token[ready])
         for row, count in enumerate(progress.emitted.tolist()):
             batch.append(row, progress.tokens[row, :count].tolist())
 

@@ -12,8 +12,7 @@ import torch
 
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
-from vllm_ppd.vllm_plugins.engine.v1.span_attention import Span
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span, StackPasses
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
 NO_TOKEN = -1  # vLLM's mark of a place without a token
@@ -34,7 +33,7 @@ class LastStage(Stage):
         # The first stage reads its candidates through the target's own norm and LM head, which vLLM loads here alone.
         lm_head = TargetLMHead(model)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
-        shard, bias = lm_head.own_shard(self.vllm_config, device)
+        shard, bias = lm_head.shard_of_rank(self.vllm_config, device)
         self.channel.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
 
     @torch.inference_mode()

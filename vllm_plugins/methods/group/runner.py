@@ -22,9 +22,9 @@ import torch
 from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 
+from vllm_ppd.vllm_plugins.engine.v1.batch import with_counts
 from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import SeededRequests
-from vllm_ppd.vllm_plugins.engine.v1.step import with_counts
 from vllm_ppd.vllm_plugins.engine.v1.token_logprobs import TokenLogprobs
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage

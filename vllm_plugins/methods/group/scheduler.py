@@ -50,7 +50,7 @@ class GroupScheduler(Scheduler):
 
     def _all_decode(self) -> bool:
         return self.get_request_counts()[1] == 0 and all(
-            request.num_computed_tokens >= request.num_tokens - 1 and not _needs_own_steps(request)
+            request.num_computed_tokens >= request.num_tokens - 1 and not _needs_plain_steps(request)
             for request in self.running
         )
 
@@ -62,7 +62,7 @@ class GroupScheduler(Scheduler):
         return max(0, min(self.placeholders, request.max_tokens - request.num_output_tokens - 1))
 
 
-def _needs_own_steps(request: Request) -> bool:
+def _needs_plain_steps(request: Request) -> bool:
     """Whether a request needs plain steps: micro-steps make no logprobs, and a thinking budget counts steps."""
     params = request.sampling_params
     return params is None or params.num_logprobs is not None or params.thinking_token_budget is not None

@@ -20,7 +20,7 @@ from vllm_ppd.kernels.sampling import Sampling
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import CutState
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-    from vllm_ppd.vllm_plugins.drafting.draft_vocabulary import DraftVocabulary
+    from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 
@@ -79,9 +79,6 @@ class Drafter(ABC):
             config: the server's options.
             target: what of the target may be read.
         """
-
-    def draft_all(self, on: bool) -> None:  # noqa: B027
-        """Make drafts however unsure of them, as while steps are timed; called between steps."""
 
     @abstractmethod
     def propose(self, step: DraftInputs) -> Drafts:

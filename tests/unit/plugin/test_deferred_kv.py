@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which steps take saved states, told from the schedule alone, and whose states their tokens take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS, Counters
+from vllm_ppd.vllm_plugins.methods.early.deferred_kv import DeferredKV, SavedStates, ScheduledStep
+from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
+
+CPU = torch.device("cpu")
+NOBODY = 4 * 3
+
+
+@pytest.fixture
+def deferred() -> DeferredKV:
+    """Four request rows, two drafts a request; rows 0 to 2 were drafted for."""
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(hidden_size=8), dtype=torch.float32)
+    config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_batched_tokens=16))
+    host: Any = SimpleNamespace(num_drafts=2, rows=4, vllm_config=config, device=CPU, counters=Counters())
+    states = DeferredKV(host, has_residual=True)
+    states.drafted[:3] = True
+    return states
+
+
+def scheduled(rows: list[int], tokens: list[int], drafts: list[int], prefilling: tuple[int, ...] = ()) -> ScheduledStep:
+    places = np.isin(np.arange(len(rows)), prefilling)
+    return ScheduledStep(np.array(rows), np.array(tokens), np.array(drafts), places, padded=sum(tokens) + 2)
+
+
+def counted(deferred: DeferredKV) -> dict[str, float]:
+    return {name: value for name, value in zip(COUNTERS, deferred.host.counters.values, strict=True) if value}
+
+
+def test_requests_that_were_drafted_for_run_deep(deferred: DeferredKV) -> None:
+    # A grammar trimmed the drafts of row 0, and row 1 moved to the batch's end.
+    deferred.begin_step(scheduled([0, 2, 1], [2, 3, 1], [1, 2, 0]), may_mix=True)
+    assert deferred.mode == "deep" and counted(deferred) == {"deferred_steps": 1}
+    assert deferred.state_rows[:8].tolist() == [0, 1, 6, 7, 8, 3, NOBODY, NOBODY]
+    deferred.end_step()
+    # A state is good for a step.
+    deferred.begin_step(scheduled([0, 2, 1], [2, 3, 1], [1, 2, 0]), may_mix=True)
+    assert deferred.mode == "full" and deferred.forward(None, torch.arange(8)) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "drafts", "prefilling"),
+    [
+        ([0, 3], [1, 1], [0, 0], ()),  # a request without states
+        ([0, 1], [1, 5], [0, 0], ()),  # more tokens than the newest and its drafts
+        ([0, 1], [1, 1], [0, 0], (1,)),  # a chunk of a prompt that is one token long
+    ],
+)
+def test_others_join_by_the_first_stack(
+    deferred: DeferredKV, rows: list[int], tokens: list[int], drafts: list[int], prefilling: tuple[int, ...]
+) -> None:
+    step = scheduled(rows, tokens, drafts, prefilling)
+    for may_mix, mode in ((True, "mixed"), (False, "full")):
+        deferred.drafted[:3] = True
+        deferred.begin_step(step, may_mix)
+        assert deferred.mode == mode
+    deferred.drafted[:3] = True
+    deferred.begin_step(step, may_mix=True)
+    assert deferred.state_rows[: step.padded].tolist() == [0] + [NOBODY] * (tokens[1] + 2)
+
+    class Passes:
+        def one_token(self, offset: int, token_ids: torch.Tensor) -> Any: ...
+
+        def of_requests(self, requests: np.ndarray, index: torch.Tensor, ids: torch.Tensor, at: torch.Tensor) -> Any:
+            assert requests.tolist() == [1] and index.tolist() == list(range(1, 1 + tokens[1]))
+            return torch.full((len(index), 8), 7.0), torch.full((len(index), 8), 5.0)
+
+    deferred.passes, deferred.complete = Passes(), lambda positions, state: state  # type: ignore[assignment, return-value]
+    deferred.saved.hidden[0] = 3.0
+    hidden, residual = deferred.forward(torch.zeros(step.padded), torch.arange(step.padded))  # type: ignore[misc]
+    assert hidden[:, 0].tolist() == [3.0] + [7.0] * tokens[1] + [0.0] * 2
+    assert residual[:, 0].tolist() == [0.0] + [5.0] * tokens[1] + [0.0] * 2
+
+
+def test_tokens_whose_requests_the_device_alone_knows(deferred: DeferredKV) -> None:
+    step = ScheduledStep(
+        np.array([1, 2]), np.array([3, 3]), np.array([2, 2]), np.zeros(2, dtype=bool), 5,
+        on_device=(torch.tensor([1, 1, 2]), torch.tensor([0, 1, 0])),
+    )  # fmt: skip
+    deferred.begin_step(step, may_mix=False)
+    assert deferred.mode == "deep" and deferred.state_rows[:5].tolist() == [3, 4, 6, NOBODY, NOBODY]
+
+
+def test_states_are_copies() -> None:
+    states = SavedStates(12, 8, torch.float32, CPU, has_residual=True)
+    hidden, residual = torch.randn(2, 8), torch.randn(2, 8)
+    expected = hidden.clone(), residual.clone()
+    states.store(torch.tensor([5, 9]), (hidden, residual))
+    hidden.zero_()  # vLLM's norms overwrite their inputs
+    loaded = states.load(torch.tensor([9, 5]))
+    assert torch.equal(loaded[0], expected[0].flip(0)) and loaded[1] is not None
+    assert torch.equal(loaded[1], expected[1].flip(0))
+    assert SavedStates(12, 8, torch.float32, CPU, has_residual=False).residual is None
+
+
+def test_a_group_carries_states_of_the_same_tokens_alone() -> None:
+    states = CarriedStates(3, 8, torch.float32, CPU, has_residual=True)
+    states.store(np.arange(3), (torch.arange(3.0)[:, None].expand(3, 8), torch.zeros(3, 8)))
+    states.carry(["a", "b", "c"], np.array([0, 2]), np.array([20, 5]), np.array([1, 7]))
+
+    def of(names: list[str], positions: list[int], tokens: list[int]) -> Any:
+        state = states.of(names, np.array(positions), np.array(tokens))
+        return None if state is None else state[0][:, 0].tolist()
+
+    assert of(["c", "a"], [5, 20], [7, 1]) == [2.0, 0.0]  # requests that moved
+    assert of(["a"], [20], [1]) == [0.0]
+    # Without a state, at another position, another token; and once they are cleared.
+    assert of(["a", "b"], [20, 31], [1, 5]) is None
+    assert of(["a"], [19], [1]) is None and of(["a"], [20], [2]) is None
+    states.clear()
+    assert of(["a"], [20], [1]) is None

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deferred KV: the shallow passes between steps keep their states, and the next step completes the deeper KV.
+
+States lie by request row on the device, K + 1 a request: of the newest token and of each draft. Whether a step takes
+them is told from the schedule alone, so that every rank goes the same way and none waits for a token's value:
+
+    deep    every request decodes and was drafted for: the last stack alone
+    mixed   some do, and prompts join: the first stack over the tokens without a state, the last one over all
+    full    vLLM's own forward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.vllm_plugins.engine.host import DraftingHost
+
+Mode = Literal["deep", "mixed", "full"]
+
+
+class SavedStates:
+    """Rows of (hidden, residual), preallocated. One more row takes what padding writes.
+
+    Args:
+        rows: states that are kept.
+        hidden_size, dtype, device: those of the target's hidden states.
+        has_residual: whether the family carries a residual stream beside the hidden states.
+    """
+
+    def __init__(
+        self, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device, has_residual: bool
+    ) -> None:
+        self.hidden = torch.zeros(rows + 1, hidden_size, dtype=dtype, device=device)
+        self.residual = torch.zeros_like(self.hidden) if has_residual else None
+
+    def store(self, rows: torch.Tensor, state: CutState) -> None:
+        """Copy states [tokens, hidden] in, as vLLM's norms overwrite what they are given; rows [tokens] int64."""
+        for store, values in zip((self.hidden, self.residual), state, strict=True):
+            if store is not None and values is not None:
+                store.index_copy_(0, rows, values)
+
+    def load(self, rows: torch.Tensor) -> CutState:
+        """Copies of the states at some rows: [tokens, hidden] each."""
+        residual = None if self.residual is None else self.residual.index_select(0, rows)
+        return self.hidden.index_select(0, rows), residual
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A step that is about to run, a place for each request of the batch."""
+
+    rows: np.ndarray  # [requests] request rows
+    tokens: np.ndarray  # [requests] scheduled tokens
+    drafts: np.ndarray  # [requests] drafts among them
+    prefilling: np.ndarray  # [requests] bool
+    padded: int  # tokens of the step, with the padding of CUDA graphs
+    # [tokens] request row and offset of each token, where the device alone knows how many tokens each request has.
+    on_device: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+class FirstStackPasses(Protocol):
+    """Runs the target's first stack outside vLLM's step, with KV in the target's own cache."""
+
+    def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """A token of each staged request, so many behind its newest one: [requests] int64."""
+        ...
+
+    def of_requests(
+        self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
+    ) -> CutState:
+        """Every token of some requests of the step that runs now.
+
+        Args:
+            requests: their places in the batch.
+            index: [tokens] places of their tokens in the step.
+            input_ids, positions: of all tokens of the step.
+        """
+        ...
+
+
+class DeferredKV:
+    """The states of an engine's requests, and what a step makes of them.
+
+    Args:
+        host: whose request rows they belong to; its target is cut.
+        has_residual: whether states have a residual.
+    """
+
+    passes: FirstStackPasses
+
+    def __init__(self, host: DraftingHost, has_residual: bool) -> None:
+        self.host = host
+        self.width = host.num_drafts + 1
+        self.nobody = host.rows * self.width  # the row that padding takes
+        self.mode: Mode = "full"  # of the step that runs now
+        self.drafted = np.zeros(host.rows, dtype=bool)  # request rows whose states the next step may take
+        model_config, device = host.vllm_config.model_config, host.device
+        hidden_size: int = model_config.hf_text_config.hidden_size
+        self.saved = SavedStates(self.nobody, hidden_size, model_config.dtype, device, has_residual)
+        tokens: int = host.vllm_config.scheduler_config.max_num_batched_tokens
+        self.state_rows = torch.zeros(tokens, dtype=torch.int64, device=device)  # of the step's tokens
+        self._fresh = np.zeros(0, dtype=np.int64)  # requests of a mixed step without states
+        self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # their places in the step
+
+    def begin_step(self, step: ScheduledStep, may_mix: bool) -> None:
+        """Tell from the schedule which tokens have states.
+
+        Args:
+            step: that is about to run.
+            may_mix: whether the first stack can run over a part of the step's tokens.
+        """
+        # The newest token and the drafts, and nothing else: each has logits.
+        known = self.drafted[step.rows] & ~step.prefilling & (step.tokens == step.drafts + 1)
+        self.drafted[step.rows] = False
+        self.mode = "deep" if known.all() else "mixed" if known.any() and may_mix else "full"
+        self.host.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")
+        if self.mode == "full":
+            return
+        if step.on_device is not None:
+            rows, offsets = step.on_device
+            self.state_rows[: len(rows)] = rows * self.width + offsets
+            self.state_rows[len(rows) : step.padded] = self.nobody
+            return
+        starts = np.cumsum(step.tokens) - step.tokens
+        of_requests = np.repeat(np.arange(len(step.tokens)), step.tokens)
+        offsets = np.arange(len(of_requests)) - starts[of_requests]
+        state_rows = np.full(step.padded, self.nobody, dtype=np.int64)
+        state_rows[: len(offsets)] = step.rows[of_requests] * self.width + offsets
+        if self.mode == "mixed":
+            self._fresh = np.flatnonzero(~known)
+            tokens = np.flatnonzero(~known[of_requests])
+            state_rows[tokens] = self.nobody
+            self._fresh_tokens = async_tensor_h2d(tokens, device=self.host.device)
+        async_tensor_h2d(state_rows, out=self.state_rows[: step.padded])
+
+    def end_step(self) -> None:
+        """The step has run; dummy steps, which do not begin, are vLLM's own forward."""
+        self.mode = "full"
+
+    def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:
+        """The target's forward from the saved states: normed hidden states [tokens, hidden]; None in a full step."""
+        if self.mode == "full":
+            return None
+        state = self.saved.load(self.state_rows[: positions.shape[-1]])
+        if self.mode == "mixed":
+            assert input_ids is not None
+            made = self.passes.of_requests(self._fresh, self._fresh_tokens, input_ids, positions)
+            for store, values in zip(state, made, strict=True):
+                if store is not None and values is not None:
+                    store.index_copy_(0, self._fresh_tokens, values)
+        return self.complete(positions, state)
+
+    def complete(self, positions: torch.Tensor, state: CutState) -> torch.Tensor:
+        """Normed hidden states [tokens, hidden] of tokens from their saved states."""
+        cut = self.host.target.cut
+        return cut.stacks[-1](positions, *cut.in_graph_buffers(state))
+
+    def shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
+        """DraftInputs.run_shallow for the staged requests."""
+        state = self.passes.one_token(offset, token_ids)
+        rows = self.host.staging.rows[: len(token_ids)]
+        self.saved.store(torch.where(rows < 0, self.nobody, rows * self.width + offset), state)
+        return state
