@@ -8,21 +8,18 @@ torch, so they are imported when they are asked for.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_ppd.heads.base import KINDS
 from vllm_ppd.heads.cp import config as cp
 from vllm_ppd.heads.dynamo import config as dynamo
 from vllm_ppd.heads.early import config as early
 
-if TYPE_CHECKING:
-    from vllm_ppd.heads.training.recipe import HeadsRecipe
-
 __all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "recipe_of"]
 
 
-def recipe_of(kind: str) -> type[HeadsRecipe]:
-    """How heads of a kind are trained: RECIPE in `recipe.py`."""
+def recipe_of(kind: str) -> Any:
+    """The recipe class by which heads of a kind are trained: RECIPE in `recipe.py`."""
     return _beside(kind, "recipe").RECIPE
 
 

@@ -124,7 +124,7 @@ def dynamic(context: Context) -> PaperTable:
     for folder in context.heads(KIND):
         windows, label = context.windows(task)[0], name(context, folder)
         few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
-        batch = windows.part(range(min(few, len(windows.input_ids))))
+        batch = windows.chosen(range(min(few, len(windows.input_ids))))
         points = measures_of(context, folder).dynamic_perplexity([batch], config_of(context, folder).sampling, EPS_B)
         rows += [Row(f"{label}, eps_b = {p['eps_b']:g}", [p["ppl_d"], p["tokens_a_pass"]]) for p in points]
         curves.append(Curve(label, [(p["tokens_a_pass"], p["ppl_d"]) for p in points]))

@@ -21,7 +21,6 @@ from vllm_ppd.heads.calibration.stored import NAME, continued, digest
 from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
 from vllm_ppd.heads.calibration.timing import head_share, time_layers
 from vllm_ppd.heads.card import write_card
-from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError, TrainingError
@@ -33,9 +32,8 @@ from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_found, find_target
-from vllm_ppd.heads.training.data_files import trained_on
-from vllm_ppd.heads.training.parallel import Processes
-from vllm_ppd.heads.training.provenance import provenance, provenance_of
+from vllm_ppd.heads.training.parallel import device_of
+from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -58,7 +56,7 @@ class Calibration:
         self._shared = shared
         self._written: dict[Any, Texts] = {} if shared is None else shared._written
         self.target: Target = shared.target if shared is not None else Target(
-            name, Processes(options.device).device, dtype, options.trust_remote_code
+            name, device_of(options.device), dtype, options.trust_remote_code
         )  # fmt: skip
         check_target(
             self.config, options.heads, hidden_size=self.target.hidden_size, vocab_size=self.target.vocab_size,
@@ -187,7 +185,6 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
         InUse: if another process writes the folder.
         HeadsError, TrainingError: on heads, a target or data that do not fit.
     """
-    check_data(options.data, options.prompts)
     check_own_folder(options.heads, options.out)
     with writing_folder(options.out or options.heads, "--out" if options.out else "heads folder"):
         return _calibrate(options.model_copy(update={"heads": own_folder(options.heads, options.out)}))

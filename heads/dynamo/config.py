@@ -44,9 +44,6 @@ class DynaMoOptions(DistillationOptions):
     start: Literal["random", "copy"] = Field(
         "copy", description="where a head starts: random weights (the paper), or the target's last layer"
     )
-    vocabulary_sample: int = Field(
-        0, ge=0, description="tokens of the vocabulary that the token heads' loss reads: as `ppd train early` (0: all)"
-    )
     position_share: float = Field(1.0, gt=0, le=1, description="share of the positions that each head learns from")
     mask_entries: int = Field(200_000, ge=0, description="co-occurring n-grams kept an order; 0 leaves the mask out")
 

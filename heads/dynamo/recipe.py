@@ -23,7 +23,6 @@ from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, base_group
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
-from vllm_ppd.heads.training.vocabulary_sample import Vocabulary, VocabularySample
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
 
@@ -61,16 +60,10 @@ class DynaMoRecipe(HeadsRecipe):
         self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
         self.base = target.model if self.full else None
         self.cooccurrence: CoOccurrence | None = None
-        self.sample: VocabularySample | None = None
 
     @property
     def reads(self) -> Reads:
         return Reads(stem=True, top_k=self.options.distillation_top_k if self.options.distillation else 0)
-
-    def begin(self, store: TokenStore, fresh: bool) -> None:
-        if self.options.vocabulary_sample:
-            counts = store.token_counts(self.target.vocab_size)
-            self.sample = VocabularySample(counts, self.options.vocabulary_sample, self.target.device)
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         heads: dict[str, Any] = {"params": list(self.heads.parameters()), "peak": learning_rate}
@@ -103,7 +96,7 @@ class DynaMoRecipe(HeadsRecipe):
             else:
                 hidden = functional_call(target.norm, norm, (self.heads(token, args, kwargs),)).flatten(0, 1)
                 # Token t + i is sampled from the state i - 1 rows on.
-                nll, distilled = self._later(hidden[rows], following, states, rows + token - 1, batch)
+                nll, distilled = self._later(hidden[rows], following, states, rows + token - 1)
                 loss = nll if distilled is None else torch.lerp(nll, distilled, options.distillation)
                 if distilled is not None:
                     counts[f"distilled.{token}"] = distilled.detach().sum()
@@ -114,32 +107,26 @@ class DynaMoRecipe(HeadsRecipe):
         return total, counts
 
     def _later(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, states: TargetStates, at: torch.Tensor, batch: Batch
+        self, hidden: torch.Tensor, tokens: torch.Tensor, states: TargetStates, at: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Losses of heads 2 to n, in training over a sample of the vocabulary if asked.
+        """Losses of heads 2 to n.
 
         Args:
             hidden: [rows, hidden] of a head, normed.
             tokens: [rows] the text's.
             states: of the target.
             at: [rows] where the target predicts these tokens.
-            batch: the windows.
 
         Returns:
             (-log q of the text's tokens [rows], cross-entropy to the target's likeliest tokens [rows], if distilled).
         """
-        read = Vocabulary(self.target.unembedding.detach(), self.target.bias)
-        if self.sample is not None and self.training:
-            read = self.sample.draw(*read[:2], batch.input_ids)
         asked = tokens[:, None]
         if states.top_ids is not None:
             asked = torch.cat([asked, states.top_ids[at]], dim=1)
-        placed = read.place(asked)
-        found = token_log_probs(hidden, placed.clamp(min=0), read.unembedding, read.bias)
+        log_q = token_log_probs(hidden, asked, self.target.unembedding.detach(), self.target.bias)
         if states.top_log_probs is None:
-            return -found[:, 0], None
-        teacher = read.weighted(placed[:, 1:], states.top_log_probs[at].exp())
-        return -found[:, 0], -(teacher * found[:, 1:]).sum(1)
+            return -log_q[:, 0], None
+        return -log_q[:, 0], -(states.top_log_probs[at].exp() * log_q[:, 1:]).sum(1)
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         def mean(name: str, token: int) -> float:

@@ -34,13 +34,6 @@ class EarlyOptions(TrainingOptions):
     loss: Literal["kl", "ce"] = Field(
         "kl", description="KL to the final layer (ParaDecode), or cross-entropy of the next token (PPD, Table 4)"
     )
-
-    vocabulary_sample: int = Field(
-        0,
-        ge=0,
-        description="tokens that a transform's loss reads: the most frequent ones, the batch's, and a weighted sample "
-        "of the others (0: the whole vocabulary)",
-    )
     position_share: float = Field(1.0, gt=0, le=1, description="share of the positions that a step learns from")
 
     @model_validator(mode="before")
@@ -50,12 +43,6 @@ class EarlyOptions(TrainingOptions):
         if isinstance(values, dict) and (values.get("head"), values.get("loss")) == ("classifier", "ce"):
             return {**PPD, **values}
         return values
-
-    @model_validator(mode="after")
-    def _sampled(self) -> EarlyOptions:
-        if self.vocabulary_sample and self.head == "classifier":
-            raise ValueError("vocabulary_sample is for transforms; whole classifiers learn all their rows: set it to 0")
-        return self
 
 
 class EarlyConfig(HeadsConfig):

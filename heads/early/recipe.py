@@ -15,8 +15,7 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import Batch, TokenStore
-from vllm_ppd.heads.training.vocabulary_sample import Vocabulary, VocabularySample
+from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, rows_a_chunk, token_log_probs
 
 
@@ -34,17 +33,11 @@ class EarlyRecipe(HeadsRecipe):
                 f"this model has {target.num_layers} layers"
             )
         whole = target.unembedding if options.head == "classifier" else None
-        self.sample: VocabularySample | None = None
         self.heads = EarlyHeads(exits, target.hidden_size, options.head, whole).to(target.device)
 
     @property
     def reads(self) -> Reads:
         return Reads(exits=self.heads.exit_layers)
-
-    def begin(self, store: TokenStore, fresh: bool) -> None:
-        if self.options.vocabulary_sample:
-            counts = store.token_counts(self.target.vocab_size)
-            self.sample = VocabularySample(counts, self.options.vocabulary_sample, self.target.device)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         exits = self.heads.exit_layers
@@ -59,27 +52,23 @@ class EarlyRecipe(HeadsRecipe):
             loss, match = self._classifiers(hidden, final, following[rows, 0])
         else:
             students = torch.stack([self.heads(hidden[layer], layer) for layer in exits])
-            loss, match = self._transforms(students, final, following[rows, 0], batch)
+            loss, match = self._transforms(students, final, following[rows, 0])
         counts = {"rows": torch.tensor(len(rows), device=rows.device)}
         counts |= {f"match.{layer}": match[i].sum() for i, layer in enumerate(exits)}
         counts |= {f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)}
         return loss.mean(dim=1).sum(), counts
 
     def _transforms(
-        self, students: torch.Tensor, final: torch.Tensor, following: torch.Tensor, batch: Batch
+        self, students: torch.Tensor, final: torch.Tensor, following: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [exits, rows], and whether the arg-max agrees (False in training); over a sample if asked."""
-        target = self.target
-        read = Vocabulary(target.unembedding, target.bias)
-        if self.sample is not None and self.training:
-            read = self.sample.draw(target.unembedding, target.bias, batch.input_ids)
+        """Losses [exits, rows], and whether the arg-max agrees (False in training)."""
+        unembedding, bias = self.target.unembedding, self.target.bias
         loss, match = None, torch.zeros(students.shape[:2], dtype=torch.bool, device=students.device)
         if self.options.loss == "kl" or not self.training:
-            loss, match = kl_to_teacher(students, final, read.unembedding, read.bias, compare=not self.training)
+            loss, match = kl_to_teacher(students, final, unembedding, bias, compare=not self.training)
         if self.options.loss == "ce":
-            tokens = read.place(following).repeat(len(students))
-            found = token_log_probs(students.flatten(0, 1), tokens, read.unembedding, read.bias)
-            loss = -found.view(students.shape[:2])
+            log_q = token_log_probs(students.flatten(0, 1), following.repeat(len(students)), unembedding, bias)
+            loss = -log_q.view(students.shape[:2])
         assert loss is not None
         return loss, match
 

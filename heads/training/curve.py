@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +29,19 @@ class Point(BaseModel):
     held_out_loss: float | None = None
     held_out: dict[str, Any] | None = None  # figures by name, as in provenance.json
 
+    def line(self) -> str:
+        return self.model_dump_json(exclude_none=True) + "\n"
 
-class Curve:
-    """The file of a run; lines from after the checkpoint that a run continues from are dropped.
 
-    Args:
-        folder: of the heads.
-        step: that the run begins with.
-        write: whether this process writes.
-    """
+def begin_curve(folder: Path, step: int) -> None:
+    """Begin the file of a run, or drop the lines from after the checkpoint that it continues from."""
+    points = read_curve(folder) if step else []
+    write_text(folder / NAME, "".join(point.line() for point in points if point.step <= step))
 
-    def __init__(self, folder: Path, step: int, write: bool) -> None:
-        self.path, self.write = folder / NAME, write
-        if write:
-            kept = [point for point in (read_curve(folder) if step else []) if point.step <= step]
-            write_text(self.path, "".join(map(_line, kept)))
 
-    def add(self, point: Point) -> None:
-        if self.write:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(point))
+def add_point(folder: Path, point: Point) -> None:
+    with (folder / NAME).open("a", encoding="utf-8") as file:
+        file.write(point.line())
 
 
 def read_curve(folder: Path) -> list[Point]:
@@ -63,15 +55,11 @@ def read_curve(folder: Path) -> list[Point]:
         return []
     if path.stat().st_size > LONGEST:
         raise TrainingError(f"{place(path)} has over {LONGEST:,} bytes, more than any run writes; delete it")
-    whole, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
+    complete, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     points = []
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(complete.splitlines(), start=1):
         try:
             points.append(Point.model_validate_json(line))
         except ValidationError:
             raise TrainingError(f"{place(path, number)} is damaged; delete the file, or the line") from None
     return points
-
-
-def _line(point: Point) -> str:
-    return json.dumps(point.model_dump(exclude_none=True)) + "\n"

@@ -17,7 +17,6 @@ from vllm_ppd.heads.training.tokens import TokenStore
 if TYPE_CHECKING:
     from vllm_ppd.heads.training.recipe import Recipe
 
-BEST = "best.safetensors"  # weights of the best evaluation, in the folder of an unfinished run
 LEAST = 1e-3  # share of the loss by which it must fall to count as falling
 
 
@@ -40,13 +39,11 @@ class Progress(BaseModel):
     last: Evaluation | None = None
     stale: int = 0  # evaluations since the best
 
-    def take(self, found: Evaluation) -> bool:
+    def take(self, evaluation: Evaluation) -> bool:
         """Whether the loss fell; losses that are not finite do not."""
-        self.last = found
-        fell = math.isfinite(found.loss) and (
-            self.best is None or found.loss < self.best.loss - LEAST * abs(self.best.loss)
-        )
-        self.best, self.stale = (found, 0) if fell else (self.best, self.stale + 1)
+        self.last, loss = evaluation, evaluation.loss
+        fell = math.isfinite(loss) and (self.best is None or loss < self.best.loss - LEAST * abs(self.best.loss))
+        self.best, self.stale = (evaluation, 0) if fell else (self.best, self.stale + 1)
         return fell
 
 
@@ -76,5 +73,8 @@ def evaluate(
                     sums[key] = sums.get(key, 0.0) + item
             progress.update(batch.num_tokens)
     figures = recipe.summary(sums)
-    finite = "nan" not in str(figures).lower()
-    return Evaluation(step=step, loss=total if finite else math.nan, figures=figures)
+    if "nan" in str(figures).lower():
+        total = math.nan
+    # The same in all processes, which must agree on when to stop.
+    totals = processes.sum(torch.tensor(total, dtype=torch.float64, device=processes.device))
+    return Evaluation(step=step, loss=float(totals) / processes.world, figures=figures)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_ppd.heads.comma_lists import COMMAS, Integers
+from vllm_ppd.heads.comma_lists import COMMAS
 
 
 class TrainingOptions(BaseModel):
@@ -60,9 +60,6 @@ class TrainingOptions(BaseModel):
         None, description="folder that keeps the frozen target's states for further epochs and trainings on the data"
     )
     states_cache_gb: float = Field(20.0, gt=0, description="what that folder may hold, in GB")
-    states_layers: Integers = Field(
-        (), description="layers whose states are kept, too, for heads of other kinds that are trained later"
-    )
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step the heads recommend")
     seed: int = Field(0, description="seed of the initial heads and of the order of the data")
@@ -84,7 +81,7 @@ class TrainingOptions(BaseModel):
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
         free = {"out", "save_every", "device", "ray_workers", "evaluation_tokens", "license"}
-        free |= {"states_cache", "states_cache_gb", "states_layers"}
+        free |= {"states_cache", "states_cache_gb"}
         # The windows of later epochs lie elsewhere without a cache.
         cached = {"states_cache": self.states_cache is not None}
         return {"kind": self.kind} | self.model_dump(mode="json", exclude=free) | cached

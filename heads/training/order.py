@@ -13,19 +13,19 @@ SHIFT = 7919  # tokens that an epoch's windows lie after those of the epoch befo
 
 
 class Order:
-    """Every epoch has an order of its own, and a grid of its own unless windows are to be read again from a cache."""
+    """Every epoch has another order, and another grid unless windows are to be read again from a cache."""
 
     def __init__(self, store: TokenStore, seed: int, batch_size: int, one_grid: bool) -> None:
         self.store, self.seed, self.batch_size, self.one_grid = store, seed, batch_size, one_grid
         self._permutation: tuple[int, torch.Tensor] | None = None
 
     def batches(self, step: int, parts: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The step's windows in that many parts, of which a process computes every world-th."""
+        """The step's windows in that many batches, of which a process computes every world-th."""
         size = self.batch_size // parts
         windows = [self._window(step * self.batch_size + i) for i in range(self.batch_size)]
-        for part in range(rank, parts, world):
-            chosen = windows[part * size : (part + 1) * size]
-            yield Batch.concatenated([self.store.batch("train", [number], shift) for number, shift in chosen])
+        for start in range(rank * size, parts * size, world * size):
+            numbers, shifts = zip(*windows[start : start + size], strict=True)
+            yield self.store.batch("train", numbers, shifts)
 
     def _window(self, index: int) -> tuple[int, int]:
         """(window number, shift in tokens)."""

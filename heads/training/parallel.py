@@ -1,70 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process, or several: GPUs of a machine through accelerate, machines through Ray Train (both optional)."""
+"""The processes of a run, by accelerate: one, several GPUs of a machine, or machines of a Ray cluster."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 
 from vllm_ppd.heads.errors import TrainingError
 
 
-class Processes:
-    """What a run needs of its processes; alone it does nothing.
+def device_of(name: str) -> torch.device:
+    """The device that a user names; `auto` takes a GPU where there is one.
 
-    `accelerate launch -m ...`, torchrun and Ray Train set WORLD_SIZE; accelerate then wraps module and optimiser.
+    Raises:
+        TrainingError: if it is none, or is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise TrainingError(f"--device {name}: no CUDA device is available; use --device cpu")
+    return device
+
+
+class Processes:
+    """What a run needs of its processes, of which torchrun, `accelerate launch` and Ray Train start several.
+
+    Args:
+        device: where a process that is alone computes; several get theirs from accelerate.
     """
 
     def __init__(self, device: str) -> None:
-        self.world, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        self.accelerator: Any = None
-        if self.world > 1:
-            if importlib.util.find_spec("accelerate") is None:
-                raise TrainingError("training in several processes needs accelerate: pip install 'vllm-ppd[train]'")
-            from accelerate import Accelerator
-
-            self.accelerator = Accelerator(cpu=device == "cpu")
-            self.device = self.accelerator.device
-        elif device == "auto":
-            self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        else:
-            try:
-                self.device = torch.device(device)
-            except RuntimeError as error:
-                raise TrainingError(f"--device {device}: {str(error).splitlines()[0]}") from None
-            if self.device.type == "cuda" and not torch.cuda.is_available():
-                raise TrainingError(f"--device {device}: no CUDA device is available; use --device cpu")
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
+        alone = device_of(device)
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self._accelerator = Accelerator(cpu=device == "cpu", device_placement=self.world > 1)
+        self.rank = self._accelerator.process_index
+        self.is_main = self._accelerator.is_main_process
+        self.device = self._accelerator.device if self.world > 1 else alone
 
     def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        """The module to call and the optimiser to step."""
-        return (module, optimizer) if self.accelerator is None else self.accelerator.prepare(module, optimizer)
+        """The module to call and the optimiser to step; checkpoints are of these."""
+        return self._accelerator.prepare(module, optimizer)
 
     def autocast(self, precision: str) -> Any:
         """bfloat16 arithmetic where that is the precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
     def backward(self, loss: torch.Tensor) -> None:
-        if self.accelerator is None:
-            loss.backward()
-        else:
-            self.accelerator.backward(loss)
+        self._accelerator.backward(loss)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the processes."""
-        return tensor if self.accelerator is None else self.accelerator.reduce(tensor, "sum")
+        return self._accelerator.reduce(tensor, "sum")
 
     def wait(self) -> None:
-        if self.accelerator is not None:
-            self.accelerator.wait_for_everyone()
+        self._accelerator.wait_for_everyone()
+
+    def save_state(self, folder: Path) -> None:
+        """Write what was prepared."""
+        self._accelerator.save_state(str(folder))
+
+    def load_state(self, folder: Path) -> None:
+        """Read what was prepared."""
+        self._accelerator.load_state(str(folder))
 
 
 def over_ray(train: Callable[..., Any], options: Any) -> None:
@@ -73,9 +81,9 @@ def over_ray(train: Callable[..., Any], options: Any) -> None:
     All must share the folder of the heads.
 
     Raises:
-        TrainingError: if Ray or accelerate is not installed, and whatever a worker raises.
+        TrainingError: if Ray is not installed, and whatever a worker raises.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("ray", "accelerate")):
+    if importlib.util.find_spec("ray") is None:
         raise TrainingError("--ray-workers needs Ray Train: pip install 'vllm-ppd[ray]'")
     import ray
     from ray.train import ScalingConfig, TrainingFailedError
@@ -85,12 +93,12 @@ def over_ray(train: Callable[..., Any], options: Any) -> None:
         ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False)
     use_gpu = options.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= options.ray_workers
     # Workers run elsewhere: what is a path here must be one there.
-    places = {"out": os.path.abspath(options.out), "data": tuple(map(os.path.abspath, options.data))}
+    paths = {"out": os.path.abspath(options.out), "data": tuple(map(os.path.abspath, options.data))}
     if options.states_cache is not None:
-        places["states_cache"] = os.path.abspath(options.states_cache)
+        paths["states_cache"] = os.path.abspath(options.states_cache)
     if os.path.isdir(options.model):
-        places["model"] = os.path.abspath(options.model)
-    options = options.model_copy(update=places)
+        paths["model"] = os.path.abspath(options.model)
+    options = options.model_copy(update=paths)
     trainer = TorchTrainer(
         lambda: train(options), scaling_config=ScalingConfig(num_workers=options.ray_workers, use_gpu=bool(use_gpu))
     )

@@ -3,36 +3,40 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import named, read_json_object
 from vllm_ppd.heads.io import first_problem
-from vllm_ppd.heads.training.data_files import DataFile
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes
+END = 1 << 20  # bytes of a data file that are hashed at either end: files of many gigabytes take no time
+MOST_FILES = 4096  # of the data that are named
 PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic", "accelerate", "ray")
 
 
 def versions() -> dict[str, str]:
     """Installed versions of what matters here, Python included."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def machine() -> str:
@@ -59,6 +63,15 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "machine": machine(),
         **facts,
     }
+
+
+class DataFile(BaseModel):
+    """A file of training data, as `provenance.json` names it."""
+
+    model_config = ConfigDict(strict=True)
+    name: str = Field(max_length=4096)  # without its folder
+    size: int = Field(ge=0, le=1 << 62)  # bytes
+    sha256_of_ends: str = Field(max_length=64)  # of its first and its last mebibyte
 
 
 class Provenance(BaseModel):
@@ -89,6 +102,41 @@ def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
         return Provenance.model_validate(read_json_object(path, LONGEST, instead))
     except ValidationError as error:
         raise HeadsError(f"{named(path)}: {first_problem(error)}; {instead}") from None
+
+
+def data_files(paths: Sequence[str | Path]) -> list[DataFile]:
+    """The files behind paths, the first 4096 of them.
+
+    Raises:
+        TrainingError: as expand.
+    """
+    return [_described(file) for file in expand(paths)[:MOST_FILES]]
+
+
+def trained_on(files: Sequence[Path], known: Sequence[DataFile], paths: Sequence[str]) -> list[Path]:
+    """Which files heads were trained on: by size and digest, or, where these are not known, by path.
+
+    Args:
+        files: to be looked up.
+        known: of the heads' provenance.
+        paths: what their training was given, from the folder that it ran in.
+    """
+    if known:
+        digests = {(file.size, file.sha256_of_ends) for file in known}
+        sizes = {size for size, _ in digests}
+        alike = ((file, _described(file)) for file in files if file.stat().st_size in sizes)
+        return [file for file, described in alike if (described.size, described.sha256_of_ends) in digests]
+    places = {Path(path).resolve() for path in paths}
+    return [file for file in files if places & {file.resolve(), *file.resolve().parents}]
+
+
+def _described(file: Path) -> DataFile:
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        digest = hashlib.sha256(handle.read(END))
+        handle.seek(max(handle.tell(), size - END))
+        digest.update(handle.read(END))
+    return DataFile(name=file.name, size=size, sha256_of_ends=digest.hexdigest())
 
 
 def _commit() -> str | None:

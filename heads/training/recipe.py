@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe is what the training loop trains: by which loss, and what is written. Each kind of heads has one."""
+"""A recipe says what the training loop trains, by which loss, and what is written at the end."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,16 +38,12 @@ class Reads(NamedTuple):
     top_k: int = 0  # likeliest next tokens and their log-probabilities, as targets of distillation
 
 
-class _Part(NamedTuple):
-    """What one file holds of each token."""
+class _Column(NamedTuple):
+    """What a file holds of each token."""
 
     name: str
     dtype: type[np.generic]
     width: int
-
-    @property
-    def token_bytes(self) -> int:
-        return self.width * np.dtype(self.dtype).itemsize
 
 
 def read_target(target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None) -> TargetStates:
@@ -73,31 +68,24 @@ class StatesCache:
         target: frozen.
         store: the tokens.
         reads: what is read.
-        layers: further layer counts to keep, for other kinds of heads that are trained later.
         most_bytes: what `folder` may hold.
 
     Raises:
         TrainingError: if that is too little, the disk lacks room, or the target is not frozen.
     """
 
-    def __init__(
-        self, folder: Path, target: Target, store: TokenStore, reads: Reads, layers: Sequence[int], most_bytes: int
-    ) -> None:
+    def __init__(self, folder: Path, target: Target, store: TokenStore, reads: Reads, most_bytes: int) -> None:
         if target.trainable:
             raise TrainingError("--states-cache keeps states of a frozen target, and --recipe full trains it: omit one")
-        outside = [layer for layer in layers if not 1 <= layer < target.num_layers]
-        if outside:
-            raise TrainingError(f"--states-layers {outside[0]} is outside 1..{target.num_layers - 1}")
         self.target, self.store, self.reads = target, store, reads
-        learned = {*reads.exits, *((target.num_layers - 1,) if reads.stem else ())}
-        self.layers = tuple(sorted({*learned, *layers}))
-        size = target.hidden_size
-        self.parts = [_Part("final", np.int16, size), *(_Part(f"layer-{n}", np.int16, size) for n in self.layers)]
+        self.layers = tuple(sorted({*reads.exits, *((target.num_layers - 1,) if reads.stem else ())}))
+        names = ["final", *(f"layer-{layer}" for layer in self.layers)]
+        self.columns = [_Column(name, np.int16, target.hidden_size) for name in names]
+        self.top_ids, self.top_log = f"top-{reads.top_k}.ids", f"top-{reads.top_k}.log"
         if reads.top_k:
-            name = f"top-{reads.top_k}"
-            self.parts += [_Part(f"{name}.ids", np.int32, reads.top_k), _Part(f"{name}.log", np.float16, reads.top_k)]
-        kept_alone = {f"layer-{n}" for n in self.layers if n not in learned}
-        self.read_parts = [part for part in self.parts if part.name not in kept_alone]
+            self.columns += [
+                _Column(self.top_ids, np.int32, reads.top_k), _Column(self.top_log, np.float16, reads.top_k)
+            ]  # fmt: skip
         facts = {
             "format": FORMAT, "target": target.digest(), "tokens": store.manifest.digest, "length": store.length,
         }  # fmt: skip
@@ -105,8 +93,8 @@ class StatesCache:
         self._make_room(folder, most_bytes)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / DESCRIPTION, json.dumps({**facts, "model": target.name}, indent=1) + "\n")
-        self._files = {(split, part.name): self._open(split, part) for split in SPLITS for part in self.parts}
-        self._told = False
+        self._files = {(split, column.name): self._open(split, column) for split in SPLITS for column in self.columns}
+        self._has_warned = False
 
     def states(self, batch: Batch) -> TargetStates:
         """What `reads` names, of windows of the store's grid, as Target.run gives it.
@@ -116,41 +104,38 @@ class StatesCache:
         """
         missing = [i for i, number in enumerate(batch.windows) if not self._is_whole(batch.split, number)]
         if missing:
-            self._compute(batch.part(missing))
-        read = {part.name: self._read(batch, part) for part in self.read_parts}
+            self._compute(batch.chosen(missing))
+        read = {column.name: self._read(batch, column) for column in self.columns}
         target, reads = self.target, self.reads
-        found = TargetStates(final=read["final"])
+        states = TargetStates(final=read["final"])
         with torch.no_grad():
-            found.layers = {layer: read[f"layer-{layer}"] for layer in reads.exits}
-            found.exits = {layer: target.norm(hidden) for layer, hidden in found.layers.items()}
+            states.layers = {layer: read[f"layer-{layer}"] for layer in reads.exits}
+            states.exits = {layer: target.norm(hidden) for layer, hidden in states.layers.items()}
         if reads.stem:
-            found.stem = target.stem_call(batch, read[f"layer-{target.num_layers - 1}"])
+            states.stem = target.stem_call(batch, read[f"layer-{target.num_layers - 1}"])
         if reads.top_k:
-            found.top_ids, found.top_log_probs = read[f"top-{reads.top_k}.ids"], read[f"top-{reads.top_k}.log"]
-        return found
+            states.top_ids, states.top_log_probs = read[self.top_ids], read[self.top_log]
+        return states
 
-    def _read(self, batch: Batch, part: _Part) -> torch.Tensor:
-        values = torch.from_numpy(self._files[batch.split, part.name][0][list(batch.windows)]).flatten(0, 1)
+    def _read(self, batch: Batch, column: _Column) -> torch.Tensor:
+        values = torch.from_numpy(self._files[batch.split, column.name][0][list(batch.windows)]).flatten(0, 1)
         device = batch.input_ids.device
-        if part.dtype is np.int16:
+        if column.dtype is np.int16:
             return values.view(torch.bfloat16).to(device, self.target.dtype)
         return values.to(device, torch.float32 if values.is_floating_point() else torch.int64)
 
     @torch.no_grad()
     def _compute(self, batch: Batch) -> None:
-        """Run the target over windows and write all files' parts of them, values before checksums."""
+        """Run the target over windows and write them to all files, values before checksums."""
         states = read_target(self.target, batch, Reads(exits=self.layers, top_k=self.reads.top_k))
         tensors = {"final": states.final} | {f"layer-{n}": hidden for n, hidden in states.layers.items()}
         if states.top_ids is not None and states.top_log_probs is not None:
-            tensors |= {
-                f"top-{self.reads.top_k}.ids": states.top_ids,
-                f"top-{self.reads.top_k}.log": states.top_log_probs,
-            }
-        for part in self.parts:
-            values, sums = self._files[batch.split, part.name]
-            rows = tensors[part.name].cpu()
-            rows = rows.to(torch.bfloat16).view(torch.int16) if part.dtype is np.int16 else rows
-            written = rows.numpy().astype(part.dtype).reshape(len(batch.windows), *values.shape[1:])
+            tensors |= {self.top_ids: states.top_ids, self.top_log: states.top_log_probs}
+        for column in self.columns:
+            values, sums = self._files[batch.split, column.name]
+            rows = tensors[column.name].cpu()
+            rows = rows.to(torch.bfloat16).view(torch.int16) if column.dtype is np.int16 else rows
+            written = rows.numpy().astype(column.dtype).reshape(len(batch.windows), *values.shape[1:])
             for number, window in zip(batch.windows, written, strict=True):
                 sums[number] = 0
                 values[number] = window
@@ -158,41 +143,41 @@ class StatesCache:
 
     def _is_whole(self, split: str, number: int) -> bool:
         """Whether all files have the window, undamaged."""
-        for part in self.parts:
-            values, sums = self._files[split, part.name]
+        for column in self.columns:
+            values, sums = self._files[split, column.name]
             if not sums[number]:
                 return False
             if sums[number] != _checksum(values[number]):
-                if not self._told:
-                    where = place(self.folder / f"{split}.{part.name}")
+                if not self._has_warned:
+                    where = place(self.folder / f"{split}.{column.name}")
                     tqdm.write(f"vllm-ppd: {where} is damaged; computing its windows again", file=sys.stderr)
-                self._told = True
+                self._has_warned = True
                 return False
         return True
 
-    def _open(self, split: str, part: _Part) -> tuple[np.memmap, np.memmap]:
+    def _open(self, split: str, column: _Column) -> tuple[np.memmap, np.memmap]:
         """(values [windows, length, width], checksums [windows], 0 where a window is missing)."""
         windows = self.store.num_windows(split)
-        path = self.folder / f"{split}.{part.name}"
-        values = _mapped(path, part.dtype, (windows, self.store.length, part.width))
+        path = self.folder / f"{split}.{column.name}"
+        values = _mapped(path, column.dtype, (windows, self.store.length, column.width))
         return values, _mapped(path.with_name(path.name + ".crc"), np.uint64, (windows,))
 
     def _make_room(self, folder: Path, most_bytes: int) -> None:
         """Refuse what would not fit, before the first window is computed."""
         windows = sum(self.store.num_windows(split) for split in SPLITS)
-        needed = windows * (self.store.length * sum(part.token_bytes for part in self.parts) + 8 * len(self.parts))
-        ours = {f"{split}.{part.name}" for split in SPLITS for part in self.parts}
+        row = sum(column.width * np.dtype(column.dtype).itemsize for column in self.columns)
+        needed = windows * (self.store.length * row + 8 * len(self.columns))
+        ours = {f"{split}.{column.name}" for split in SPLITS for column in self.columns}
         others = written = 0
         for path in folder.rglob("*") if folder.is_dir() else ():
             if path.is_file():
-                own = path.parent == self.folder and path.name.removesuffix(".crc") in ours
-                others += 0 if own else path.stat().st_size
-                written += 512 * path.stat().st_blocks if own else 0
+                is_ours = path.parent == self.folder and path.name.removesuffix(".crc") in ours
+                others += 0 if is_ours else path.stat().st_size
+                written += 512 * path.stat().st_blocks if is_ours else 0
         if needed + others > most_bytes:
             raise TrainingError(
                 f"--states-cache needs {needed / GB:.2f} GB beside the {others / GB:.2f} GB it holds, and "
-                f"--states-cache-gb allows {most_bytes / GB:g}: raise it, delete old folders in {place(folder)}, "
-                "or name fewer layers"
+                f"--states-cache-gb allows {most_bytes / GB:g}: raise it, or delete old folders in {place(folder)}"
             )
         there = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
         free = shutil.disk_usage(there).free

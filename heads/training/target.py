@@ -16,7 +16,6 @@ from torch import nn
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.training.packed_masks import packed_masks
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
@@ -77,8 +76,8 @@ class Target:
         self.trainable = trainable
         # Llama 4's base_model is the causal LM itself.
         self.base: Any = self.model.model if self.model.base_model is model else self.model.base_model
-        self.layers: nn.ModuleList = _part(self.base, LAYER_NAMES, name)
-        self.norm: nn.Module = _part(self.base, NORM_NAMES, name)
+        self.layers: nn.ModuleList = _module(self.base, LAYER_NAMES, name)
+        self.norm: nn.Module = _module(self.base, NORM_NAMES, name)
         self.has_sinks = any(hasattr(module, "sinks") for module in model.modules())
         if self.has_sinks:  # gpt-oss: no other attention reads them
             self.model.set_attn_implementation("eager")
@@ -182,12 +181,12 @@ class Target:
 
     def digest(self) -> str:
         """A hash of what the states depend on: names, shapes, dtypes and sampled values of all parameters."""
-        found = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
+        digest = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
         for name, parameter in self.model.named_parameters():
             values = parameter.detach().flatten()
             sampled = values[:: max(1, len(values) // SAMPLED_VALUES)].float().cpu()
-            found.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + sampled.numpy().tobytes())
-        return found.hexdigest()
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + sampled.numpy().tobytes())
+        return digest.hexdigest()
 
     def description(self) -> dict[str, Any]:
         """What a heads config says of its target."""
@@ -212,7 +211,25 @@ class Target:
         return Path(snapshot_download(self.name, local_files_only=True))
 
 
-def _part(base: nn.Module, names: Sequence[str], model: str) -> Any:
+def packed_masks(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Attention masks of packed documents [windows, length], by the kinds of layers of a family that has two of them.
+
+    transformers recognises documents by their position ids: these restart at zero.
+    """
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    shaped = torch.empty(*position_ids.shape, 1, dtype=dtype, device=position_ids.device)
+    settings: dict[str, Any] = {
+        "config": config, "inputs_embeds": shaped, "attention_mask": None, "past_key_values": None,
+        "position_ids": position_ids,
+    }  # fmt: skip
+    return {
+        "full_attention": create_causal_mask(**settings),
+        "sliding_attention": create_sliding_window_causal_mask(**settings),
+    }
+
+
+def _module(base: nn.Module, names: Sequence[str], model: str) -> Any:
     for name in names:
         if hasattr(base, name):
             return getattr(base, name)

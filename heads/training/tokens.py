@@ -4,25 +4,31 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from tqdm import tqdm
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.token_files import NAME, Manifest, intact_manifest, write_manifest
+from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.training.digests import FileDigest, digest_of, first_damaged
 
 SPLITS = ("train", "held_out")
 FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("ids", "starts", "counted"))
+NAME = "tokens.json"  # which data the token files beside it are of, and what they hash to
 FORMAT = 3  # of the tokens: raised when the same data would be tokenised otherwise
 
 
@@ -48,9 +54,8 @@ class Batch:
             [windows * length]).
         """
         windows, length = self.input_ids.shape
-        offsets = torch.arange(length, device=self.input_ids.device)[:, None] + torch.arange(1, n + 1).to(
-            self.input_ids.device
-        )
+        device = self.input_ids.device
+        offsets = torch.arange(length, device=device)[:, None] + torch.arange(1, n + 1, device=device)
         inside = offsets[:, -1] < length
         tokens = self.input_ids[:, offsets.clamp(max=length - 1)]
         last = self.position_ids[:, offsets[:, -1].clamp(max=length - 1)]
@@ -61,41 +66,31 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         counted = None if self.counted is None else self.counted.to(device)
-        return replace(
-            self, input_ids=self.input_ids.to(device), position_ids=self.position_ids.to(device), counted=counted
-        )
+        return Batch(self.input_ids.to(device), self.position_ids.to(device), self.split, self.windows, counted)
 
-    def part(self, chosen: Sequence[int]) -> Batch:
+    def chosen(self, places: Sequence[int]) -> Batch:
         """Some of its windows, by place."""
-        index = torch.as_tensor(chosen, device=self.input_ids.device)
-        windows = tuple(self.windows[i] for i in chosen) if self.windows else ()
+        index = torch.as_tensor(places, device=self.input_ids.device)
+        windows = tuple(self.windows[i] for i in places) if self.windows else ()
         counted = None if self.counted is None else self.counted[index]
-        return replace(
-            self, input_ids=self.input_ids[index], position_ids=self.position_ids[index], windows=windows,
-            counted=counted,
-        )  # fmt: skip
-
-    @staticmethod
-    def concatenated(parts: Sequence[Batch]) -> Batch:
-        """The windows of several batches of one split."""
-        on_grid = all(part.windows for part in parts)
-        return Batch(
-            torch.cat([part.input_ids for part in parts]),
-            torch.cat([part.position_ids for part in parts]),
-            parts[0].split,
-            tuple(number for part in parts for number in part.windows) if on_grid else (),
-            _concatenated_masks(parts),
-        )
+        return Batch(self.input_ids[index], self.position_ids[index], self.split, windows, counted)
 
 
-def _concatenated_masks(parts: Sequence[Batch]) -> torch.Tensor | None:
-    masks = [part.counted for part in parts]
-    if all(mask is None for mask in masks):
-        return None
-    return torch.cat([
-        torch.ones_like(part.input_ids, dtype=torch.bool) if mask is None else mask
-        for part, mask in zip(parts, masks, strict=True)
-    ])  # fmt: skip
+class Manifest(BaseModel):
+    """Written when all token files are whole."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    key: str  # of the data, the split and the tokenizer
+    files: dict[str, FileDigest]
+    documents: int
+    skipped: dict[str, int]  # records by reason
+
+    @property
+    def digest(self) -> str:
+        """A hash of all tokens: what a run may go on with."""
+        lines = "".join(f"{name} {file.sha256}\n" for name, file in sorted(self.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class TokenStore:
@@ -121,16 +116,18 @@ class TokenStore:
         self.folder, self.length = folder, length
         documents = Documents(data, lambda: tokenizer)
         key = _key(documents, tokenizer, vocab_size, held_out, train_on_prompts)
-        manifest = intact_manifest(folder, key, FILES)
+        manifest = _intact_manifest(folder, key)
         if manifest is None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / NAME).unlink(missing_ok=True)
             self._write(documents, tokenizer, vocab_size, held_out, train_on_prompts)
-            manifest = write_manifest(folder, key, FILES, documents.count, dict(documents.skipped))
+            digests = {name: digest_of(folder / name) for name in FILES}
+            manifest = Manifest(key=key, files=digests, documents=documents.count, skipped=dict(documents.skipped))
+            write_text(folder / NAME, manifest.model_dump_json())
         self.manifest: Manifest = manifest
-        self.tokens = {split: np.memmap(folder / f"{split}.ids", np.uint32, "r") for split in self._present()}
-        self.starts = {split: np.memmap(folder / f"{split}.starts", np.int64, "r") for split in self._present()}
-        self.counted = {split: np.memmap(folder / f"{split}.counted", np.bool_, "r") for split in self._present()}
+        self.tokens = self._mapped("ids", np.uint32)
+        self.starts = self._mapped("starts", np.int64)
+        self.counted = self._mapped("counted", np.bool_)
         for split in SPLITS:
             count = len(self.tokens.get(split, ()))
             if count < length + 1:
@@ -147,23 +144,28 @@ class TokenStore:
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
 
-    def batch(self, split: str, windows: Sequence[int], shift: int = 0) -> Batch:
-        """Windows of a split by number; shift moves all of them by so many tokens (around the end)."""
+    def batch(self, split: str, windows: Sequence[int], shifts: Sequence[int] = ()) -> Batch:
+        """Windows of a split.
+
+        Args:
+            split: whose windows.
+            windows: their numbers.
+            shifts: tokens by which each is moved, around the end (none: on the grid).
+        """
         tokens, starts = self.tokens[split], self.starts[split]
         ids, positions, counted = [], [], []
         last = len(tokens) - self.length
-        for window in windows:
+        for window, shift in itertools.zip_longest(windows, shifts, fillvalue=0):
             begin = (window * self.length + shift) % (last + 1)
             where = np.arange(begin, begin + self.length)
-            owner = starts[np.searchsorted(starts, where, side="right") - 1]
+            document_start = starts[np.searchsorted(starts, where, side="right") - 1]
             ids.append(tokens[begin : begin + self.length].astype(np.int64))
-            positions.append(where - np.maximum(owner, begin))
+            positions.append(where - np.maximum(document_start, begin))
             counted.append(self.counted[split][begin : begin + self.length])
-        on_grid = () if shift else tuple(windows)
         mask = np.stack(counted)
         return Batch(
-            torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)), split, on_grid,
-            None if mask.all() else torch.from_numpy(mask),
+            torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)), split,
+            () if any(shifts) else tuple(windows), None if mask.all() else torch.from_numpy(mask),
         )  # fmt: skip
 
     def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
@@ -180,8 +182,10 @@ class TokenStore:
             end = starts[index + 1] if index + 1 < len(starts) else len(tokens)
             yield np.asarray(tokens[begin:end])
 
-    def _present(self) -> list[str]:
-        return [split for split in SPLITS if (self.folder / f"{split}.ids").stat().st_size]
+    def _mapped(self, kind: str, dtype: Any) -> dict[str, np.memmap]:
+        """The files of a kind by split, those that hold anything."""
+        paths = {split: self.folder / f"{split}.{kind}" for split in SPLITS}
+        return {split: np.memmap(path, dtype, "r") for split, path in paths.items() if path.stat().st_size}
 
     def _write(
         self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool
@@ -189,25 +193,22 @@ class TokenStore:
         end = tokenizer.eos_token_id
         written = dict.fromkeys(SPLITS, 0)
         with ExitStack() as stack:
-            ids_of = {split: stack.enter_context((self.folder / f"{split}.ids").open("wb")) for split in SPLITS}
-            starts_of = {split: stack.enter_context((self.folder / f"{split}.starts").open("wb")) for split in SPLITS}
-            masks_of = {split: stack.enter_context((self.folder / f"{split}.counted").open("wb")) for split in SPLITS}
+            files = {name: stack.enter_context((self.folder / name).open("wb")) for name in FILES}
             progress = tqdm(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
             for number, document in enumerate(progress):
                 ids = document.ids or []
                 # What was cut off goes on; many chat templates write a line break after the end of a turn.
-                ended = end is None or document.cut_off or end in ids[-2:]
-                add = [] if ended else [end]
-                check_vocabulary([*ids, *add], vocab_size)
-                row = np.array([*ids, *add], dtype=np.int64)
-                counted = np.ones(len(row), dtype=np.bool_)
+                has_end = end is None or document.cut_off or end in ids[-2:]
+                ids = ids if has_end else [*ids, end]
+                check_vocabulary(ids, vocab_size)
+                counted = np.ones(len(ids), dtype=np.bool_)
                 if not train_on_prompts and document.mask is not None:
-                    counted[: len(ids)] = document.mask
+                    counted[: len(document.mask)] = document.mask
                 split = "held_out" if _is_held_out(number, held_out) else "train"
-                starts_of[split].write(np.int64(written[split]).tobytes())
-                ids_of[split].write(row.astype(np.uint32).tobytes())
-                masks_of[split].write(counted.tobytes())
-                written[split] += len(row)
+                files[f"{split}.starts"].write(np.int64(written[split]).tobytes())
+                files[f"{split}.ids"].write(np.array(ids, dtype=np.uint32).tobytes())
+                files[f"{split}.counted"].write(counted.tobytes())
+                written[split] += len(ids)
         if not sum(written.values()):
             skips = f"; {documents.skips()}" if documents.skipped else ""
             raise TrainingError(
@@ -226,10 +227,10 @@ class TokenStore:
             held.write(tail.tobytes())
         with (self.folder / "held_out.counted").open("ab") as held:
             held.write(np.fromfile(counted, np.bool_, offset=cut).tobytes())
-        kept = int(np.searchsorted(np.fromfile(starts, np.int64), cut))
+        documents = int(np.searchsorted(np.fromfile(starts, np.int64), cut))
         os.truncate(ids, 4 * cut)
         os.truncate(counted, cut)
-        os.truncate(starts, 8 * kept)
+        os.truncate(starts, 8 * documents)
 
 
 def _is_held_out(number: int, share: float) -> bool:
@@ -238,11 +239,35 @@ def _is_held_out(number: int, share: float) -> bool:
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 
+def _intact_manifest(folder: Path, key: str) -> Manifest | None:
+    """The manifest if the token files are whole and of this data; None if they are to be written (again).
+
+    Damage is reported on stderr: the files are made of the data, so that nothing is lost.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except ValidationError:
+        damaged = path
+    else:
+        if manifest.key != key:
+            return None
+        lacking = [folder / name for name in FILES if name not in manifest.files]
+        first = lacking[0] if lacking else first_damaged(folder, manifest.files)
+        if first is None:
+            return manifest
+        damaged = first
+    print(f"vllm-ppd: {place(damaged)} is damaged or missing; tokenising the data again", file=sys.stderr)
+    return None
+
+
 def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool) -> str:
     """A hash of what the tokens are made of: the files as they are named, their sizes and times, and the tokenizer."""
     stamp = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in documents.files]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else len(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
-    parts = [FORMAT, stamp, held_out, vocab_size, words, template, train_on_prompts]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    facts = [FORMAT, stamp, held_out, vocab_size, words, template, train_on_prompts]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -88,7 +88,7 @@ class Given(Source):
         self.order = Order(self.store, seed, count, one_grid=True)
         self.steps = self.store.num_windows() // count
         if cache is not None:
-            self.cache = StatesCache(cache, target, self.store, Reads(), (), 20_000_000_000)
+            self.cache = StatesCache(cache, target, self.store, Reads(), 20_000_000_000)
 
     def training(self, step: int) -> Batch:
         return next(self.order.batches(step, 1))

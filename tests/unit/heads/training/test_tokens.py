@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.training.tokens import FILES, Batch, TokenStore
 from vllm_ppd.kernels import unembedding_loss
 from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
 
@@ -157,3 +157,56 @@ def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool
     (found * weights).sum().backward()
     (direct * weights).sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut in half": lambda data: data[: len(data) // 2],
+    "cut by one": lambda data: data[:-1],
+    "empty": lambda _: b"",
+    "longer": lambda data: data + b"\0" * 8,
+    "a byte flipped": lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:],
+    "zeros": lambda data: b"\0" * len(data),
+}
+ODD_JSON = ["", "{", "null", "[]", "3", '{"key": 1}', '{"key": "x"}', "\ufeff{}", "[" * 5000]
+
+
+def alphabet(tmp_path: Path) -> TokenStore:
+    """A store over many short documents."""
+    data = tmp_path / "data.jsonl"
+    if not data.exists():
+        write_texts(data, [f"{chr(65 + i % 26) * (5 + i % 9)} {i}" for i in range(300)])
+    return TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.3, 16)
+
+
+def contents(made: TokenStore) -> list[np.ndarray]:
+    return [np.array(values) for files in (made.tokens, made.starts) for values in files.values()]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_token_files_are_made_again(tmp_path: Path, capsys: Any, name: str, how: str) -> None:
+    before = contents(alphabet(tmp_path))
+    path = tmp_path / "work" / name
+    path.write_bytes(DAMAGE[how](path.read_bytes()))
+    capsys.readouterr()
+    for ours, theirs in zip(contents(alphabet(tmp_path)), before, strict=True):
+        assert np.array_equal(ours, theirs)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("vllm-ppd"))
+    assert f"{name} is damaged or missing; tokenising the data again" in line
+    alphabet(tmp_path)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ODD_JSON)
+def test_damaged_manifest(tmp_path: Path, text: str) -> None:
+    before = contents(alphabet(tmp_path))
+    (tmp_path / "work" / "tokens.json").write_text(text)
+    for ours, theirs in zip(contents(alphabet(tmp_path)), before, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_missing_token_file(tmp_path: Path) -> None:
+    before = contents(alphabet(tmp_path))
+    (tmp_path / "work" / "train.starts").unlink()
+    for ours, theirs in zip(contents(alphabet(tmp_path)), before, strict=True):
+        assert np.array_equal(ours, theirs)

@@ -19,7 +19,7 @@ from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads.io import check_folder
 from vllm_ppd.heads.locking import InUse, writing_file, writing_folder
-from vllm_ppd.heads.training.folder import WORK
+from vllm_ppd.heads.training.checkpoint import STATE, WORK
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
@@ -52,7 +52,7 @@ def test_the_second_of_two_trainings_ends_with_one_line_and_the_first_is_whole(
     argv = [*PPD, *train(tiny_model(), data, out, steps)]
     first = subprocess.Popen(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, cwd=tmp_path)
     deadline = time.monotonic() + 120
-    while not (out / WORK / "state.safetensors").exists() and time.monotonic() < deadline:
+    while not (out / WORK / STATE).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     first.send_signal(signal.SIGSTOP)  # so that it is there when the second comes
     try:

@@ -76,8 +76,8 @@ def test_every_phase_ends_with_the_words_of_the_loop(
 def test_a_run_that_continues_says_where(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     compute = loop._Run._loss_and_gradient
 
-    def signalled(self: Any, *args: Any) -> float:
-        if self.step == 5:
+    def signalled(self: Any, *args: Any) -> Any:
+        if self.facts.step == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return compute(self, *args)
 

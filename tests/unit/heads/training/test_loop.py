@@ -14,18 +14,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate.checkpointing
 import pytest
 import tiny
 import torch
 from conftest import patterned_texts, write_texts
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.training import loop, recipe
+from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training import recipe as training_recipe
+from vllm_ppd.heads.training.checkpoint import FACTS, STATE, WORK, read_facts
 from vllm_ppd.heads.training.evaluation import Evaluation
-from vllm_ppd.heads.training.folder import WORK
 from vllm_ppd.heads.training.provenance import provenance_of
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -112,6 +115,8 @@ def test_tied_embeddings(train: Train, tmp_path: Path, kind: str) -> None:
         ("cp", {"start": "identity", "position_share": 0.5, "distillation": 0.0}, "joint_nats"),
         ("dynamo", {"start": "random", "tokens": 2, "num_speculative_tokens": 1, "distillation": 0.0}, "head 2 nats"),
         ("early", {"accumulation": 2}, "exit 3/kl_nats"),
+        ("early", {"position_share": 0.5}, "exit 3/kl_nats"),
+        ("dynamo", {"position_share": 0.5}, "head 2 distilled_nats"),
         ("early", {"precision": "bfloat16"}, "exit 3/kl_nats"),
     ],
 )
@@ -162,8 +167,8 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
     steps: list[int] = []
     compute = loop._Run._loss_and_gradient
 
-    def counted(self: Any, *args: Any) -> float:
-        steps.append(self.step)
+    def counted(self: Any, *args: Any) -> Any:
+        steps.append(self.facts.step)
         if len(steps) == count:
             os.kill(os.getpid(), signal.SIGINT)
         return compute(self, *args)
@@ -201,7 +206,7 @@ def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_p
     """kill -9 at any moment, here in the middle of saving after every step."""
     out = tmp_path / "heads"
     argv = command(tiny_model(), data, out, "--steps", "400", "--save-every", "1")
-    state = out / WORK / "state.safetensors"
+    state = out / WORK / STATE
     run = subprocess.Popen(
         [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *argv], stderr=subprocess.DEVNULL, cwd=tmp_path
     )
@@ -211,17 +216,10 @@ def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_p
     time.sleep(0.5)
     run.kill()
     run.wait()
-    reached = json.loads(_facts(state))["step"]
-    assert 0 < reached < 400, "killed too early or too late to tell"
+    facts = read_facts(state)
+    assert facts is not None and 0 < facts.step < 400, "killed too early or too late to tell"
     assert main(command(tiny_model(), data, out, "--steps", "400", "--save-every", "1")) == 0
     check_folder(out)
-
-
-def _facts(state: Path) -> str:
-    from safetensors import safe_open
-
-    with safe_open(state, framework="pt") as file:
-        return file.metadata()["facts"]
 
 
 def test_diverging_loss_stops_and_keeps_the_last_good(
@@ -230,36 +228,33 @@ def test_diverging_loss_stops_and_keeps_the_last_good(
     stop_at(monkeypatch, 6)
     with pytest.raises(loop.Stopped):
         train()
-    state = tmp_path / "heads" / WORK / "state.safetensors"
-    good = state.read_bytes()
+    state = tmp_path / "heads" / WORK / STATE
+    good = (state / FACTS).read_bytes()
     with pytest.raises(TrainingError, match=r"diverged at step 6.*checkpoint of step 5 is kept.*lower --learning-rate"):
         train(learning_rate=1e9, gradient_clip=1.0, save_every=1)
-    assert state.read_bytes() == good
+    assert (state / FACTS).read_bytes() == good
     train(learning_rate=1e-4, save_every=1)  # as the message says
 
 
 def test_full_disk_loses_nothing(
     tiny_model: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    import safetensors.torch
-    from safetensors import SafetensorError
-
     argv = command(tiny_model(), data, tmp_path / "heads", "--steps", "6", "--save-every", "2")
-    real, calls = safetensors.torch.save_file, 0
+    real, calls = accelerate.checkpointing.save, 0
 
     def full(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 2:
+        if calls == 3:  # the weights of the second checkpoint
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         real(*args, **kwargs)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(accelerate.checkpointing, "save", full)
     assert main(argv) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("ppd: error: the disk is full")
-    state = tmp_path / "heads" / WORK / "state.safetensors"
-    assert json.loads(_facts(state))["step"] == 2
-    assert not list(state.parent.glob("*.part"))
+    facts = read_facts(tmp_path / "heads" / WORK / STATE)
+    assert facts is not None and facts.step == 2
+    assert not list((tmp_path / "heads" / WORK).glob("*.part"))
     assert main(argv) == 0
 
 
@@ -303,7 +298,7 @@ def test_folder_of_something_else_is_kept(train: Train, tmp_path: Path) -> None:
 
 
 def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "save_heads", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    monkeypatch.setattr(training_recipe, "save_heads", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(step=0, loss=1.0, figures={}))
     with pytest.raises(OSError, match="gone"):
         train()

@@ -56,7 +56,7 @@ def test_cached_states_are_the_targets(
 ) -> None:
     target = load(tiny_model, family)
     batch = store.batch("train", [3, 0, 5])
-    cache = StatesCache(tmp_path / "cache", target, store, ALL, (), ROOM)
+    cache = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
     direct = target.run(batch, ALL.exits, stem=True)
     assert direct.stem is not None
     layer = target.layers[-1]
@@ -82,14 +82,14 @@ def test_each_window_is_computed_once(
     tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, passes = load(tiny_model), counted(monkeypatch)
-    cache = StatesCache(tmp_path / "cache", target, store, Reads(exits=(2,)), (5,), ROOM)
+    cache = StatesCache(tmp_path / "cache", target, store, Reads(exits=(2, 5)), ROOM)
     for windows in ([0, 1, 2], [2, 3], [1, 3]):
         cache.states(store.batch("train", windows))
     assert passes == [3, 1]
-    # Other kinds of heads read the same files: the stem was kept for them.
-    again = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(stem=True), (), ROOM)
+    # Other kinds of heads read the same files: layer 5 is the stem of the model's last layer.
+    again = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(stem=True), ROOM)
     again.states(store.batch("train", [0, 3]))
-    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), (), ROOM).states(store.batch("train", [0, 3]))
+    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM).states(store.batch("train", [0, 3]))
     assert passes == [3, 1]
     again.states(store.batch("held_out", [0]))
     assert passes == [3, 1, 1]
@@ -100,7 +100,7 @@ def test_another_target_or_other_tokens_have_files_of_their_own(
     tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, what: str
 ) -> None:
     target = load(tiny_model)
-    first = StatesCache(tmp_path / "cache", target, store, Reads(), (), ROOM)
+    first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
     if what == "target":
         # Same tokenizer and LM head, as a fine-tuned copy may have.
         with torch.no_grad():
@@ -108,7 +108,7 @@ def test_another_target_or_other_tokens_have_files_of_their_own(
     else:
         data = write_texts(tmp_path / "data.jsonl", patterned_texts(41, 3))
         store = TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
-    assert StatesCache(tmp_path / "cache", target, store, Reads(), (), ROOM).folder != first.folder
+    assert StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).folder != first.folder
 
 
 def flip(data: bytes) -> bytes:
@@ -121,14 +121,14 @@ def test_damaged_windows_are_computed_again(
     tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, capsys: Any, name: str, change: Any
 ) -> None:
     batch, reads = store.batch("train", [0, 1]), Reads(exits=(2,))
-    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, (), ROOM)
+    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM)
     before = cache.states(batch)
     path = cache.folder / name
     index = 0 if name.endswith("crc") else 100
     content = path.read_bytes()
     path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :] if change is flip
                      else change(content))  # fmt: skip
-    after = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, (), ROOM).states(batch)
+    after = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM).states(batch)
     assert torch.equal(after.final, before.final) and torch.equal(after.exits[2], before.exits[2])
     lost = name.endswith("crc") and change is not flip  # a window without a checksum was never written
     assert ("is damaged; computing its windows again" in capsys.readouterr().err) != lost
@@ -137,12 +137,12 @@ def test_damaged_windows_are_computed_again(
 def test_a_kill_between_values_and_checksum_loses_the_window_only(
     tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), (), ROOM)
+    cache = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM)
     cache.states(store.batch("train", [0, 1]))
     sums = np.memmap(cache.folder / "train.final.crc", np.uint64, "r+")
     sums[1] = 0
     passes = counted(monkeypatch)
-    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), (), ROOM).states(store.batch("train", [0, 1]))
+    StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM).states(store.batch("train", [0, 1]))
     assert passes == [1]
 
 
@@ -150,19 +150,17 @@ def test_bounds(tiny_model: Callable[..., Path], tmp_path: Path, store: TokenSto
     target, folder = load(tiny_model), tmp_path / "cache"
     message = r"--states-cache needs 0\.00 GB beside the 0\.00 GB it holds, and --states-cache-gb allows 1e-05"
     with pytest.raises(TrainingError, match=message) as caught:
-        StatesCache(folder, target, store, Reads(), (), 10_000)
+        StatesCache(folder, target, store, Reads(), 10_000)
     assert len(str(caught.value)) <= 300 and not folder.exists()
-    StatesCache(folder, target, store, Reads(), (), ROOM)
+    StatesCache(folder, target, store, Reads(), ROOM)
     used = sum(path.stat().st_size for path in folder.rglob("*"))
-    StatesCache(folder, target, store, Reads(), (), used)  # its own files do not count twice
+    StatesCache(folder, target, store, Reads(), used)  # its own files do not count twice
     with pytest.raises(TrainingError, match="--states-cache-gb allows"):
-        StatesCache(folder, target, store, Reads(exits=(2,)), (), used)
+        StatesCache(folder, target, store, Reads(exits=(2,)), used)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 100}))
     with pytest.raises(TrainingError, match=r"the disk of .* has 0\.00 GB free") as caught:
-        StatesCache(tmp_path / "other", target, store, Reads(), (), ROOM)
+        StatesCache(tmp_path / "other", target, store, Reads(), ROOM)
     assert len(str(caught.value)) <= 300
-    with pytest.raises(TrainingError, match=r"--states-layers 6 is outside 1\.\.5"):
-        StatesCache(folder, target, store, Reads(), (6,), ROOM)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,7 +179,7 @@ def test_training_over_a_cache(
         loop.train(KINDS[kind].options(**given, out=str(tmp_path / out), **options))
         return load_file(tmp_path / out / "model.safetensors")
 
-    cached = {"states_cache": str(tmp_path / "cache"), "states_layers": "2,4,5"}
+    cached = {"states_cache": str(tmp_path / "cache")}
     first = train("first", **cached)
     once = sum(passes)
     work = TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)

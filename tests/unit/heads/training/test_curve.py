@@ -68,7 +68,7 @@ def test_curve_of_a_stopped_run_continues(train: Train, monkeypatch: pytest.Monk
     whole = train("whole", evaluate_every=2, save_every=3)
     compute, calls = loop._Run._loss_and_gradient, 0
 
-    def counted(self: Any, *args: Any) -> float:
+    def counted(self: Any, *args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 6:
@@ -155,8 +155,8 @@ def test_patience_survives_a_stop(train: Train, monkeypatch: Any) -> None:
     monkeypatch.setattr(loop, "evaluate", rising)
     compute = loop._Run._loss_and_gradient
 
-    def stop_at_three(self: Any, *args: Any) -> float:
-        if self.step == 3:
+    def stop_at_three(self: Any, *args: Any) -> Any:
+        if self.facts.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return compute(self, *args)
 
