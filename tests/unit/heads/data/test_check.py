@@ -14,7 +14,7 @@ from conftest import DEMO
 
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.data_files import data_files, trained_on
+from vllm_ppd.heads.training.provenance import data_files, trained_on
 from vllm_ppd.vllm_plugins.cli.main import main
 
 HEADS = DEMO.parent / "heads" / "early"
@@ -111,7 +111,7 @@ def test_training_data_are_known_by_their_content() -> None:
 
 
 def test_large_files_are_told_apart_by_size_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ppd.heads.training.data_files.END", 4)
+    monkeypatch.setattr("vllm_ppd.heads.training.provenance.END", 4)
     for name, content in (("a", "0123456789"), ("b", "0123xx6789"), ("c", "0123456780"), ("d", "01236789")):
         Path(name).write_text(content)
     assert trained_on([Path("b"), Path("c"), Path("d")], data_files(["a"]), ()) == [Path("b")]
