@@ -19,7 +19,7 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import all_ways
-from vllm_ppd.heads.planning.predict import Way
+from vllm_ppd.heads.planning.predict import Drafting, Way
 from vllm_ppd.vllm_plugins.config.options import parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.registry import METHODS
@@ -82,28 +82,28 @@ def _of_heads(
     plan = PlanOptions.model_validate({
         "heads": (folder,), "texts": "sampled" if temperature else "greedy", "timings": out, "model": options["model"],
     })  # fmt: skip
-    drafts = asked.num_speculative_tokens
-    ways = [
-        _with_vocabulary(way, asked.draft_vocab_size, heads.target.vocab_size)
-        for way in all_ways(plan)[1]
-        if "model" in way.options and _fits(way.options, asked)
-        and (way.options["num_speculative_tokens"] <= drafts if asked.adaptive
-             else way.options["num_speculative_tokens"] == drafts)
-    ]  # fmt: skip
-    exact = [way for way in ways if way.options.get("draft_vocab_size") == asked.draft_vocab_size]
-    best = max((way.speedup(batch) for way in exact or ways), default=None)
+    calibrated = [way for way in all_ways(plan)[1] if _fits(way.options, asked)]
+    size = asked.draft_vocab_size
+    exact = [way for way in calibrated if way.options.get("draft_vocab_size") == size]
+    # Shorter vocabularies are calibrated on sampled texts alone: the whole one's acceptance, at the part's cost.
+    chosen = exact or [_reading(way, (size or 0) / heads.target.vocab_size) for way in calibrated]
+    best = max((way.speedup(batch) for way in chosen), default=None)
     return best if best is None or not asked.adaptive else max(best, 1.0)
 
 
 def _fits(options: dict[str, Any], asked: Any) -> bool:
-    """Whether a calibrated setting exits and backs off where a contender does."""
-    exit_layer = options.get("exit_layer")
-    return (exit_layer is None or (exit_layer,) == asked.exit_layer) and options.get("eps_b") in (None, asked.eps_b)
+    """Whether a contender may draft with a calibrated setting."""
+    drafts, most = options["num_speculative_tokens"], asked.num_speculative_tokens
+    return (
+        "model" in options
+        and (drafts <= most if asked.adaptive else drafts == most)
+        and options.get("exit_layer") in (None, *(asked.exit_layer or ()))
+        and options.get("eps_b") in (None, asked.eps_b)
+        and options.get("draft_vocab_size") in (None, asked.draft_vocab_size)
+    )
 
 
-def _with_vocabulary(way: Way, size: int | None, whole: int) -> Way:
-    """A way of the whole vocabulary at the cost of a part: parts are calibrated on sampled texts alone."""
-    if size is None or "draft_vocab_size" in way.options:
-        return way
-    setting = way.setting._replace(reads=way.setting.reads * size / whole)  # type: ignore[attr-defined]
-    return dataclasses.replace(way, setting=setting)  # type: ignore[call-arg]
+def _reading(way: Way, share: float) -> Way:
+    """The same with drafts that read a share of the LM head."""
+    assert isinstance(way, Drafting)
+    return dataclasses.replace(way, setting=way.setting._replace(reads=way.setting.reads * share))

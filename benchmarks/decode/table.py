@@ -70,7 +70,7 @@ def summarise(measured: Measured, name: str, batch: int) -> Row | None:
 
 
 def _split(turns: list[Turn]) -> dict[str, float | None]:
-    """Milliseconds a step of each part: the mean of a turn's steps, the median of the turns."""
+    """Milliseconds a step of verification, drafting and the host: means of steps, the median of the turns."""
     if any(turn["worker_seconds"] is None for turn in turns):
         return {"verify_ms": None, "draft_ms": None, "host_ms": None}
 
@@ -105,7 +105,7 @@ def table(measured: Measured) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    parts = [row["verify_ms"], row["draft_ms"], row["host_ms"]]
+    split = [row["verify_ms"], row["draft_ms"], row["host_ms"]]
     return [
         str(row["batch"]),
         row["contender"],
@@ -117,6 +117,6 @@ def _cells(row: dict[str, Any]) -> list[str]:
         number(row["rate"], "{:.3f}"),
         number(row["consistency"], "{:.2%}"),
         f"{row['repeated_4_grams']:.3f}",
-        " + ".join(f"{part:.2f}" for part in parts) if None not in parts else "-",
+        " + ".join(f"{value:.2f}" for value in split) if None not in split else "-",
         f"{row['peak_bytes'] / 1e6:.0f}",
     ]

@@ -26,7 +26,7 @@ class Batch:
         counted: counters before the batch, vLLM's and ours.
         steps: seconds of each timed step.
         window_tokens: that the timed steps made.
-        parts: seconds of the timed steps in the worker, and in drafting within it.
+        phases: seconds of the timed steps in the worker, and in drafting within it.
         finished: whether a request has ended.
     """
 
@@ -34,7 +34,7 @@ class Batch:
     counted: tuple[dict[str, int], dict[str, float]]
     steps: list[float] = field(default_factory=list)
     window_tokens: int = 0
-    parts: Counter[str] = field(default_factory=Counter)
+    phases: Counter[str] = field(default_factory=Counter)
     finished: bool = False
 
 
@@ -82,8 +82,8 @@ class Engine:
 
         scheduler.make_spec_decoding_stats = counted
 
-    def _time(self, owner: Any, name: str, part: str) -> None:
-        """Add the seconds of every call of owner.name, where it has that, to those of a part."""
+    def _time(self, owner: Any, name: str, phase: str) -> None:
+        """Add the seconds of every call of owner.name, where it has that, to those of a phase."""
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -93,7 +93,7 @@ class Engine:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._seconds[part] += time.perf_counter() - started
+                self._seconds[phase] += time.perf_counter() - started
 
         setattr(owner, name, timed)
 
@@ -139,7 +139,7 @@ class Engine:
             if decoding and not cold:
                 batch.steps.append(seconds)
                 batch.window_tokens += made
-                batch.parts.update(self._seconds)
+                batch.phases.update(self._seconds)
             cold = cold and not decoding
         return not batch.finished
 
@@ -166,7 +166,7 @@ class Engine:
             "window_seconds": sum(batch.steps),
             "steps": len(batch.steps),
             "step_seconds": statistics.median(batch.steps),
-            **{f"{part}_seconds": batch.parts[part] if self._timed else None for part in ("worker", "draft")},
+            **{f"{phase}_seconds": batch.phases[phase] if self._timed else None for phase in ("worker", "draft")},
             **{name: self._counts[name] - counted[name] for name in COUNTERS},
             "ours": {name: value - ours[name] for name, value in totals().items() if value != ours[name]},
             "token_ids": list(batch.tokens.values()),

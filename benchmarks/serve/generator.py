@@ -59,7 +59,7 @@ def send(server: Server, dataset: list[str], load: Load, options: ServeOptions, 
         "completed": report["completed"], "failed": report["failed"],
         "requests_per_second": report["request_throughput"], "tokens_per_second": report["output_throughput"],
         **{f"{time}_ms": {"mean": report[f"mean_{time}_ms"]}
-           | {f"p{part}": report[f"p{part}_{time}_ms"] for part in PERCENTILES} for time in TIMES},
+           | {f"p{rank}": report[f"p{rank}_{time}_ms"] for rank in PERCENTILES} for time in TIMES},
         **{short: int(change[name]) if name in change else None for short, name in COUNTERS.items()},
         "ours": {name[4:].removesuffix("_total"): value for name, value in change.items() if _ours(name) and value},
         "arrival": [round(report["start_times"][i] - first, 4) for i in done],
