@@ -116,7 +116,7 @@ class ChatFile:
         ordered = sorted(self._lines)
         if ordered == self._lines:
             return
-        with replaced(self.path.resolve()) as part, self.path.open("rb") as file, part.open("wb") as sorted_file:
+        with replaced(self.path.resolve()) as new, self.path.open("rb") as file, new.open("wb") as sorted_file:
             for _, start, size in ordered:
                 file.seek(start)
                 sorted_file.write(file.read(size))

@@ -151,12 +151,12 @@ class ChatWriter(Writer):
         self._write(self._ask, wanted)
 
     def _ask(self) -> bool:
-        options, turn, number = self.options, self._beginning, next(self._numbers)
+        options, beginning, number = self.options, self._beginning, next(self._numbers)
         seed = seed_of(options.seed, number, USER)
         self._submit(
             Request(
-                f"{USER} {number}", turn.prefix, options.user_temperature, options.user_top_p, options.user_max_tokens,
-                seed, turn.stop_ids, turn.stop_text, wants_text=True,
+                f"{USER} {number}", beginning.prefix, options.user_temperature, options.user_top_p,
+                options.user_max_tokens, seed, beginning.stop_ids, beginning.stop_text, wants_text=True,
             )
         )  # fmt: skip
         self._asked.append(number)

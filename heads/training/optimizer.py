@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
-MUON_STATE = {"step", "momentum_buffer"}  # AdamW expects a count of steps of all parameters when it loads
-
 
 class Muon(torch.optim.AdamW):
     """torch.optim.Muon for matrices, and for each matrix of a stack of them; AdamW for vectors and gates.
@@ -49,22 +46,23 @@ class Muon(torch.optim.AdamW):
     def _step_matrices(self, stacks: list[torch.Tensor], group: dict[str, Any]) -> None:
         """Muon's update of matrices that share memory with the parameters, as do their moments with our state."""
         momentum = group["betas"][0]
-        pairs = []
+        matrices = []
         for stack in stacks:
             assert stack.grad is not None
             state: dict[str, torch.Tensor] = self.state[stack]
             if "momentum_buffer" not in state:
+                # AdamW expects a count of steps of all parameters when it loads.
                 state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(stack)}
-            parts = (t.flatten(0, -3) if t.dim() > 2 else t[None]
-                     for t in (stack.detach(), stack.grad, state["momentum_buffer"]))  # fmt: skip
-            for matrix, gradient, buffer in zip(*parts, strict=True):
+            tensors = (stack.detach(), stack.grad, state["momentum_buffer"])
+            stacked = (t.flatten(0, -3) if t.dim() > 2 else t[None] for t in tensors)
+            for matrix, gradient, buffer in zip(*stacked, strict=True):
                 parameter = nn.Parameter(matrix)
                 parameter.grad = gradient
-                pairs.append((parameter, buffer))
+                matrices.append((parameter, buffer))
         muon = torch.optim.Muon(
-            [parameter for parameter, _ in pairs], lr=group["lr"], momentum=momentum,
+            [parameter for parameter, _ in matrices], lr=group["lr"], momentum=momentum,
             weight_decay=group["weight_decay"], adjust_lr_fn="match_rms_adamw",
         )  # fmt: skip
-        for parameter, buffer in pairs:
+        for parameter, buffer in matrices:
             muon.state[parameter]["momentum_buffer"] = buffer
         muon.step()

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,15 +26,8 @@ def termination_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, _: Any) -> None:
         raise KeyboardInterrupt
 
-    try:
-        previous = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread
+    with _handled(interrupt, signal.SIGTERM):
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
@@ -46,13 +40,17 @@ def stop_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         caught.append(number)
 
-    try:
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread, as in Ray's workers
+    with _handled(note, signal.SIGINT, signal.SIGTERM):
         yield caught
-        return
+
+
+@contextmanager
+def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
+    """Signals go to a handler, in the main thread: in others, as in Ray's workers, nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
     try:
-        yield caught
+        yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -49,17 +49,17 @@ def engine(model: Path) -> generation.OfflineEngine:
 def run(engine: generation.OfflineEngine, *requests: Request) -> dict[str, Continuation]:
     for request in requests:
         engine.submit(request)
-    found: dict[str, Continuation] = {}
-    while len(found) < len(requests):
-        found |= {ended.key: ended for ended in engine.step()}
-    return found
+    ended: dict[str, Continuation] = {}
+    while len(ended) < len(requests):
+        ended |= {continuation.key: continuation for continuation in engine.step()}
+    return ended
 
 
 def test_requests_are_sampled_as_they_ask(engine: generation.OfflineEngine, model: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = torch.tensor([PROMPT])
     greedy = target.generate(ids, max_new_tokens=12, do_sample=False)[0, len(PROMPT) :].tolist()
-    found = run(
+    ended = run(
         engine,
         Request("greedy", PROMPT, 0.0, 1.0, 12, 1),
         Request("narrow", PROMPT, 1.0, 1e-6, 12, 2),  # the likeliest token alone is within top-p
@@ -68,10 +68,10 @@ def test_requests_are_sampled_as_they_ask(engine: generation.OfflineEngine, mode
         Request("b", PROMPT, 1.0, 0.95, 12, 4),
         Request("whole", PROMPT, 1.0, 1.0, 12, 5),
     )
-    assert found["greedy"].ids == found["narrow"].ids == greedy
-    assert found["a"].ids == found["again"].ids != found["b"].ids
-    assert found["a"].ids != greedy
-    assert {len(ended.ids) for ended in found.values() if ended.finish_reason == "length"} == {12}
+    assert ended["greedy"].ids == ended["narrow"].ids == greedy
+    assert ended["a"].ids == ended["again"].ids != ended["b"].ids
+    assert ended["a"].ids != greedy
+    assert {len(x.ids) for x in ended.values() if x.finish_reason == "length"} == {12}
 
 
 def test_tokens_are_counted_as_they_are_generated(engine: generation.OfflineEngine) -> None:
@@ -88,14 +88,14 @@ def test_requests_end_as_they_ask(engine: generation.OfflineEngine) -> None:
     words = run(engine, Request("text", PROMPT, 0.0, 1.0, 12, 1, wants_text=True))["text"]
     stop = words.ids[4]
     at = words.ids.index(stop) + 1
-    found = run(
+    ended = run(
         engine,
         Request("id", PROMPT, 0.0, 1.0, 12, 1, stop_ids=(stop,), wants_text=True),
         Request("word", PROMPT, 0.0, 1.0, 12, 1, stop_text=words.text[4:6], wants_text=True),
     )
-    assert (found["id"].ids, found["id"].finish_reason) == (words.ids[:at], "stop")
-    assert found["word"].finish_reason == "stop"
-    assert found["word"].text == words.text.partition(words.text[4:6])[0]
+    assert (ended["id"].ids, ended["id"].finish_reason) == (words.ids[:at], "stop")
+    assert ended["word"].finish_reason == "stop"
+    assert ended["word"].text == words.text.partition(words.text[4:6])[0]
 
 
 def test_chats_are_answered_and_trained_on(

@@ -37,10 +37,9 @@ def run(options: InspectOptions) -> int:
     if options.target is None and target != config.verifier:
         lines["target found at"] = target
     lines |= {f"target {name}": in_words(value) for name, value in config.target.model_dump().items()}
-    own = config.to_json()
     lines |= {
         name: setting_in_words(name, value)
-        for name, value in own.items()
+        for name, value in config.to_json().items()
         if name in type(config).model_fields and name not in ("fingerprint", "target", "layer_tensors")
     }
     lines["num_speculative_tokens"] = config.num_speculative_tokens

@@ -17,7 +17,7 @@ def test_top_p_without_a_sort_keeps_what_a_sort_keeps(vocabulary: int) -> None:
     logits = torch.randn(6, vocabulary) * spread[:, None]
     top_p = torch.tensor([0.95, 0.5, 0.9, 0.95, 1e-6, 1.0])
     expected = truncated(logits.softmax(-1), Sampling(torch.ones(6), top_p=top_p))
-    found = mask_top_p(logits.clone(), top_p)
-    assert torch.equal(found.isfinite(), expected > 0)
-    torch.testing.assert_close(found.softmax(-1), expected)
-    assert torch.equal(found[5], logits[5])
+    actual = mask_top_p(logits.clone(), top_p)
+    assert torch.equal(actual.isfinite(), expected > 0)
+    torch.testing.assert_close(actual.softmax(-1), expected)
+    assert torch.equal(actual[5], logits[5])

@@ -44,13 +44,13 @@ def prompts() -> torch.Tensor:
 @torch.no_grad()
 def argmax(target: Target, prompts: torch.Tensor, ends: list[int]) -> list[list[int]]:
     """Each text's tokens up to its end."""
-    found = []
+    texts = []
     for row in prompts:
         ids = row.tolist()
         while len(ids) < len(row) + TOKENS and not (len(ids) > len(row) and ids[-1] in ends):
             ids.append(int(target.model(torch.tensor([ids])).logits[0, -1].argmax()))
-        found.append(ids[len(row) :])
-    return found
+        texts.append(ids[len(row) :])
+    return texts
 
 
 @pytest.mark.parametrize("name", SETTINGS)

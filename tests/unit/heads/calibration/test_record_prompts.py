@@ -39,12 +39,12 @@ def target(tiny_model: Callable[..., Path]) -> Target:
 @pytest.mark.parametrize("batch", [2, 32])
 def test_calibration_answers_the_records_prompts(tmp_path: Path, target: Target, batch: int) -> None:
     """Beside longer ones, each is answered as it is alone, and in its place."""
-    found = record_prompts([chats(tmp_path / "a.jsonl")], target, 4, longest=20)
-    assert found is not None
-    assert found.starts is not None
+    prompts = record_prompts([chats(tmp_path / "a.jsonl")], target, 4, longest=20)
+    assert prompts is not None
+    assert prompts.starts is not None
     short = [ids for ids in PROMPTS if len(ids) <= 20]
-    assert [row[start:].tolist() for row, start in zip(*found, strict=True)] == short
-    together = generate(target, found.ids, 12, batch=batch, starts=found.starts)
+    assert [row[start:].tolist() for row, start in zip(*prompts, strict=True)] == short
+    together = generate(target, prompts.ids, 12, batch=batch, starts=prompts.starts)
     for row, ids in enumerate(short):
         alone = generate(target, torch.tensor([ids]), 12)
         assert torch.equal(together.generated[row, : together.lengths[row]], alone.generated[0, : alone.lengths[0]])

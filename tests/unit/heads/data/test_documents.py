@@ -74,10 +74,10 @@ def test_text_chat_and_plain_files(tmp_path: Path, chatty: Any) -> None:
     (tmp_path / "b.py").write_text("x = 1\n" * 100_000)
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "index").write_bytes(b"\0\1")
-    found = read(tmp_path, chatty)
-    assert found[:2] == ["one", "<user>hi<assistant>ho"]
-    assert len(found) > 3, "a long plain file comes in pieces"
-    assert "".join(found[2:]) == "x = 1\n" * 100_000
+    texts = read(tmp_path, chatty)
+    assert texts[:2] == ["one", "<user>hi<assistant>ho"]
+    assert len(texts) > 3, "a long plain file comes in pieces"
+    assert "".join(texts[2:]) == "x = 1\n" * 100_000
 
 
 @pytest.mark.parametrize(

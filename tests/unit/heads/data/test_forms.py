@@ -107,14 +107,14 @@ def test_every_command_takes_every_form(tmp_path: Path, tokenizer: Any, command:
     record, asked = FORMS[form]
     path = write(tmp_path / "data.jsonl", *[record] * 60)
     check_data([path], prompts=60)
-    found = READERS[command](path, tokenizer)
-    assert found and all(found)
+    prompts = READERS[command](path, tokenizer)
+    assert prompts and all(prompts)
     if command == "train" and form != "token ids":  # it reads a record's whole text
-        assert all(QUESTION in tokenizer.decode(ids) for ids in found)
+        assert all(QUESTION in tokenizer.decode(ids) for ids in prompts)
     elif asked is not None:
         wanted = tokenizer(asked)["input_ids"] if isinstance(asked, str) else asked
-        assert all(ids[: len(wanted)] == wanted for ids in found)
-        assert command == "train" or {len(ids) for ids in found} == {len(wanted)}
+        assert all(ids[: len(wanted)] == wanted for ids in prompts)
+        assert command == "train" or {len(ids) for ids in prompts} == {len(wanted)}
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_system_prompts(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     user = {"role": "user", "content": "hi"}
     path.write_text("".join(json.dumps({"messages": m}) + "\n" for m in ([user], [{**user, "role": "system"}, user])))
-    found = [words.decode(ids) for ids in read_prompts(options(prompts=(str(path),), system="do"), words)]
-    assert found == [f"<system>{s}<|end|>\n<user>hi<|end|>\n<assistant>" for s in ("do", "hi")]
+    prompts = [words.decode(ids) for ids in read_prompts(options(prompts=(str(path),), system="do"), words)]
+    assert prompts == [f"<system>{s}<|end|>\n<user>hi<|end|>\n<assistant>" for s in ("do", "hi")]
 
 
 @pytest.mark.parametrize("template", [None, "", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"])
@@ -76,11 +76,11 @@ def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:
     ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = list(read_prompts(options(prompts=(str(path),), prompt_tokens=4, max_length=60), words))
+    prompts = list(read_prompts(options(prompts=(str(path),), prompt_tokens=4, max_length=60), words))
     asked = words.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     expected = [words(text, add_special_tokens=False)["input_ids"] for text in (asked, "one ")]
     texts = [words(text)["input_ids"] for text in ("abcd", "qrst")]
-    assert found == [*expected, [7, 8], *texts]
+    assert prompts == [*expected, [7, 8], *texts]
     path.write_text(json.dumps({"prompt_token_ids": [3] * 60}))
     with pytest.raises(TrainingError, match="--prompts: no record gives a prompt of at most 59 tokens"):
         list(read_prompts(options(prompts=(str(path),), max_length=60), words))

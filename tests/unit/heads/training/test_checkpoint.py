@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +14,6 @@ from conftest import patterned_texts, write_texts
 from torch import nn
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training.checkpoint import FACTS, STATE, WORK, RunFacts, load, read_facts, save
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -112,45 +108,28 @@ def test_a_checkpoint_of_other_heads_or_of_another_step_is_refused(tmp_path: Pat
 
 
 def test_changed_data_and_damaged_state_end_with_one_line(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: Callable[..., list[str]], stop_at: Callable[[int], list[int]], tmp_path: Path, capsys: Any
 ) -> None:
-    data, out = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6)), tmp_path / "heads"
-    options = KINDS["early"].options(
-        model=str(tiny_model()), data=(str(data),), out=str(out), steps=8, sequence_length=32, batch_size=2,
-        precision="float32", device="cpu", held_out=0.1, exit_layers=(3,),
-    )  # fmt: skip
-    compute, steps = loop._Run._loss_and_gradient, []
-
-    def stopped(self: Any, *args: Any) -> Any:
-        steps.append(self.facts.step)
-        if len(steps) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return compute(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_loss_and_gradient", stopped)
-    with pytest.raises(loop.Stopped):
-        loop.train(options)
+    data, work = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6)), tmp_path / "heads" / WORK
+    words = command("--steps", "8", "--exit-layers", "3", data=data)
+    stop_at(3)
+    assert main(words) == 130
     text = data.read_text()
     write_texts(data, patterned_texts(61, 6))
-    with pytest.raises(TrainingError, match="was trained on other tokens: the data or the tokenizer has changed"):
-        loop.train(options)
-    state = out / WORK / STATE / "model.safetensors"
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "was trained on other tokens: the data or the tokenizer has changed" in capsys.readouterr().err
+    state = work / STATE / "model.safetensors"
     good = state.read_bytes()
     state.write_bytes(good[: len(good) // 2])
-    argv = [
-        "train", "early", "--model", str(tiny_model()), "--data", str(data), "--out", str(out), "--steps", "8",
-        "--sequence-length", "32", "--batch-size", "2", "--precision", "float32", "--device", "cpu",
-        "--held-out", "0.1", "--exit-layers", "3",
-    ]  # fmt: skip
-    capsys.readouterr()
-    assert main(argv) == 2
+    assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "model.safetensors is damaged" in line
     assert "delete the folder .training there to start again" in line
     state.write_bytes(good)
     data.write_text(text)
-    (out / WORK / "train.ids").write_bytes(b"")
-    assert main(argv) == 0
-    facts = json.loads((out / "provenance.json").read_text())
+    (work / "train.ids").write_bytes(b"")
+    assert main(words) == 0
+    facts = json.loads((tmp_path / "heads" / "provenance.json").read_text())
     assert facts["documents_in_data"] == 60
     assert facts["skipped_records"] == {}

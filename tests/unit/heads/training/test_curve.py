@@ -9,38 +9,27 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.early.recipe import EarlyRecipe
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
-from vllm_ppd.heads.training.curve import NAME, Point, read_curve
+from vllm_ppd.heads.training.curve import NAME, read_curve
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress
 
-COMMON = {
-    "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
-    "device": "cpu", "held_out": 0.1, "evaluation_tokens": 512, "learning_rate": 3e-3, "exit_layers": (2, 4),
-}  # fmt: skip
 Train = Callable[..., Path]
 
 
 @pytest.fixture
-def train(tiny_model: Callable[..., Path], tmp_path: Path) -> Train:
-    data = write_texts(tmp_path / "data.jsonl", patterned_texts(120, 6))
-
-    def run(out: str = "heads", **options: Any) -> Path:
-        given = {**COMMON, **options, "model": str(tiny_model()), "data": (str(data),)}
-        loop.train(KINDS["early"].options(**given, out=str(tmp_path / out)))
-        return tmp_path / out
-
-    return run
+def train(train: Train) -> Train:
+    """Of two exits."""
+    return partial(train, exit_layers=(2, 4), evaluation_tokens=512)
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
@@ -64,29 +53,20 @@ def test_curve(train: Train) -> None:
         assert point.held_out_loss == pytest.approx(sum(x["kl_nats"] for x in point.held_out.values()), abs=1e-3)
 
 
-def test_curve_of_a_stopped_run_continues(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train("whole", evaluate_every=2, save_every=3)
-    compute, calls = loop._Run._loss_and_gradient, 0
-
-    def counted(self: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            os.kill(os.getpid(), signal.SIGINT)
-        return compute(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_loss_and_gradient", counted)
+def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Callable[[int], list[int]]) -> None:
+    train = partial(train, evaluate_every=2, save_every=3)
+    whole = train(out="whole")
+    stop_at(6)
     with pytest.raises(loop.Stopped):
-        train("parts", evaluate_every=2, save_every=3)
+        train(out="parts")
     path = whole.parent / "parts" / NAME
     with path.open("a") as file:  # a step after the checkpoint, and a line that a kill cut off
         file.write(json.dumps({"step": 7, "tokens": 1, "loss": 9.0}) + '\n{"step": 8, "to')
-    parts = train("parts", evaluate_every=2, save_every=3)
-    assert read_curve(parts) == read_curve(whole)
+    assert read_curve(train(out="parts")) == read_curve(whole)
 
 
 def test_a_stop_does_not_wait_for_the_step(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train("whole", accumulation=4)
+    whole = train(out="whole", accumulation=4)
     compute, calls = EarlyRecipe.loss, 0
 
     def counted(self: Any, batch: Any) -> Any:
@@ -98,9 +78,9 @@ def test_a_stop_does_not_wait_for_the_step(train: Train, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(EarlyRecipe, "loss", counted)
     with pytest.raises(loop.Stopped, match="stopped at step 2 of 12"):
-        train("parts", accumulation=4)
+        train(out="parts", accumulation=4)
     assert calls == 10
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (train("parts", accumulation=4), whole))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (train(out="parts", accumulation=4), whole))
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5)
 
@@ -126,9 +106,9 @@ def test_a_flat_run_stops_and_keeps_its_best_weights(train: Train, tmp_path: Pat
     real, weights = loop.evaluate, {}
 
     def rising(recipe: Any, *args: Any) -> Evaluation:
-        found, step = real(recipe, *args), args[3]
+        evaluation, step = real(recipe, *args), args[3]
         weights[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
-        return found.model_copy(update={"loss": 1.0 + abs(step - 4)})
+        return evaluation.model_copy(update={"loss": 1.0 + abs(step - 4)})
 
     monkeypatch.setattr(loop, "evaluate", rising)
     folder = train(steps=40, evaluate_every=2, patience=2)
@@ -145,7 +125,7 @@ def test_a_run_that_improves_is_not_stopped(train: Train) -> None:
     assert facts["steps"] == 12 and not facts["stopped_flat"] and facts["held_out_after_step"] == 12
 
 
-def test_patience_survives_a_stop(train: Train, monkeypatch: Any) -> None:
+def test_patience_survives_a_stop(train: Train, stop_at: Callable[[int], list[int]], monkeypatch: Any) -> None:
     real, steps = loop.evaluate, []
 
     def rising(*args: Any) -> Evaluation:
@@ -153,18 +133,11 @@ def test_patience_survives_a_stop(train: Train, monkeypatch: Any) -> None:
         return real(*args).model_copy(update={"loss": 1.0 + args[4]})
 
     monkeypatch.setattr(loop, "evaluate", rising)
-    compute = loop._Run._loss_and_gradient
-
-    def stop_at_three(self: Any, *args: Any) -> Any:
-        if self.facts.step == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return compute(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_loss_and_gradient", stop_at_three)
+    train = partial(train, steps=40, evaluate_every=2, patience=2)
+    stop_at(4)
     with pytest.raises(loop.Stopped):
-        train(steps=40, evaluate_every=2, patience=2)
-    monkeypatch.setattr(loop._Run, "_loss_and_gradient", compute)
-    folder = train(steps=40, evaluate_every=2, patience=2)
+        train()
+    folder = train()
     assert steps == [0, 2, 4]
     assert facts_of(folder)["held_out_after_step"] == 0
 
@@ -190,4 +163,3 @@ def test_bad_options(train: Train) -> None:
         train(patience=2)
     with pytest.raises(ValueError, match="both must be from 0 to below 1"):
         train(betas="0.9,1")
-    assert Point(step=1, tokens=2).model_dump(exclude_none=True) == {"step": 1, "tokens": 2}

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +16,6 @@ import accelerate.checkpointing
 import pytest
 import tiny
 import torch
-from conftest import patterned_texts, write_texts
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -33,45 +30,19 @@ from vllm_ppd.heads.training.provenance import provenance_of
 from vllm_ppd.vllm_plugins.cli.main import main
 
 Train = Callable[..., Path]
-COMMON = {
-    "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
-    "device": "cpu", "held_out": 0.1, "evaluation_tokens": 2048, "learning_rate": 3e-3,
-}  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {
-    "early": {},
-    "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
-    "dynamo": {"tokens": 3, "mask_entries": 50},
-}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("data") / "data.jsonl", patterned_texts(120, 6))
-
-
-@pytest.fixture
-def train(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Train:
-    """train(kind, family, **options): a heads folder."""
-
-    def run(kind: str = "early", family: str | Path = "llama", out: str = "heads", **options: Any) -> Path:
-        model = family if isinstance(family, Path) else tiny_model(family)
-        given = {**COMMON, **SMALL[kind], **options, "model": str(model), "data": (str(data),)}
-        loop.train(KINDS[kind].options(**given, out=str(tmp_path / out)))
-        return tmp_path / out
-
-    return run
+Command = Callable[..., list[str]]
 
 
 def losses(folder: Path, key: str) -> tuple[float, float]:
     """A figure on held-out text before and after."""
     facts = json.loads((folder / "provenance.json").read_text())
-    found = []
+    figures = []
     for when in ("before", "after"):
         value: Any = facts[f"held_out_{when}"]
         for part in key.split("/"):
             value = value[part]
-        found.append(value)
-    return found[0], found[1]
+        figures.append(value)
+    return figures[0], figures[1]
 
 
 FIGURES = {"early": "exit 3/kl_nats", "cp": "distilled_nats", "dynamo": "head 2 distilled_nats"}
@@ -150,39 +121,24 @@ def test_full_recipe_moves_the_base_model_and_names_it(
 
 def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Callable[..., Path]) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
-    one = train("dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=0.0, out="one")
-    two = train(
-        "dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=0.0, out="two",
-        start="random",
-    )  # fmt: skip
-    three = train("dynamo", recipe="full", base_learning_rate=1e-4, stem_learning_rate=1e-4, out="three")
-    weights = [load_file(folder / "base" / "model.safetensors") for folder in (one, two, three)]
+    settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
+    folders = [
+        train("dynamo", stem_learning_rate=0.0, out="copied", **settings),
+        train("dynamo", stem_learning_rate=0.0, out="random", start="random", **settings),
+        train("dynamo", stem_learning_rate=1e-4, out="pulled", **settings),
+    ]
+    weights = [load_file(folder / "base" / "model.safetensors") for folder in folders]
     name = "model.layers.2.mlp.down_proj.weight"
     torch.testing.assert_close(weights[0][name], weights[1][name])
     assert not torch.allclose(weights[0][name], weights[2][name], atol=1e-7)
 
 
-def stop_at(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
-    """Press Ctrl-C in the count-th computation of a loss; returns the list of all of them."""
-    steps: list[int] = []
-    compute = loop._Run._loss_and_gradient
-
-    def counted(self: Any, *args: Any) -> Any:
-        steps.append(self.facts.step)
-        if len(steps) == count:
-            os.kill(os.getpid(), signal.SIGINT)
-        return compute(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_loss_and_gradient", counted)
-    return steps
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_stopped_run_continues_to_the_same_heads(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    train: Train, tmp_path: Path, stop_at: Callable[[int], list[int]], kind: str
 ) -> None:
     whole = train(kind, out="whole")
-    steps = stop_at(monkeypatch, 6)
+    steps = stop_at(6)
     with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
         train(kind, out="parts")
     assert not (tmp_path / "parts" / "config.json").exists()
@@ -194,18 +150,11 @@ def test_stopped_run_continues_to_the_same_heads(
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5)
 
 
-def command(model: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "train", "early", "--model", str(model), "--data", str(data), "--out", str(out), "--device", "cpu",
-        "--sequence-length", "64", "--batch-size", "4", "--precision", "float32", "--held-out", "0.1", *more,
-    ]  # fmt: skip
-
-
 @pytest.mark.full
-def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_killed_run_continues(command: Command, tmp_path: Path) -> None:
     """kill -9 at any moment, here in the middle of saving after every step."""
     out = tmp_path / "heads"
-    argv = command(tiny_model(), data, out, "--steps", "400", "--save-every", "1")
+    argv = command("--steps", "400", "--save-every", "1")
     state = out / WORK / STATE
     run = subprocess.Popen(
         [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *argv], stderr=subprocess.DEVNULL, cwd=tmp_path
@@ -218,14 +167,14 @@ def test_killed_run_continues(tiny_model: Callable[..., Path], data: Path, tmp_p
     run.wait()
     facts = read_facts(state)
     assert facts is not None and 0 < facts.step < 400, "killed too early or too late to tell"
-    assert main(command(tiny_model(), data, out, "--steps", "400", "--save-every", "1")) == 0
+    assert main(argv) == 0
     check_folder(out)
 
 
 def test_diverging_loss_stops_and_keeps_the_last_good(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, stop_at: Callable[[int], list[int]]
 ) -> None:
-    stop_at(monkeypatch, 6)
+    stop_at(6)
     with pytest.raises(loop.Stopped):
         train()
     state = tmp_path / "heads" / WORK / STATE
@@ -237,9 +186,9 @@ def test_diverging_loss_stops_and_keeps_the_last_good(
 
 
 def test_full_disk_loses_nothing(
-    tiny_model: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    argv = command(tiny_model(), data, tmp_path / "heads", "--steps", "6", "--save-every", "2")
+    argv = command("--steps", "6", "--save-every", "2")
     real, calls = accelerate.checkpointing.save, 0
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -273,19 +222,18 @@ BAD = [
 
 @pytest.mark.parametrize(("more", "message"), BAD, ids=[" ".join(more) for more, _ in BAD])
 def test_bad_input_is_one_line(
-    tiny_model: Callable[..., Path], data: Path, tmp_path: Path, capsys: Any, more: tuple[str, ...], message: str
+    command: Command, tmp_path: Path, capsys: Any, more: tuple[str, ...], message: str
 ) -> None:
     if "cuda" in more[-1] and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    assert main(command(tiny_model(), data, tmp_path / "heads", *more)) == 2
+    assert main(command(*more)) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert not (tmp_path / "heads" / "config.json").exists()
 
 
-def test_rank_zero_is_refused(tiny_model: Callable[..., Path], data: Path, tmp_path: Path, capsys: Any) -> None:
-    argv = command(tiny_model(), data, tmp_path / "heads", "--rank", "0")
-    assert main([argv[0], "cp", *argv[2:]]) == 2
+def test_rank_zero_is_refused(command: Command, capsys: Any) -> None:
+    assert main(command("--rank", "0", kind="cp")) == 2
     assert "--rank 0: input should be greater than or equal to 1" in capsys.readouterr().err
 
 
@@ -306,50 +254,27 @@ def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pyte
         train(batch_size=2)
 
 
-def test_flags_are_the_fields(capsys: Any) -> None:
-    for kind, config in KINDS.items():
-        with pytest.raises(SystemExit):
-            main(["train", kind, "--help"])
-        text = capsys.readouterr().out
-        for name in config.options.model_fields:
-            assert "--" + name.replace("_", "-") in text
-
-
-def test_inspect_says_whether_it_loads(train: Train, tiny_model: Callable[..., Path], capsys: Any) -> None:
-    folder = train()
-    assert main(["inspect", str(folder)]) == 0
-    text = capsys.readouterr().out
-    assert "early (EarlyHeads)" in text
-    assert f"will load: yes, with {tiny_model()}" in text
-    assert main(["inspect", str(folder), "--model", str(tiny_model("qwen2"))]) == 2
-    assert "hidden_size is 64 there and 128 in this model" in capsys.readouterr().err
-    assert main(["inspect", "/nowhere"]) == 2
-
-
-def test_env_tells_versions(capsys: Any) -> None:
-    assert main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert torch.__version__ in text
-    assert re.search(r"vLLM supported +yes", text)
-    assert re.search(r"plugin +(registered|switched off)", text)
-
-
-def test_two_processes_train_what_one_does(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_two_processes_train_what_one_does(command: Command, tmp_path: Path) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
-    command = [
-        "train", "early", "--model", str(tiny_model()), "--data", str(data), "--steps", "6", "--batch-size", "4",
-        "--sequence-length", "64", "--precision", "float32", "--stored-dtype", "float32", "--device", "cpu",
-        "--held-out", "0.1",
-    ]  # fmt: skip
-    alone, several = tmp_path / "alone", tmp_path / "several"
-    assert main([*command, "--out", str(alone)]) == 0
+    more = ("--steps", "6", "--stored-dtype", "float32")
+    assert main(command(*more, out="alone")) == 0
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m",
-         "vllm_ppd.vllm_plugins.cli.main", *command, "--out", str(several)],
+         "vllm_ppd.vllm_plugins.cli.main", *command(*more, out="several")],
         capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.count("wrote") == 1
-    expected = load_file(alone / "model.safetensors")
-    for name, tensor in load_file(several / "model.safetensors").items():
+    expected = load_file(tmp_path / "alone" / "model.safetensors")
+    for name, tensor in load_file(tmp_path / "several" / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
+    """PPD, Table 4, unless the user says otherwise."""
+    make: Any = KINDS["early"].options
+    model = {"model": "m", "data": ("d",), "out": "o"}
+    published = make(**model, head="classifier", loss="ce")
+    assert (published.learning_rate, published.batch_size, published.epochs) == (2e-5, 128, 3.0)
+    assert make(**model, head="classifier", loss="ce", learning_rate=1e-3).learning_rate == 1e-3
+    assert make(**model, head="classifier").learning_rate == make(**model).learning_rate == 5e-3

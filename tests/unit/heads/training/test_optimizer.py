@@ -55,21 +55,21 @@ def test_each_matrix_of_a_stack_is_updated_as_by_torch() -> None:
             parameter.grad = part
         adamw.step()
     torch.testing.assert_close(parameters[0].detach().flatten(0, 1), torch.stack([m.detach() for m in matrices]))
-    for found, expected in zip(parameters[1:], others, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(parameters[1:], others, strict=True):
+        torch.testing.assert_close(actual, expected)
     assert all(parameter.grad is not None for parameter in parameters), "gradients are the caller's to clear"
 
 
 def test_it_continues_from_its_state() -> None:
     whole, parts = made(), made()
-    one, two = ours(whole), ours(parts)
+    optimizer, stopped = ours(whole), ours(parts)
     for number in range(4):
-        step(one, whole, number)
+        step(optimizer, whole, number)
     for number in range(2):
-        step(two, parts, number)
+        step(stopped, parts, number)
     again = ours(parts)
-    again.load_state_dict(two.state_dict())
+    again.load_state_dict(stopped.state_dict())
     for number in range(2, 4):
         step(again, parts, number)
-    for found, expected in zip(parts, whole, strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(actual, expected)

@@ -47,11 +47,11 @@ def write(path: Path, *records: Any) -> Path:
 
 def responses(path: Path, words: Any) -> list[str | None]:
     """The text of the tokens that each document says are responses."""
-    found = []
+    texts = []
     for document in Documents([path], lambda: words).tokens():
         mask = document.mask
-        found.append(None if mask is None else words.decode(list(itertools.compress(document.ids or [], mask))))
-    return found
+        texts.append(None if mask is None else words.decode(list(itertools.compress(document.ids or [], mask))))
+    return texts
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads.cp.recipe import CPRecipe
 from vllm_ppd.heads.data.documents import Documents
@@ -27,14 +25,8 @@ PHASES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.fixture
-def command(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
-    data = write_texts(tmp_path / "data.jsonl", patterned_texts(120, 6))
-    return [
-        "train", "cp", "--model", str(tiny_model()), "--data", str(data), "--out", str(tmp_path / "heads"),
-        "--steps", "12", "--device", "cpu", "--sequence-length", "64", "--batch-size", "4", "--precision", "float32",
-        "--held-out", "0.1", "--evaluation-tokens", "512", "--rank", "2", "--positions", "3",
-        "--num-speculative-tokens", "2",
-    ]  # fmt: skip
+def words(command: Callable[..., list[str]]) -> list[str]:
+    return command("--steps", "12", "--rank", "2", "--positions", "3", "--num-speculative-tokens", "2", kind="cp")
 
 
 @pytest.fixture
@@ -65,26 +57,18 @@ def stopped_in(monkeypatch: pytest.MonkeyPatch, phase: str, number: int) -> None
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_phase_ends_with_the_words_of_the_loop(
-    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, signals: None, phase: str, number: int
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any, signals: None, phase: str, number: int
 ) -> None:
     stopped_in(monkeypatch, phase, number)
-    assert main(command) == 130
+    assert main(words) == 130
     told = "ppd: stopped at step 0 of 12; the same command continues it"
     assert capsys.readouterr().err.strip().splitlines()[-1] == told
 
 
-def test_a_run_that_continues_says_where(command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    compute = loop._Run._loss_and_gradient
-
-    def signalled(self: Any, *args: Any) -> Any:
-        if self.facts.step == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-        return compute(self, *args)
-
-    monkeypatch.setattr(loop._Run, "_loss_and_gradient", signalled)
-    assert main(command) == 130
-    told = capsys.readouterr().err
-    assert "stopped at step 5 of 12" in told and "continues at" not in told
-    monkeypatch.undo()
-    assert main(command) == 0
+def test_a_run_that_continues_says_where(words: list[str], stop_at: Callable[[int], list[int]], capsys: Any) -> None:
+    stop_at(6)
+    assert main(words) == 130
+    text = capsys.readouterr().err
+    assert "stopped at step 5 of 12" in text and "continues at" not in text
+    assert main(words) == 0
     assert "heads continues at step 5 of 12, after 1,280 tokens\n" in capsys.readouterr().err

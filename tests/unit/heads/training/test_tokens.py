@@ -12,13 +12,9 @@ import pytest
 import tiny
 import torch
 from conftest import write_texts
-from torch.nn import functional
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import FILES, Batch, TokenStore
-from vllm_ppd.kernels import unembedding_loss
-from vllm_ppd.kernels.unembedding_loss import kl_to_teacher, token_log_probs
+from vllm_ppd.heads.training.tokens import FILES, TokenStore
 
 
 @pytest.fixture(scope="module")
@@ -97,66 +93,6 @@ def test_one_document_is_held_out_by_its_tail(tmp_path: Path, tokenizer: Any) ->
 def test_bad_data(tmp_path: Path, tokenizer: Any, texts: list[str], changes: dict, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         store(tmp_path, texts, tokenizer, **changes)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "llama4", "olmo2"])
-def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path], family: str) -> None:
-    target = Target(str(tiny_model(family)), torch.device("cpu"), torch.float32)
-    torch.manual_seed(0)
-    ids = torch.randint(1, 200, (1, 60))
-    lengths = [7, 40, 13]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = target.run(Batch(ids, positions), exits=(2, 5))
-    start = 0
-    for length in lengths:
-        part = slice(start, start + length)
-        alone = target.run(Batch(ids[:, part], torch.arange(length)[None]), exits=(2, 5))
-        torch.testing.assert_close(packed.final[part], alone.final, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(packed.exits[2][part], alone.exits[2], atol=1e-4, rtol=1e-4)
-        start += length
-
-
-@pytest.mark.parametrize(("vocabulary", "rows"), [(4096, 128), (49_152, 128), (1024, 512)])
-def test_large_vocabularies_are_read_for_many_rows_at_once(vocabulary: int, rows: int) -> None:
-    assert unembedding_loss.rows_a_chunk(torch.empty(vocabulary, 1)) == rows
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
-    """The gradients that are formed in the forward pass are autograd's, for any size of chunk."""
-    torch.manual_seed(0)
-    monkeypatch.setitem(unembedding_loss.CHUNK_ELEMENTS, "cpu", 3 * 50)
-    monkeypatch.setattr(unembedding_loss, "LEAST_ROWS", 1)
-    matrix, shift = torch.randn(50, 8), torch.randn(50) if bias else None
-    states, tokens, weight = torch.randn(10, 8), torch.randint(50, (10,)), torch.randn(10)
-    ours, plain = states.clone().requires_grad_(), states.clone().requires_grad_()
-    direct = functional.log_softmax(functional.linear(plain, matrix, shift), -1).gather(1, tokens[:, None])[:, 0]
-    found = token_log_probs(ours, tokens, matrix, shift)
-    torch.testing.assert_close(found, direct)
-    (found * weight).sum().backward()
-    (direct * weight).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
-
-    several, weights = torch.randint(50, (10, 4)), torch.randn(10, 4)
-    ours, plain = states.clone().requires_grad_(), states.clone().requires_grad_()
-    direct = functional.log_softmax(functional.linear(plain, matrix, shift), -1).gather(1, several)
-    found = token_log_probs(ours, several, matrix, shift)
-    torch.testing.assert_close(found, direct)
-    (found * weights).sum().backward()
-    (direct * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
-
-    students, teacher, weights = torch.randn(3, 10, 8), torch.randn(10, 8), torch.randn(3, 10)
-    ours, plain = students.clone().requires_grad_(), students.clone().requires_grad_()
-    log_p = functional.log_softmax(functional.linear(teacher, matrix, shift), -1)
-    log_q = functional.log_softmax(functional.linear(plain, matrix, shift), -1)
-    direct = (log_p.exp() * (log_p - log_q)).sum(-1)
-    found, match = kl_to_teacher(ours, teacher, matrix, shift)
-    torch.testing.assert_close(found, direct)
-    assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
-    (found * weights).sum().backward()
-    (direct * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {

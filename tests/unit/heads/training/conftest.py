@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small trainings, by call and by command, and a Ctrl-C in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import patterned_texts, write_texts
+
+from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.training import loop
+
+COMMON = {
+    "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
+    "device": "cpu", "held_out": 0.1, "evaluation_tokens": 2048, "learning_rate": 3e-3,
+}  # fmt: skip
+SMALL: dict[str, dict[str, Any]] = {
+    "early": {},
+    "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
+    "dynamo": {"tokens": 3, "mask_entries": 50},
+}
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("data") / "data.jsonl", patterned_texts(120, 6))
+
+
+@pytest.fixture
+def train(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., Path]:
+    """train(kind, family, **options): a heads folder."""
+
+    def run(kind: str = "early", family: str | Path = "llama", out: str = "heads", **options: Any) -> Path:
+        model = family if isinstance(family, Path) else tiny_model(family)
+        settings = {**COMMON, **SMALL[kind], "data": (str(data),), **options}
+        loop.train(KINDS[kind].options(**settings, model=str(model), out=str(tmp_path / out)))
+        return tmp_path / out
+
+    return run
+
+
+@pytest.fixture
+def command(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """command(*more, kind="early", out="heads", data=...): words of a `ppd train`."""
+
+    def words(*more: str, kind: str = "early", out: str = "heads", data: Path = data) -> list[str]:
+        return [
+            "train", kind, "--model", str(tiny_model()), "--data", str(data), "--out", str(tmp_path / out),
+            "--device", "cpu", "--sequence-length", "64", "--batch-size", "4", "--precision", "float32",
+            "--held-out", "0.1", "--evaluation-tokens", "512", *more,
+        ]  # fmt: skip
+
+    return words
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
+    """stop_at(count): press Ctrl-C in the count-th computation of a loss; returns the list of all their steps."""
+
+    def stop(count: int) -> list[int]:
+        steps: list[int] = []
+        compute = loop._Run._loss_and_gradient
+
+        def counted(self: Any, *args: Any) -> Any:
+            steps.append(self.facts.step)
+            if len(steps) == count:
+                os.kill(os.getpid(), signal.SIGINT)
+            return compute(self, *args)
+
+        monkeypatch.setattr(loop._Run, "_loss_and_gradient", counted)
+        return steps
+
+    return stop

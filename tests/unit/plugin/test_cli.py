@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ppd`: commands and flags from the options' models, what `inspect` and `env` print, and how errors end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DEMO
+
+from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.vllm_plugins.cli.main import main
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_flags_are_the_fields(kind: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", kind, "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: ppd train {kind} --model MODEL --data FILE --out OUT [options]\n")
+    for name in KINDS[kind].options.model_fields:
+        assert "--" + name.replace("_", "-") in text
+
+
+def test_inspect_says_whether_heads_load(tiny_model: Callable[..., Path], capsys: Any) -> None:
+    folder = str(DEMO.parent / "heads" / "early")
+    assert main(["inspect", folder]) == 0
+    text = capsys.readouterr().out
+    assert "early (EarlyHeads)" in text
+    assert re.search(r"will load: yes, with \S+", text)
+    for flag in ("--target", "--model"):
+        assert main(["inspect", folder, flag, str(tiny_model("qwen2"))]) == 2
+        assert "hidden_size is" in capsys.readouterr().err
+    assert main(["inspect", "/nowhere"]) == 2
+
+
+def test_env_tells_versions(capsys: Any) -> None:
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert torch.__version__ in text
+    assert re.search(r"vLLM supported +yes", text)
+    assert re.search(r"plugin +(registered|switched off)", text)
