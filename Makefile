@@ -58,7 +58,7 @@ NEXT := PYTHONPATH=typing build/next/bin/python -m pytest
 test-next: setup
 	$(BIN)/python .ci/next.py
 	$(NEXT) -m "not full" tests/engine/test_patches.py tests/unit/plugin/test_touched.py \
-		tests/unit/plugin/test_config.py tests/unit/plugin/test_runner_choice.py
+		tests/unit/plugin/config
 	$(NEXT) -m "not full" tests/exactness -k "batch_16 and (middle or cp-full or dynamo-2 or parallel-heads)"
 	PPD_TEST_V2=1 $(NEXT) -m "not full" tests/v2
 

@@ -12,16 +12,18 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from cases import generate, greedy, prompts
+from configured import from_dict
 from conftest import ROOT, runner_of
 from huggingface_hub.errors import LocalEntryNotFoundError
 from touched import resolved
 from vllm import EngineArgs
+from vllm.config import vllm as vllm_module
 from vllm.engine import arg_utils
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
@@ -33,8 +35,10 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_ppd.vllm_plugins import patches, register
-from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
 from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
+from vllm_ppd.vllm_plugins.patches import start
 
 register()
 ARGS = "vllm.engine.arg_utils:EngineArgs"
@@ -196,6 +200,20 @@ def test_unsupported_vllm(
     for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
         with pytest.raises(OptionError, match=r"supports vLLM .*<0.34.* found 0\.99\.0"):
             started(**asked)
+
+
+def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Callable[..., Path]) -> None:
+    """vLLM 0.32 starts no proposer class on V2, and grants asynchronous scheduling a closed list of methods."""
+    for runner, asynchronous in (("v1", False), ("v2", True)):
+        config = resolve(parse_options({"method": "cp", "runner": runner}), 6, runners=Runners(None, "v2", True))
+        vllm_config = from_dict(tiny_model(), {"method": "ppd"})
+        assert not vllm_config._get_v2_model_runner_unsupported_features()
+        vllm_config.additional_config = {CONFIG_KEY: config.model_dump_json()}
+        methods = start.complete_config(lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config)
+        assert ("custom_class" in methods) == asynchronous
+        assert "custom_class" not in get_args(vllm_module.NgramGPUTypes)
+    vllm_config.additional_config = {}
+    assert any("custom_class" in feature for feature in vllm_config._get_v2_model_runner_unsupported_features())
 
 
 def test_version_range() -> None:

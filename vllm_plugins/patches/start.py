@@ -90,7 +90,7 @@ def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[
     return features if active_config(self) is None else [name for name in features if "'custom_class'" not in name]
 
 
-def complete_config(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 grants a closed list of methods."""
     config = active_config(self)
     if config is None or config.runner != "v2":

@@ -84,6 +84,11 @@ def test_weights_that_are_not_finite(refused_by_all: Callable[..., None], kind: 
         ("dynamo", tensor("cooccurrence.2.keys", with_value(1 << 40, 3)), "2.keys are not ascending keys of 2-grams"),
         ("dynamo", tensor("cooccurrence.2.counts", with_value(-1, 0)), "'cooccurrence.2.counts' are negative"),
         ("dynamo", tensor("cooccurrence.2.counts", with_value(1 << 30, 0)), "2-grams are negative, or more than"),
+        (
+            "dynamo",
+            tensor("cooccurrence.unigram", lambda counts: counts[:300]),
+            r"'cooccurrence.unigram' has shape \[300\], expected \[320\]",
+        ),
         ("dynamo", tensor("cooccurrence.unigram", with_value(-1)), "'cooccurrence.unigram' are negative"),
         ("dynamo", edited("layer_tensors", value={}), "layer_tensors: .* at least 1 item"),
         ("dynamo", edited("layer_tensors", "mlp.up_proj.weight", value="a list"), "valid list"),

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker group's options and parts: where it splits, what it refuses, where its requests stand."""
+"""A worker group's parts: room for candidates, where its requests stand, which steps it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,22 +12,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from test_config import from_dict, from_flags
-from vllm import SamplingParams, envs
-from vllm.platforms import current_platform
+from configured import from_flags
+from vllm import SamplingParams
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_ppd.heads.io import HeadsError
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
-from vllm_ppd.vllm_plugins.config.refusals import of_candidates, refuse
-from vllm_ppd.vllm_plugins.config.resolve import resolve
-from vllm_ppd.vllm_plugins.config.resolved import PARTITION
+from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
-from vllm_ppd.vllm_plugins.methods.group import GROUP, stage_channel
+from vllm_ppd.vllm_plugins.methods.group import stage_channel
 from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
 from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
@@ -40,95 +33,7 @@ from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 
 Model = Callable[..., Path]
-STAGES = ["--speculative-model", "ppd", "--pipeline-parallel-size", "2"]
-
-
-@pytest.mark.parametrize(("num_layers", "split"), [(6, 3), (7, 4), (2, 1)])
-def test_stages_are_split_in_the_middle(num_layers: int, split: int) -> None:
-    config = resolve(parse_options({}), num_layers, stages=2)
-    assert config.exit_layer == (split,)
-    assert config.partition == f"{split},{num_layers - split}"
-    assert config.disable_by_batch_size == 8
-
-
-def test_configuration(tiny_model: Model, heads_folder: Model) -> None:
-    vllm_config = from_flags(tiny_model(), *STAGES, "--ppd-candidates", "4", "--spec-tokens", "7")
-    config = active_config(vllm_config)
-    assert config is not None
-    assert (config.stages, config.candidates, config.num_speculative_tokens) == (2, 4, 7)
-    assert vllm_config.scheduler_config.scheduler_cls == GROUP.scheduler
-    assert vllm_config.num_lookahead_tokens == 1
-    for part in ("worker group over 2 pipeline stages of 3 and 3 layers", "4 candidates", "8 micro-steps a", "above 8"):
-        assert part in config.summary()
-    # Heads decide where the stages are split: the earliest exit from the middle on.
-    given = {"model": str(heads_folder(exit_layers=(2, 4, 5)))}
-    with_heads = active_config(from_dict(tiny_model(), given, pipeline_parallel_size=2))
-    assert with_heads is not None and with_heads.exit_layer == (4,)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([*STAGES[:3], "3"], "a worker group has 2 pipeline stages, not 3"),
-        (
-            ["--speculative-model", "paradecode", *STAGES[2:]],
-            "not supported with method 'paradecode'; use method 'ppd'",
-        ),
-        ([*STAGES, "--ppd-gamma", "0.5"], "gamma=0.5 is not supported with pipeline parallelism"),
-        (
-            [*STAGES, "--ppd-exit-layer", "2"],
-            r"exit_layer=2 cannot split two pipeline stages; give one layer in 3\.\.5",
-        ),
-        ([*STAGES, "--ppd-exit-layer", "3,4"], "exit_layer=3,4 cannot split"),
-        ([*STAGES, "--ppd-exit-layer", "6"], r"exit_layer=6 is outside 1\.\.5"),
-        ([*STAGES, "--ppd-candidates", "9"], "candidates=.9.: Input should be less than or equal to 8"),
-        ([*STAGES, "--ppd-max-drafting-requests", "2"], "use disable_by_batch_size"),
-        ([*STAGES, "--scheduler-cls", "a.B"], "--scheduler-cls a.B cannot be combined"),
-        ([*STAGES, "--async-scheduling"], "--async-scheduling is not supported"),
-        ([*STAGES, "--data-parallel-size", "2"], "data parallelism is not supported with a worker group"),
-        (["--speculative-model", "ppd", "--ppd-candidates", "3"], "candidates=3 needs pipeline stages that wait"),
-        (["-sc", '{"method": "cp", "model": "/h", "candidates": 2}'], "candidates belongs to method ppd"),
-    ],
-)
-def test_refusals(tiny_model: Model, flags: list[str], message: str) -> None:
-    with pytest.raises((OptionError, HeadsError), match=message) as caught:
-        from_flags(tiny_model(), *flags)
-    assert "\n" not in str(caught.value)
-
-
-def test_more_refusals(tiny_model: Model, heads_folder: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="whose first pipeline stage cannot hold an LM head"):
-        from_dict(tiny_model("gpt_neox"), {"method": "ppd"}, pipeline_parallel_size=2)
-    with pytest.raises(OptionError, match=r"have no exit in 3\.\.5, where a worker group's stages can be split"):
-        from_dict(tiny_model(), {"model": str(heads_folder(exit_layers=(2,)))}, pipeline_parallel_size=2)
-    envs.disable_envs_cache()  # an engine of a test before may have switched it on
-    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
-    with pytest.raises(OptionError, match="older Ray executor"):
-        from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2, distributed_executor_backend="ray")
-    monkeypatch.setenv(PARTITION, "4,2")
-    with pytest.raises(OptionError, match="VLLM_PP_LAYER_PARTITION=4,2 is not the split of the worker group, 3,3"):
-        from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)
-    config = active_config(from_dict(tiny_model(), {"method": "ppd", "exit_layer": 4}, pipeline_parallel_size=2))
-    assert config is not None and config.partition == "4,2"
-
-
-@pytest.mark.parametrize(
-    ("candidates", "rows", "message"),
-    [
-        (3, 24, None),
-        (1, 2, None),
-        (3, 16, "candidates=3 for 8 requests take --max-num-seqs 24, not 16; raise it"),
-        (3, 4, "candidates=3 for 4 requests take --max-num-seqs 12, not 4"),
-    ],
-)
-def test_more_candidates_than_a_gpu_has_room_for(
-    monkeypatch: pytest.MonkeyPatch, candidates: int, rows: int, message: str | None
-) -> None:
-    config = resolve(parse_options({"candidates": candidates}), 6, stages=2)
-    refuse(of_candidates(config, rows))  # a CPU's backend has no buffers of a row a candidate
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    with nullcontext() if message is None else pytest.raises(OptionError, match=message):
-        refuse(of_candidates(config, rows))
+GROUP = "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 3"
 
 
 def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
@@ -136,8 +41,8 @@ def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
 ) -> None:
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     with pytest.raises(OptionError, match="not 16; raise it"):
-        from_flags(tiny_model(), *STAGES, "--ppd-candidates", "3", "--max-num-seqs", "16")
-    vllm_config = from_flags(tiny_model(), *STAGES, "--ppd-candidates", "3", "--max-num-seqs", "24")
+        from_flags(tiny_model(), f"{GROUP} --max-num-seqs 16")
+    vllm_config = from_flags(tiny_model(), f"{GROUP} --max-num-seqs 24")
 
     def started(self: Any, vllm_config: Any) -> None:
         self.vllm_config, self.num_spec_tokens, self.max_num_running_reqs = vllm_config, 1, 16

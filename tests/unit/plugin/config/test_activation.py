@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation: every way of asking gives the same configuration, and vLLM's own methods are left alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from configured import drafting, from_dict, from_flags
+from vllm import EngineArgs
+from vllm.config import ParallelConfig
+
+from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config import activation
+from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.config.resolved import WORKERS
+
+Model = Callable[..., Path]
+
+
+def test_ways_of_asking_are_the_same(tiny_model: Model) -> None:
+    config = drafting(from_dict(tiny_model(), {"method": "ppd"}))
+    assert config.exit_layer == (3,)
+    for flags in (
+        "--speculative-model ppd", "--spec-model ppd", "--spec-method ppd", """-sc '{"method": "ppd"}'""",
+        """--speculative-config '{"model": "ppd"}'""", "--speculative-config.method ppd",
+    ):  # fmt: skip
+        assert drafting(from_flags(tiny_model(), flags)) == config
+
+
+def test_flags_carry_every_option(tiny_model: Model) -> None:
+    config = from_flags(
+        tiny_model(),
+        "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 2,4 --ppd-gamma 0.4 --ppd-adaptive false "
+        "--ppd-draft-sample-method greedy --ppd-max-drafting-requests 3 --ppd-disable-by-batch-size 9 "
+        "--ppd-prompt-lookup-min 4 --ppd-prompt-lookup-drafts 7 --ppd-step-costs measure",
+    )
+    assert drafting(config).model_dump() == {
+        "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
+        "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
+        "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
+        "adaptive": False, "prompt_lookup_min": 4, "prompt_lookup_drafts": 7,
+        "schedule": "deferred", "step_costs": "measure", "runner": "v1", "v1_because": None,
+        "drafts_by_batch_size": [],
+    }  # fmt: skip
+    assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
+    assert config.num_lookahead_tokens == 6
+    assert config.parallel_config.worker_cls == WORKERS["v1"]
+
+
+def test_heads_folder_gives_method_and_defaults(tiny_model: Model, heads_folder: Model) -> None:
+    folder = str(heads_folder(exit_layers=(2, 4)))
+    for vllm_config in (
+        from_flags(tiny_model(), f"--speculative-model {folder}"),
+        from_dict(tiny_model(), {"method": "ppd", "model": folder}),
+        from_flags(Path(folder), ""),  # `vllm serve HEADS`: the folder names its target
+    ):
+        config = drafting(vllm_config)
+        assert (config.method, config.model) == ("ppd", folder)
+        assert (config.exit_layer, config.num_speculative_tokens) == ((2, 4), 2)
+        assert vllm_config.model_config.model == str(tiny_model())
+    assert drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4})).exit_layer == (4,)
+
+
+@pytest.mark.parametrize("flags", ["--ppd-gamma much", """-sc '{"gamma": "0.5"}'"""])
+def test_a_refusal_ends_a_process_with_its_one_line(
+    tiny_model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+) -> None:
+    """Also a flag's, which is read before vLLM asks for a speculative configuration."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(OptionError) as refusal:
+        from_flags(tiny_model(), f"--speculative-model ppd {flags}")
+    capsys.readouterr()  # the tiny model may have been written just now
+    with pytest.raises(SystemExit) as end:
+        sys.excepthook(OptionError, refusal.value, None)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"vllm-ppd: error: {refusal.value}\n"
+
+
+def test_the_same_value_twice_is_no_conflict(tiny_model: Model) -> None:
+    once = """-sc '{"method": "ppd", "num-speculative-tokens": 2}'"""
+    config = drafting(from_flags(tiny_model(), once))
+    assert config == drafting(from_flags(tiny_model(), f"{once} --spec-method ppd --spec-tokens 2"))
+    assert config.num_speculative_tokens == 2
+
+
+def test_vllms_own_methods_keep_their_options(tiny_model: Model) -> None:
+    """Some of ours are called as vLLM's are."""
+    lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    config = from_dict(tiny_model(), lookup)
+    assert activation.active_config(config) is None
+    assert {name: getattr(config.speculative_config, name) for name in lookup} == lookup
+
+
+def test_parallel_schedule_warns_on_a_gpu(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(activation.logger, "warning", warnings.append)
+    for schedule, on_cpu in (("parallel", True), ("deferred", False), ("parallel", False)):
+        args = EngineArgs(
+            model=str(tiny_model()), dtype="float32", speculative_config={"method": "paradecode", "schedule": schedule}
+        )
+        model_config = args.create_model_config()
+        monkeypatch.setattr(platform, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
+        activation.activate(args, model_config, ParallelConfig())
+        assert bool(warnings) == (schedule == "parallel" and not on_cpu)

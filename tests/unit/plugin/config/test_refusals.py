@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals: each is one line that says what to do, before a model loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import transformers
+from configured import from_dict, from_flags
+from heads_folders import make_heads
+from vllm import EngineArgs, envs
+from vllm.config import ModelConfig
+from vllm.platforms import current_platform
+
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.vllm_plugins import platform
+from vllm_ppd.vllm_plugins.config.options import OptionError, parse_options
+from vllm_ppd.vllm_plugins.config.refusals import of_candidates, of_scheduling, refuse
+from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
+from vllm_ppd.vllm_plugins.config.resolved import PARTITION
+
+Model = Callable[..., Path]
+PPD = "--speculative-model ppd"
+GROUP = f"{PPD} --pipeline-parallel-size 2"
+PARALLEL = "--speculative-model paradecode --ppd-schedule parallel"
+LAYER_BY_LAYER = (
+    """'{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", """
+    """"kv_connector_extra_config": {"use_layerwise": true}}'"""
+)
+
+
+def asked(json: str) -> str:
+    return f"-sc '{json}'"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        # What vLLM's settings rule out
+        (f"{PPD} --enable-lora", "LoRA .* is not supported"),
+        (f"{PPD} --enable-prompt-embeds", "prompt embeddings"),
+        (f"{PPD} --async-scheduling", "--async-scheduling is not supported"),
+        (f"{PPD} --logits-processors a:B", "custom logits processors are not supported"),
+        (f"{PPD} --worker-cls a.B", "worker class 'a.B' cannot be combined"),
+        (f"{PPD} --kv-transfer-config {LAYER_BY_LAYER}",
+         "this KV connector moves KV a layer at a time, which is not supported with early drafting"),
+        (f"{PPD} --model-impl transformers", "Transformers backend; leave out --model-impl"),
+        (f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""", "watermarking"),
+        (f"{PARALLEL} --tensor-parallel-size 2",
+         "tensor parallelism is not supported with schedule 'parallel'; use 'deferred'"),
+        # The worker group
+        ("--speculative-model paradecode --pipeline-parallel-size 2",
+         "pipeline parallelism is not supported with method 'paradecode'; use method 'ppd'"),
+        (f"{PPD} --pipeline-parallel-size 3", "a worker group has 2 pipeline stages, not 3"),
+        (f"{GROUP} --kv-offloading-size 1", "KV offloading .* is not supported with a worker group"),
+        (f"{GROUP} --ppd-gamma 0.5", "gamma=0.5 is not supported with pipeline parallelism"),
+        (f"{GROUP} --ppd-exit-layer 2", r"exit_layer=2 cannot split two pipeline stages; give one layer in 3\.\.5"),
+        (f"{GROUP} --ppd-exit-layer 3,4", "exit_layer=3,4 cannot split"),
+        (f"{GROUP} --ppd-exit-layer 6", r"exit_layer=6 is outside 1\.\.5"),
+        (f"{GROUP} --ppd-candidates 9", "candidates=.9.: Input should be less than or equal to 8"),
+        (f"{GROUP} --ppd-max-drafting-requests 2", "use disable_by_batch_size"),
+        (f"{GROUP} --ppd-prompt-lookup-min 2", "prompt_lookup_min=2 is not supported with pipeline parallelism"),
+        (f"{GROUP} --ppd-adaptive true", "adaptive is of no use with pipeline parallelism: no token is drafted"),
+        (f"{GROUP} --ppd-draft-sample-method greedy", "draft_sample_method is of no use with pipeline parallelism"),
+        (f"{GROUP} --scheduler-cls a.B", "--scheduler-cls a.B cannot be combined"),
+        (f"{GROUP} --async-scheduling", "--async-scheduling is not supported"),
+        (f"{GROUP} --data-parallel-size 2", "data parallelism is not supported with a worker group"),
+        (f"{PPD} --ppd-candidates 3", "candidates=3 needs pipeline stages that wait"),
+        # Names of methods and models
+        ("--speculative-model ./no-such-folder", "'./no-such-folder' does not exist"),
+        (asked('{"method": "ppd", "model": "paradecode"}'), "model='paradecode' is a method name"),
+        (asked('{"method": "cp"}'), "method 'cp' drafts with heads; give model=DIR, .*ppd train cp"),
+        ("--speculative-model dynamo", "method 'dynamo' drafts with heads"),
+        (asked('{"method": "ppd", "model": "/no/heads"}'), "heads folder '/no/heads' does not exist"),
+        (asked('{"method": ["ppd"]}'), r"method=\['ppd'\] is not a name; give a string, such as 'ppd'"),
+        (asked('{"model": ["ppd"]}'), r"model=\['ppd'\] is not a name"),
+        (asked('{"method": "PPD"}'), "unknown method 'PPD'; did you mean 'ppd'"),
+        (asked('{"method": "paradecod"}'), "unknown method 'paradecod'; did you mean 'paradecode'"),
+        # Options that contradict each other
+        (asked('{"method": "ppd", "exit_layer": 99}'), r"exit_layer=99 is outside 1\.\.5; this model has 6 layers"),
+        (asked('{"method": "ppd", "exit_layr": null}'), "unknown option 'exit_layr'; did you mean 'exit_layer'"),
+        (f"{PPD} --ppd-prompt-lookup-drafts 5", "prompt_lookup_drafts=5 needs prompt_lookup_min"),
+        (f"{PARALLEL} --ppd-prompt-lookup-min 2", "prompt_lookup_min=2 is not supported with schedule: parallel"),
+        ("--ppd-gamma 0.5", "--ppd-gamma belongs to vllm-ppd; it needs --speculative-model"),
+        (asked("[1]"), r"speculative_config=\[1\] is not a JSON object; give one, such as"),
+        (asked('"ppd"'), "speculative_config='ppd' is not a JSON object"),
+        (asked("[1]") + " --ppd-gamma 0.5", r"speculative_config=\[1\] is not a JSON object"),
+        # Given twice
+        (asked('{"method": "ppd", "gamma": 0.1}') + " --ppd-gamma 0.5", "mutually exclusive"),
+        (asked('{"method": "ppd", "exit-layer": 2, "exit_layer": 3}'),
+         r"speculative_config\['exit-layer'\]=2 and speculative_config\['exit_layer'\]=3 differ; give one of them"),
+        (asked('{"method": "ppd", "exit-layer": 2}') + " --ppd-exit-layer 3",
+         r"--ppd-exit-layer and --speculative-config\['exit-layer'\] are mutually exclusive"),
+        (asked('{"method": "ppd", "num_speculative_tokens": 2}') + " --spec-tokens 4",
+         r"speculative_config\['num_speculative_tokens'\]=2 and --spec-tokens=4 differ"),
+        (asked('{"method": "ppd"}') + " --spec-method ngram",
+         r"speculative_config\['method'\]='ppd' and --spec-method='ngram' differ; give one"),
+        # Values of flags
+        (f"{PPD} --ppd-gamma much", "--ppd-gamma='much': Input should be a valid number"),
+        (f"{PPD} --ppd-adaptive 2", "--ppd-adaptive='2': Input should be a valid boolean"),
+        (f"{PPD} --ppd-exit-layer 3.5", "--ppd-exit-layer='3.5': must be a layer number"),
+    ],
+)  # fmt: skip
+def test_refused_before_the_model_loads(tiny_model: Model, flags: str, message: str) -> None:
+    with pytest.raises((OptionError, HeadsError), match=message) as refusal:
+        from_flags(tiny_model(), flags)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "settings", "message"),
+    [
+        ("gpt_neox", {"method": "ppd"}, {"pipeline_parallel_size": 2},
+         "whose first pipeline stage cannot hold an LM head"),
+        ("gemma3", {"method": "paradecode", "schedule": "parallel"}, {},
+         "Gemma3ForCausalLM is not supported with schedule 'parallel'; use 'deferred'; it runs LlamaFor"),
+        ("llama", {"method": "paradecode", "schedule": "parallel"}, {"quantization": "fp8"},
+         r"quantised weights \(fp8.*\) are not supported with schedule 'parallel'"),
+    ],
+)  # fmt: skip
+def test_families_that_cannot(
+    tiny_model: Model, family: str, asked: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        from_dict(tiny_model(family), asked, **settings)
+
+
+def test_unknown_family(tmp_path: Path) -> None:
+    transformers.GPT2Config(
+        vocab_size=320, n_embd=64, n_layer=2, n_head=2, n_positions=128, architectures=["GPT2LMHeadModel"]
+    ).save_pretrained(tmp_path)
+    tiny.make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=r"GPT2LMHeadModel cannot be cut.*supported families: Llama, Mistral"):
+        from_dict(tmp_path, {"method": "ppd"})
+    # Heads that need no adapter are not asked for one.
+    with pytest.raises(OptionError, match="pipeline parallelism is not supported with method 'cp'"):
+        from_dict(tmp_path, {"method": "cp", "model": "/any"}, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fact", "message"),
+    [
+        (
+            "use_mla",
+            r"latent attention \(MLA\) is not supported with CP drafting on a CPU: .*operator for tokens behind",
+        ),
+        ("is_moe", r"data parallelism of mixture-of-experts models .* CP drafting: vLLM's CPU build has none"),
+        ("has_inner_state", r"recurrent state \(Mamba, gated delta nets\) .* CP drafting: .*keeps rejected drafts in"),
+    ],
+)
+def test_targets_that_cannot_verify_drafts(
+    tiny_model: Model, whole_heads: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fact: str, message: str
+) -> None:
+    given, settings = {"model": str(whole_heads("cp"))}, {"data_parallel_size": 2} if fact == "is_moe" else {}
+    from_dict(tiny_model(), given, **settings)
+    monkeypatch.setattr(ModelConfig, fact, property(lambda self: True))
+    with pytest.raises(OptionError, match=message) as refusal:
+        from_dict(tiny_model(), given, **settings)
+    assert len(str(refusal.value)) <= 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "made", "message"),
+    [
+        ("cp", {"num_speculative_tokens": 3}, {}, "num_speculative_tokens=3 is more than the 2 drafts that the heads"),
+        ("dynamo", {"num_speculative_tokens": 3}, {}, "num_speculative_tokens=3 is more than the 2 drafts"),
+        ("cp", {"draft_vocab_size": 400}, {}, "draft_vocab_size=400 is more than the model's vocabulary of 320"),
+        ("dynamo", {"draft_vocab_size": 99, "verify": False}, {}, "unverified drafts are the output; leave it out"),
+        ("dynamo", {"verify": False, "adaptive": True}, {}, "adaptive is of no use with verify: false"),
+        ("dynamo", {"verify": False, "draft_sample_method": "greedy"}, {},
+         "draft_sample_method is of no use with verify: false"),
+        ("dynamo", {"verify": False, "prompt_lookup_min": 2}, {}, "prompt_lookup_min=2 is not supported with verify"),
+        ("cp", {"method": "dynamo"}, {}, "holds heads of kind 'cp'; expected kind 'dynamo'"),
+        ("dynamo", {"method": "ppd"}, {}, "holds heads of kind 'dynamo'; expected kind 'early'"),
+        ("cp", {}, {"num_hidden_layers": 7}, "num_hidden_layers is 7 there and 6 in this model"),
+        ("dynamo", {}, {"vocab_size": 300}, "vocab_size is 300 there and 320 in this model"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_fit(
+    tiny_model: Model, tmp_path: Path, kind: str, given: dict[str, Any], made: dict[str, int], message: str
+) -> None:
+    folder = str(make_heads(tmp_path / "heads", kind, tiny_model(), made))
+    with pytest.raises((OptionError, HeadsError), match=message) as refusal:
+        from_dict(tiny_model(), {"model": folder, **given})
+    assert "\n" not in str(refusal.value)
+
+
+def test_exits_that_heads_do_not_have(tiny_model: Model, heads_folder: Model) -> None:
+    folder = str(heads_folder(exit_layers=(2, 4)))
+    with pytest.raises(OptionError, match=r"exit_layer=3 has no head in .*, which has heads for layers 2, 4"):
+        from_dict(tiny_model(), {"exit_layer": 3, "model": folder})
+    early = str(heads_folder(exit_layers=(2,)))
+    with pytest.raises(OptionError, match=r"have no exit in 3\.\.5, where a worker group's stages can be split"):
+        from_dict(tiny_model(), {"model": early}, pipeline_parallel_size=2)
+    with pytest.raises(HeadsError, match="hidden_size is 64 there and 128 in this model"):
+        from_dict(tiny_model("qwen2"), {"method": "ppd", "model": folder})
+
+
+def test_worker_group_in_an_environment(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    envs.disable_envs_cache()  # an engine of a test before may have switched it on
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    with pytest.raises(OptionError, match="older Ray executor"):
+        from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2, distributed_executor_backend="ray")
+    monkeypatch.setenv(PARTITION, "4,2")
+    with pytest.raises(OptionError, match="VLLM_PP_LAYER_PARTITION=4,2 is not the split of the worker group, 3,3"):
+        from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)
+    from_dict(tiny_model(), {"method": "ppd", "exit_layer": 4}, pipeline_parallel_size=2)
+    monkeypatch.setattr(platform, "breakable_graphs", lambda: True)
+    with pytest.raises(OptionError, match="VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with early drafting"):
+        from_dict(tiny_model(), {"method": "ppd"})
+
+
+@pytest.mark.parametrize(
+    ("candidates", "rows", "message"),
+    [
+        (3, 24, None),
+        (1, 2, None),
+        (3, 16, "candidates=3 for 8 requests take --max-num-seqs 24, not 16; raise it"),
+        (3, 4, "candidates=3 for 4 requests take --max-num-seqs 12, not 4"),
+    ],
+)
+def test_more_candidates_than_a_gpu_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, candidates: int, rows: int, message: str | None
+) -> None:
+    config = resolve(parse_options({"candidates": candidates}), 6, stages=2)
+    refuse(of_candidates(config, rows))  # a CPU's backend has no buffers of a row a candidate
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    with nullcontext() if message is None else pytest.raises(OptionError, match=message):
+        refuse(of_candidates(config, rows))
+
+
+def test_what_a_runner_cannot_do(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(options: dict[str, Any], message: str | None = None, **settings: Any) -> None:
+        with nullcontext() if message is None else pytest.raises(OptionError, match=message):
+            config = resolve(parse_options(options), 12, runners=Runners(None, "v2", True))
+            refuse(of_scheduling(config, EngineArgs(model=str(tiny_model()), **settings)))
+
+    check({"exit_layer": [2, 4]}, r"^--async-scheduling is not .* runner V1 \(several exit", async_scheduling=True)
+    check({"method": "cp"}, async_scheduling=True)
+    check({"method": "cp", "step_costs": "measure"}, "^step_costs.* runner V2.*give runner v1")
+    check({"method": "cp", "step_costs": "measure", "runner": "v1"})
+    adaptive = {"method": "cp", "adaptive": True}
+    check(adaptive, "whole-model CUDA graphs")  # on this platform
+    monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    check(adaptive)
+    check(adaptive, "--enforce-eager", enforce_eager=True)
