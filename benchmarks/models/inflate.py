@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Width inflation: a trained model, and its heads, made N times as large with the same function.
+"""Width inflation: a trained model, its heads and its peers, made N times as large with the same function.
 
-    python -m vllm_ppd.benchmarks.models.inflate --model benchmarks/demo/model --parameters 300M --out build/inflated \\
-        --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp benchmarks/demo/heads/dynamo
+    python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --parameters 300M --out build/inflated \\
+        --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp --peers build/peers/eagle
 
-writes build/inflated/model and build/inflated/heads/early, .../cp. A small trained model is too cheap to time, and a
+writes build/inflated/model, build/inflated/heads/early and so on. A small trained model is too cheap to time, and a
 large random one accepts nothing. Here every channel of the residual stream, attention head and MLP neuron is
 repeated, and whatever reads the repetitions is zero: the weights of the norms past the first copy, the columns of
 o_proj and down_proj past the real heads and neurons. A channel and its copies have the mean of squares of the channel
@@ -15,25 +15,25 @@ the layers and the head size stay, so the LM head's share of the weights becomes
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from typing_extensions import Self
 
-from vllm_ppd.benchmarks import only_writer
-from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.calibration.stored import digest
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import HeadsError, load_tensors, save_heads
+from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.provenance import provenance
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -65,159 +65,172 @@ RULES: dict[str, Rule] = {
     "mlp.up_proj.bias": (NEURONS,),
     "mlp.down_proj.weight": (HIDDEN, UNREAD_NEURONS),
     "mlp.down_proj.bias": (HIDDEN,),
-    # Heads: what they hand to the LM head must be zero where its columns are repeated.
-    "transform": (UNREAD_HIDDEN, HIDDEN),
-    "classifier": (None, HIDDEN),
-    "cp.gate": (None, HIDDEN),
-    "cp.transforms": (None, None, UNREAD_HIDDEN, HIDDEN),
-    "cp.classifiers": (None, None, None, HIDDEN),
-    # What reads embeddings, which are repeated, reads their first copy alone.
-    "cp.token_gate": (None, UNREAD_HIDDEN),
-    "cp.token": (None, UNREAD_HIDDEN, UNREAD_HIDDEN),
-    "cp.previous": (None, UNREAD_HIDDEN, UNREAD_HIDDEN),
+}
+# An EAGLE layer has no input norm whose zeros hide the repeated channels: its own matrices have to be zero there.
+EAGLE: dict[str, Rule] = {
+    "self_attn.q_proj.weight": (QUERY, UNREAD_HIDDEN),
+    "self_attn.k_proj.weight": (KEY, UNREAD_HIDDEN),
+    "self_attn.v_proj.weight": (KEY, UNREAD_HIDDEN),
+    "fc.embedding": (HIDDEN, UNREAD_HIDDEN),
+    "fc.state": (HIDDEN, UNREAD_HIDDEN),
 }
 
 
-@dataclass(frozen=True)
-class Widths:
+def count(text: Any) -> Any:
+    """300M, 1.5B or 300000000 as a number."""
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(str(text)[-1:].upper())
+    return text if unit is None else round(float(text[:-1]) * unit)
+
+
+class InflateOptions(BaseModel):
+    """What is inflated, and how much."""
+
+    model: str = Field(description="folder of a trained model")
+    heads: tuple[str, ...] = Field((), description="heads folders of the model")
+    peers: tuple[str, ...] = Field((), description="folders of Medusa, EAGLE or a draft model beside the model")
+    factor: float | None = Field(None, gt=1, description="times the parameters")
+    parameters: Annotated[int, BeforeValidator(count)] | None = Field(None, description="as 300M or 1.5B")
+    out: str = Field(description="folder of model, heads and peers")
+
+    @model_validator(mode="after")
+    def _sized(self) -> Self:
+        if (self.factor is None) == (self.parameters is None):
+            raise ValueError("give one of --factor and --parameters")
+        return self
+
+
+class Widths(NamedTuple):
     """Hidden size and attention heads are multiplied by `times`; the MLP gets `neurons`."""
 
     times: int
     neurons: int
 
-    def grown(self, what: str, size: int) -> int:
-        return self.neurons if what == "neurons" else self.times * size
+    def grown(self, rule: Rule, shape: list[int]) -> list[int]:
+        """The shape of an inflated tensor."""
+        return [
+            size if growth is None else self.neurons if growth.endswith("neurons") else self.times * size
+            for size, growth in zip(shape, rule, strict=True)
+        ]
+
+    def inflate(self, tensor: torch.Tensor, rule: Rule) -> torch.Tensor:
+        """The tensor with each dimension repeated or filled up, as its rule says."""
+        shape = self.grown(rule, list(tensor.shape))
+        for dim, size in enumerate(shape):
+            if (rule[dim] or "").startswith("+"):
+                tensor = tensor.index_select(dim, torch.arange(size) % tensor.shape[dim])
+        return filled(tensor, shape)
 
 
-def rule_of(name: str, rules: Mapping[str, Rule] | None = None) -> Rule:
-    """The rule of a tensor of a target or of heads; rules go before our own.
+def filled(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """The tensor with zeros up to a shape."""
+    behind = [(0, size - old) for size, old in zip(shape, tensor.shape, strict=True)]
+    return functional.pad(tensor, [size for dim in reversed(behind) for size in dim]).contiguous()
+
+
+def rule_of(name: str, rules: Mapping[str, Rule] = RULES) -> Rule:
+    """The rule of a tensor of the target or of a layer like its own.
 
     Raises:
-        ValueError: for a tensor that is not of the Llama family.
+        BenchError: for a tensor that is not of the Llama family.
     """
-    parts = name.split(".")
-    known = RULES | dict(rules or {})
-    for suffix in (".".join(parts[start:]) for start in range(len(parts))):
-        if suffix in known:
-            return known[suffix]
-    raise ValueError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}), which alone is inflated")
+    words = name.split(".")
+    for suffix in (".".join(words[start:]) for start in range(len(words))):
+        if suffix in rules:
+            return rules[suffix]
+    raise BenchError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}), which alone is inflated")
 
 
-def grow(tensor: torch.Tensor, name: str, widths: Widths, rules: Mapping[str, Rule] | None = None) -> torch.Tensor:
-    """The tensor with each dimension repeated or filled up, as its rule says."""
-    for dim, how in enumerate(rule_of(name, rules)):
-        if how is None:
-            continue
-        old = tensor.shape[dim]
-        new = widths.grown(how[1:], old)
-        if how[0] == "+":
-            tensor = tensor.index_select(dim, torch.arange(new) % old)
-        else:
-            shape = (*tensor.shape[:dim], new - old, *tensor.shape[dim + 1 :])
-            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    return tensor.contiguous()
+def run(options: InflateOptions) -> int:
+    """Write everything.
+
+    Raises:
+        BenchError, HeadsError: on what is not of the Llama family, or of another width.
+    """
+    out = Path(options.out)
+    with writing_folder(out):
+        wanted = options.parameters, options.factor
+        widths, total, factor = inflate_model(Path(options.model), out / "model", *wanted)
+        print(f"{out / 'model'}: {total:,} parameters, width x {widths.times}, {widths.neurons} neurons")
+        for folder in map(Path, options.heads):
+            inflate_heads(folder, out / "model", out / "heads" / folder.name, widths)
+        for folder in map(Path, options.peers):
+            inflate_peer(folder, out / "model", out / "peers" / folder.name, widths, factor)
+    return 0
 
 
-def grown_shape(shape: list[int], name: str, widths: Widths) -> list[int]:
-    return [
-        size if how is None else widths.grown(how[1:], size) for size, how in zip(shape, rule_of(name), strict=True)
-    ]
+def inflate_model(
+    model: Path, out: Path, parameters: int | None = None, factor: float | None = None
+) -> tuple[Widths, int, float]:
+    """Write the inflated model, of at most so many parameters, or times as many.
 
+    Returns:
+        Widths, parameters, and how many times as many these are.
 
-class Checkpoint:
-    """The tensors of a model folder, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        else:
-            with safe_open(folder / "model.safetensors", framework="pt") as file:
-                self.files = dict.fromkeys(file.keys(), "model.safetensors")
-
-    def shape(self, name: str) -> list[int]:
-        with safe_open(self.folder / self.files[name], framework="pt") as file:
-            return file.get_slice(name).get_shape()
-
-    def tensor(self, name: str) -> torch.Tensor:
-        with safe_open(self.folder / self.files[name], framework="pt") as file:
-            return file.get_tensor(name)
-
-
-def parameters(shapes: dict[str, list[int]], widths: Widths) -> int:
-    """Numbers in the inflated model."""
-    return sum(int(torch.Size(grown_shape(shape, name, widths)).numel()) for name, shape in shapes.items())
+    Raises:
+        BenchError: if the model is not of the Llama family, or has more parameters.
+    """
+    config = json.loads((model / "config.json").read_text())
+    if config["model_type"] not in FAMILIES:
+        raise BenchError(f"{model}: model_type {config['model_type']!r} is not one of {', '.join(FAMILIES)}")
+    tensors = {name: tensor for file in model.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    before = sum(tensor.numel() for tensor in tensors.values())
+    widths = choose(shapes, config["intermediate_size"], parameters or round((factor or 1) * before))
+    total = _parameters(shapes, widths)
+    out.mkdir(parents=True, exist_ok=True)
+    for path in out.glob("model*.safetensors*"):
+        path.unlink()
+    shards: dict[str, list[str]] = {}  # a file a layer and another for the rest: no more is in memory at a time
+    for name in tensors:
+        words = name.split(".")
+        shards.setdefault(words[words.index("layers") + 1] if "layers" in words else "rest", []).append(name)
+    for shard, names in shards.items():
+        inflated = {name: widths.inflate(tensors[name], rule_of(name)) for name in names}
+        save_file(inflated, out / f"model-{shard}.safetensors", metadata={"format": "pt"})
+    files = {name: f"model-{shard}.safetensors" for shard, names in shards.items() for name in names}
+    write_text(out / "model.safetensors.index.json", json.dumps({"metadata": {}, "weight_map": files}, indent=1))
+    heads = config["num_attention_heads"]
+    sizes = {
+        "hidden_size": widths.times * config["hidden_size"],
+        "num_attention_heads": widths.times * heads,
+        "num_key_value_heads": widths.times * config.get("num_key_value_heads", heads),
+        "intermediate_size": widths.neurons,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+    }
+    _write_json(out / "config.json", config | sizes)
+    for path in model.iterdir():
+        if path.is_file() and path.name not in ("config.json", "provenance.json") and "safetensors" not in path.name:
+            shutil.copyfile(path, out / path.name)
+    _write_json(out / "provenance.json", provenance(inflated_from=str(model), parameters=total, **sizes))
+    return widths, total, total / before
 
 
 def choose(shapes: dict[str, list[int]], neurons: int, wanted: int) -> Widths:
     """The widest whole multiple that has no more parameters than wanted; a wider MLP makes up for the rest.
 
     Raises:
-        ValueError: if fewer parameters are wanted than the model has.
+        BenchError: if fewer parameters are wanted than the model has.
     """
-    if wanted < (own := parameters(shapes, Widths(1, neurons))):
-        raise ValueError(f"{wanted:,} parameters are fewer than the {own:,} that the model has; ask for more")
+    if wanted < (before := _parameters(shapes, Widths(1, neurons))):
+        raise BenchError(f"{wanted:,} parameters are fewer than the {before:,} that the model has; ask for more")
     times = 1
-    while parameters(shapes, Widths(times + 1, (times + 1) * neurons)) <= wanted:
+    while _parameters(shapes, Widths(times + 1, (times + 1) * neurons)) <= wanted:
         times += 1
-    found = Widths(times, times * neurons)
-    step = parameters(shapes, Widths(times, found.neurons + NEURON_STEP)) - parameters(shapes, found)
-    return Widths(times, found.neurons + NEURON_STEP * ((wanted - parameters(shapes, found)) // step))
+    widest, wider = (_parameters(shapes, Widths(times, times * neurons + more)) for more in (0, NEURON_STEP))
+    return Widths(times, times * neurons + NEURON_STEP * ((wanted - widest) // (wider - widest)))
 
 
-def inflate_model(model: Path, out: Path, wanted: Callable[[int], int]) -> tuple[Widths, int]:
-    """Write the inflated model; wanted gives its parameters from the model's own. Returns widths and parameters.
-
-    Raises:
-        ValueError: if the model is not of the Llama family.
-    """
-    config = json.loads((model / "config.json").read_text())
-    if config["model_type"] not in FAMILIES:
-        raise ValueError(f"{model}: model_type {config['model_type']!r} is not one of {', '.join(FAMILIES)}")
-    checkpoint = Checkpoint(model)
-    shapes = {name: checkpoint.shape(name) for name in checkpoint.files}
-    neurons = config["intermediate_size"]
-    widths = choose(shapes, neurons, wanted(parameters(shapes, Widths(1, neurons))))
-    out.mkdir(parents=True, exist_ok=True)
-    for path in out.glob("model*.safetensors*"):
-        path.unlink()
-    files: dict[str, str] = {}
-    for shard, names in _shards(shapes).items():
-        files |= dict.fromkeys(names, shard)
-        tensors = {name: grow(checkpoint.tensor(name), name, widths) for name in names}
-        save_file(tensors, out / shard, metadata={"format": "pt"})
-    total = parameters(shapes, widths)
-    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=1))
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    heads = config["num_attention_heads"]
-    grown = {
-        "hidden_size": widths.times * config["hidden_size"],
-        "num_attention_heads": widths.times * heads,
-        "num_key_value_heads": widths.times * config.get("num_key_value_heads", heads),
-        "intermediate_size": widths.neurons,
-        "head_dim": head_dim,
-    }
-    (out / "config.json").write_text(json.dumps(config | grown, indent=2) + "\n")
-    for path in model.iterdir():
-        if path.is_file() and path.name not in ("config.json", "provenance.json") and "safetensors" not in path.name:
-            shutil.copyfile(path, out / path.name)
-    _tell(out, inflated_from=str(model), parameters=total, **grown)
-    return widths, total
+def _parameters(shapes: dict[str, list[int]], widths: Widths) -> int:
+    """Numbers in the inflated model."""
+    return sum(math.prod(widths.grown(rule_of(name), shape)) for name, shape in shapes.items())
 
 
-def _shards(names: Iterable[str]) -> dict[str, list[str]]:
-    """A file a layer and one for the rest: no more than that is in memory at a time."""
-    files: dict[str, list[str]] = {}
-    for name in names:
-        parts = name.split(".")
-        layer = parts[parts.index("layers") + 1] if "layers" in parts else "rest"
-        files.setdefault(f"model-{layer}.safetensors", []).append(name)
-    return files
+def inflate_heads(folder: Path, model: Path, out: Path, widths: Widths) -> None:
+    """Write heads for the inflated model, with what the same function leaves of their calibration.
 
-
-def inflate_heads(folder: Path, model: Path, out: Path, widths: Widths) -> HeadsConfig:
-    """Write heads for the inflated model; of their calibration what the same function leaves as it is.
+    Layers like the target's grow as these do. What else heads read is normed states, which are zero past the first
+    copy, or embeddings, of which they must read one copy, and what they hand to the LM head must be zero where its
+    columns are repeated: all that is filled up with zeros to the shapes that their configuration declares.
 
     Args:
         folder: heads of the original model.
@@ -226,28 +239,36 @@ def inflate_heads(folder: Path, model: Path, out: Path, widths: Widths) -> Heads
         widths: of the inflated model.
 
     Raises:
-        HeadsError: if the folder holds no heads of ours.
+        HeadsError: if the folder holds no heads of ours, or those of a model of another width.
     """
     config, tensors = load_tensors(folder)
     made_for = config.target.hidden_size
     hidden_size = json.loads((model / "config.json").read_text())["hidden_size"]
     if made_for * widths.times != hidden_size:
         raise HeadsError(f"heads in {str(folder)!r} are for hidden size {made_for}, not {hidden_size // widths.times}")
-    fixed = ("cooccurrence.", "token_counts")
-    grown = {name: t if name.startswith(fixed) else grow(t, name, widths) for name, t in tensors.items()}
+    layer = config.layer_shapes or {}
     changes: dict[str, Any] = {
         "verifier": str(model),
         "target": config.target.model_copy(update={"hidden_size": hidden_size}),
         "fingerprint": fingerprint(model),
         "calibration": None,  # of the small model's steps
     }
-    if isinstance(config, DynaMoConfig):
-        changes["layer_tensors"] = {n: grown_shape(s, n, widths) for n, s in config.layer_tensors.items()}
-    config = config.model_copy(update=changes)
-    save_heads(out, config, grown)
+    if layer:
+        changes["layer_tensors"] = {name: widths.grown(rule_of(name), shape) for name, shape in layer.items()}
+    inflated = config.model_copy(update=changes)
+    shapes = inflated.shapes()
+
+    def grown(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if config.is_count(name):
+            return tensor
+        if any(name.endswith(f".{of_layer}") for of_layer in layer):
+            return widths.inflate(tensor, rule_of(name))
+        return filled(tensor, shapes[name])
+
+    save_heads(out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()})
     _copy_calibration(folder, out)
-    _tell(out, inflated_from=str(folder))
-    return config
+    _write_json(out / "provenance.json", provenance(inflated_from=str(folder)))
+    print(f"{out}: {inflated.describe()}")
 
 
 def _copy_calibration(folder: Path, out: Path) -> None:
@@ -262,39 +283,47 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     result["parts"].pop("timing", None)
     result["digests"] = {name: digest(part) for name, part in result["parts"].items()}
     result.pop("recommendation", None)  # it weighs acceptance against seconds
-    (out / path.name).write_text(json.dumps(result, indent=1) + "\n")
+    write_text(out / path.name, json.dumps(result, indent=1) + "\n")
 
 
-def _tell(out: Path, **facts: Any) -> None:
-    (out / "provenance.json").write_text(json.dumps(provenance(**facts), indent=2) + "\n")
+def inflate_peer(folder: Path, model: Path, out: Path, widths: Widths, factor: float) -> None:
+    """Write a peer for the inflated model; a draft model grows by the same factor, so that it stays as cheap beside it.
+
+    Args:
+        folder: peer of the original model.
+        model: the inflated model.
+        out: where to.
+        widths: of the inflated model.
+        factor: its parameters over the original's.
+
+    Raises:
+        BenchError: if the widths do not fit.
+    """
+    if (folder / "tokenizer.json").exists():
+        inflate_model(folder, out, factor=factor)
+        return
+    config, target = (json.loads((place / "config.json").read_text()) for place in (folder, model))
+    size, hidden_size = config["hidden_size"], target["hidden_size"]
+    if widths.times * size != hidden_size:
+        raise BenchError(f"{folder} is of width {size}, which is not {hidden_size // widths.times}, the model's")
+    tensors = load_file(folder / "model.safetensors")
+    if config["model_type"] == "medusa":  # blocks read normed states and write what LM heads read: the first copy
+        inflated = {
+            name: filled(tensor, [hidden_size if n == size else n for n in tensor.shape])
+            for name, tensor in tensors.items()
+        }
+    else:
+        tensors["fc.embedding"], tensors["fc.state"] = tensors.pop("fc.weight").chunk(2, dim=1)
+        inflated = {name: widths.inflate(tensor, rule_of(name, RULES | EAGLE)) for name, tensor in tensors.items()}
+        inflated["fc.weight"] = torch.cat([inflated.pop("fc.embedding"), inflated.pop("fc.state")], dim=1)
+        config |= {name: target[name] for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads")}
+        config["logit_scale"] = 1 / widths.times  # the LM head reads every copy of the state
+    config["hidden_size"] = hidden_size
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(inflated, out / "model.safetensors", metadata={"format": "pt"})
+    _write_json(out / "config.json", config)
+    print(out)
 
 
-def count(text: str) -> int:
-    """300M, 1.5B or 300000000."""
-    unit = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1)
-    return round(float(text[:-1] if unit != 1 else text) * unit)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--heads", type=Path, nargs="*", default=[], metavar="DIR", help="heads folders of the model")
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--factor", type=float, help="times the parameters")
-    size.add_argument("--parameters", type=count, help="parameters, as 300M or 1.5B")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    args = parser.parse_args()
-    try:
-        model = args.out / "model"
-        with only_writer(args.out):
-            widths, total = inflate_model(args.model, model, lambda own: args.parameters or round(args.factor * own))
-            print(f"{model}: {total:,} parameters, width x {widths.times}, {widths.neurons} neurons")
-            for folder in args.heads:
-                out = args.out / "heads" / folder.name
-                print(f"{out}: {inflate_heads(folder, model, out, widths).describe()}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"inflate: {error}")
-
-
-if __name__ == "__main__":
-    main()
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    write_text(path, json.dumps(data, indent=2) + "\n")

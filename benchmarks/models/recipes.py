@@ -1,112 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The papers' ways of training beside each other: PPD's classifiers, DynaMo's recipes and sizes, CP heads with a base.
+"""The papers' ways of training beside each other (recipes.json): heads, losses, sizes, and base models that learn, too.
 
-    python -m vllm_ppd.benchmarks.models.recipes --model benchmarks/demo/model --data build/corpus/train.jsonl \
-        --out build/recipes --steps 100 --only 't*' 'classifier-*'
-    python -m vllm_ppd.benchmarks.models.recipes --model MODEL --data build/corpus/train.jsonl --only 'cp-*' \
-        --texts build/corpus/validation.jsonl --json cp_recipes.json
+    python -m vllm_ppd.benchmarks.models recipes --model benchmarks/demo/model --data build/corpus/train.jsonl \
+        --out build/recipes --steps 100 --only 't*,classifier-*'
+    python -m vllm_ppd.benchmarks.models recipes --model MODEL --data build/corpus/train.jsonl --only 'cp-*' \
+        --texts build/corpus/validation.jsonl --results cp_recipes.json
 
-Each is a heads folder below --out, with its curve. A stopped run goes on where it was; finished ones are not repeated.
-`ppd calibrate` measures any of them further. Those named cp-scratch take of MODEL its shape and tokenizer alone.
+Each is a heads folder in --out, with its curve. A stopped run goes on where it was; finished ones are not repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
-from vllm_ppd.benchmarks import only_writer
+from pydantic import BaseModel, Field
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.results import write_rows
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.tables import table
-from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.comma_lists import COMMAS
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.kinds import KINDS, calibration_of
+from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.loop import train
-from vllm_ppd.heads.training.provenance import provenance
 
-# The papers' loss; our default is the target's own distribution (t3-distilled).
-T3: dict[str, Any] = {"tokens": 3, "num_speculative_tokens": 2, "distillation": 0.0}
-FULL = {**T3, "recipe": "full", "start": "random", "precision": "float32"}
-# CP, section 3.1: the base model learns with the head.
-CP = {"recipe": "full", "start": "identity", "condition": "none", "distillation": 0.0, "precision": "float32"}
-SCRATCH = {**CP, "base_start": "random", "base_learning_rate": 3e-3}
-RANKS = (1, 3, 5, 8)
-BALANCES = (0.0, 0.01, 1.0, 10.0)  # beside the default of 0.1, at the highest rank
-RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "transform-kl": ("early", {}),  # ParaDecode, section 2.1
-    "classifier-ce": ("early", {"head": "classifier", "loss": "ce"}),  # PPD, Table 4: the "Y" rows
-    "t2": ("dynamo", {**T3, "tokens": 2, "num_speculative_tokens": 1}),
-    "t3": ("dynamo", T3),  # heads alone, as DynaMo's Table 10 has "-H"
-    "t3-distilled": ("dynamo", {**T3, "distillation": 1.0}),
-    "t4": ("dynamo", {**T3, "tokens": 4, "num_speculative_tokens": 3}),
-    "t3-random": ("dynamo", {**T3, "start": "random"}),
-    "t3-full": ("dynamo", FULL),  # DynaMo, A.1: three rates
-    # The base model as plain CLM training moves it, as Pythia+ of Table 10; its heads follow it.
-    "t3-continued": ("dynamo", {**FULL, "stem_learning_rate": 0.0}),
-    **{
-        f"cp-{base}-{rank}{form}": ("cp", {**options, "rank": rank, "factorised": not form})
-        for base, options in (("scratch", SCRATCH), ("joint", CP)) for form in ("", "-whole") for rank in RANKS
-    },
-    **{f"cp-scratch-8-balance-{weight:g}": ("cp", {**SCRATCH, "rank": 8, "balance": weight}) for weight in BALANCES},
-}  # fmt: skip
+RECIPES: dict[str, Any] = json.loads(Path(__file__).with_name("recipes.json").read_text())
+del RECIPES["about"]
+SHARED = {"model", "data", "steps", "batch_size", "sequence_length", "evaluation_tokens"}  # options of `ppd train`
 
 
-class Trained(NamedTuple):
-    """One recipe's heads."""
+class RecipesOptions(BaseModel):
+    """Which recipes, on what."""
 
-    name: str
-    tokens: int
-    before: dict[str, float]  # held-out figures
-    after: dict[str, float]
+    model: str = Field(description="target")
+    data: tuple[str, ...] = Field(min_length=1, description="as of ppd train")
+    out: str = Field("build/recipes", description="folder of the heads folders")
+    only: Annotated[tuple[str, ...], COMMAS] = Field(("*",), description=f"of {', '.join(RECIPES)}, or cp-*")
+    steps: int | None = Field(None, description="optimiser steps of each (none: its epochs)")
+    batch_size: int | None = Field(None, description="windows a step (none: 16, and PPD's 128 of its classifiers)")
+    sequence_length: int | None = Field(None, description="tokens a window")
+    evaluation_tokens: int | None = Field(None, description="held-out tokens of each evaluation")
+    texts: str | None = Field(None, description="texts that were held out: tells the drafts accepted after them")
+    prompts: int = Field(64, ge=1, description="how many of these texts")
+    results: str | None = Field(None, description="JSON file for a row a recipe, with machine and settings")
 
 
-def trained(
-    names: Sequence[str], out: Path, texts: str | None = None, prompts: int = 64, **shared: Any
-) -> Iterator[Trained]:
-    """Train what is not there yet.
+def options_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The kind of heads of a recipe, and its options of `ppd train`."""
+    recipe = RECIPES[name]
+    kind, options = options_of(recipe["extends"]) if "extends" in recipe else (recipe["kind"], {})
+    return kind, {**options, **recipe.get("options", {})}
 
-    Args:
-        names: of RECIPES.
-        out: folder of the heads folders.
-        texts: of CP heads, which read the final states alone, tell the drafts accepted on what the target writes after
-            these texts (None: do not).
-        prompts: how many of these texts.
-        shared: options of `ppd train` that all take, over their own.
+
+def run(options: RecipesOptions) -> int:
+    """Train what is not there yet, and print the held-out figures before and after.
 
     Raises:
-        TrainingError: as `ppd train`.
-        Stopped: as `ppd train`.
+        BenchError: if no recipe has such a name.
+        TrainingError, Stopped: as `ppd train`.
     """
-    for number, name in enumerate(names, start=1):
-        kind, own = RECIPES[name]
-        folder = out / name
-        if not (folder / "provenance.json").is_file():
-            print(f"{number} of {len(names)}: {name}", file=sys.stderr, flush=True)
-            train(KINDS[kind].options(**{**own, **shared}, out=str(folder)))
-        facts = json.loads((folder / "provenance.json").read_text())
-        before, after = (dict(_figures(facts[f"held_out_{when}"])) for when in ("before", "after"))
-        if texts and kind == "cp":
-            after |= _accepted(folder, texts, prompts)
-        yield Trained(name, facts["tokens"], before, after)
-
-
-def run(found: Iterable[Trained]) -> str:
-    """A Markdown table of the held-out figures before and after."""
-    rows = [
-        [one.name, figure, _shown(one.before.get(figure)), _shown(value), f"{one.tokens:,}"]
-        for one in found for figure, value in one.after.items()
-    ]  # fmt: skip
-    return table(["recipe", "held out", "before", "after", "tokens"], rows)
-
-
-def _shown(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    names = [name for name in RECIPES if any(fnmatch.fnmatch(name, pattern) for pattern in options.only)]
+    if not names:
+        raise BenchError(f"--only {','.join(options.only)} names no recipe; there are {', '.join(RECIPES)}"[:300])
+    shared = options.model_dump(exclude_none=True, include=SHARED)
+    lines, rows = [], []
+    with writing_folder(options.out):
+        for number, name in enumerate(names, start=1):
+            kind, changes = options_of(name)
+            folder = Path(options.out) / name
+            if not (folder / "provenance.json").is_file():
+                print(f"{number} of {len(names)}: {name}", file=sys.stderr, flush=True)
+                train(KINDS[kind].options(**{**changes, **shared}, out=str(folder)))
+            facts = json.loads((folder / "provenance.json").read_text())
+            before, after = (dict(_figures(facts[f"held_out_{when}"])) for when in ("before", "after"))
+            if options.texts and kind == "cp":  # heads that read the final states alone
+                after |= _accepted(folder, options.texts, options.prompts)
+            rows.append({"recipe": name, "tokens": facts["tokens"], **after})
+            for figure, value in after.items():
+                start = f"{before[figure]:.4f}" if figure in before else ""
+                lines.append([name, figure, start, f"{value:.4f}", f"{facts['tokens']:,}"])
+    print(table(["recipe", "held out", "before", "after", "tokens"], lines))
+    if options.results is not None:
+        write_rows(Path(options.results), "recipes", rows, options=shared)
+    return 0
 
 
 def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -124,51 +107,14 @@ def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _accepted(folder: Path, texts: str, prompts: int) -> dict[str, float]:
-    """Drafts accepted a step, greedy and at the temperature of the loss; kept beside the heads."""
+    """Drafts accepted a step, greedy and at the temperature of the loss; written beside the heads."""
     path = folder / "accepted.json"
     if not path.exists():
         options = CalibrationOptions.model_validate(
             {"heads": str(folder), "data": (texts,), "prompts": prompts, "new_tokens": 64, "temperature": 1.0}
         )
-        found = calibration_of("cp").PARTS["acceptance"](Calibration(options))
-        accepted = {f"accepted, {way}": round(by["by_drafts"][-1]["length"] - 1, 4) for way, by in found.items()}
+        by_texts = calibration_of("cp").PARTS["acceptance"](Calibration(options))
+        accepted = {f"accepted, {name}": round(by["by_drafts"][-1]["length"] - 1, 4) for name, by in by_texts.items()}
         write_text(path, json.dumps(accepted) + "\n")
-    kept: dict[str, float] = json.loads(path.read_text())
-    return kept
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", required=True, nargs="+")
-    parser.add_argument("--out", type=Path, default=Path("build/recipes"))
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="RECIPE", help=f"of {', '.join(RECIPES)}, or cp-*")
-    parser.add_argument("--steps", type=int, help="optimiser steps of each (default: its epochs)")
-    parser.add_argument("--batch-size", type=int, help="windows a step (default: 16, and PPD's 128 of its classifiers)")
-    parser.add_argument("--sequence-length", type=int, help="tokens a window")
-    parser.add_argument("--evaluation-tokens", type=int, help="held-out tokens of each evaluation")
-    parser.add_argument("--texts", help="held-out texts: tells the drafts that CP heads' own targets accept after them")
-    parser.add_argument("--prompts", type=int, default=64, help="how many of these texts")
-    parser.add_argument("--json", type=Path, help="file for one row a recipe, with machine and settings")
-    args = parser.parse_args()
-    names = [name for name in RECIPES if any(fnmatch.fnmatch(name, pattern) for pattern in args.only)]
-    if not names:
-        sys.exit(f"recipes: --only {' '.join(args.only)} names no recipe; there are {', '.join(RECIPES)}"[:300])
-    shared = ("steps", "batch_size", "sequence_length", "evaluation_tokens", "model")
-    given = {name: value for name, value in vars(args).items() if name in shared and value is not None}
-    given["data"] = tuple(args.data)
-    try:
-        with only_writer(args.out):
-            found = list(trained(names, args.out, args.texts, args.prompts, **given))
-        print(run(found))
-        if args.json is not None:
-            rows = [{"recipe": one.name, "tokens": one.tokens, **one.after} for one in found]
-            write_text(args.json, json.dumps(provenance(rows=rows, options=given), indent=1) + "\n")
-    except TrainingError as error:
-        sys.exit(f"recipes: {error}")
-    except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on there")
-
-
-if __name__ == "__main__":
-    main()
+    lengths: dict[str, float] = json.loads(path.read_text())
+    return lengths

