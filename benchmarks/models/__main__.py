@@ -13,6 +13,7 @@ from vllm_ppd.benchmarks.models import train as demo
 from vllm_ppd.benchmarks.models.peers.draft_model import DraftModel, DraftModelOptions
 from vllm_ppd.benchmarks.models.peers.eagle import Eagle, EagleOptions
 from vllm_ppd.benchmarks.models.peers.medusa import Medusa, MedusaOptions
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -26,6 +27,7 @@ PEERS: dict[str, tuple[type[Any], type[Any]]] = {
 
 def train_peer(recipe: Any, options: Any) -> int:
     """Train a peer and write its folder."""
+    check_data(options.data)
     facts = train(options, recipe)
     print(f"wrote {Path(options.out)}: {facts['tokens']:,} tokens; held out: {facts['held_out_after']}")
     return 0

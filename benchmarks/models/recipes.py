@@ -26,6 +26,7 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import Calibration
 from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.comma_lists import COMMAS
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.kinds import KINDS, calibration_of
 from vllm_ppd.heads.locking import writing_folder
@@ -70,6 +71,7 @@ def run(options: RecipesOptions) -> int:
     if not names:
         raise BenchError(f"--only {','.join(options.only)} names no recipe; there are {', '.join(RECIPES)}"[:300])
     shared = options.model_dump(exclude_none=True, include=SHARED)
+    check_data(options.data)
     lines, rows = [], []
     with writing_folder(options.out):
         for number, name in enumerate(names, start=1):

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from vllm_ppd.benchmarks.models.model_recipe import ModelOptions, ModelRecipe
+from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.locking import writing_folder
@@ -72,6 +73,7 @@ class DemoModel(ModelRecipe):
 
 def run(options: DemoOptions) -> int:
     """Train the model and write its folder, with its held-out likelihood in provenance.json."""
+    check_data(options.data)
     out = Path(options.out)
     untrained = out / UNTRAINED if options.steps else out
     with writing_folder(out):

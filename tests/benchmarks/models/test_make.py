@@ -87,8 +87,8 @@ def test_recipes_extend_each_other() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("corpus",), ("train",), ("inflate", "--model", "any", "--factor", "2"),
-        ("peer", "eagle", "--model", "any", "--data", __file__), ("recipes", "--model", "any", "--data", "any"),
+        ("corpus",), ("train", "--data", __file__), ("inflate", "--model", "any", "--factor", "2"),
+        ("peer", "eagle", "--model", "any", "--data", __file__), ("recipes", "--model", "any", "--data", __file__),
         ("smollm",),
     ],
     ids=lambda arguments: arguments[0],
