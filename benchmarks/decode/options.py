@@ -24,6 +24,7 @@ class DecodeOptions(BenchOptions):
     )
     prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
     new_tokens: int = Field(128, ge=8, description="tokens each request generates")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
     turn_steps: int | None = Field(
         None, ge=1, description="steps of a turn, after which the next engine goes on with its batch, until a request "
         "ends: the machine's speed drifts less within so short a round (none: a turn is a whole batch)"

@@ -136,8 +136,8 @@ class _Decoding(Session[EngineProcess, Load]):
             if ended is not None:
                 yield {"contender": engine.name} | self._turn(engine, load, ended)
 
-    def _request(self, load: Load, number: int) -> tuple[list[list[int]], int, float]:
-        return self.batches[load.batch, number], self.options.new_tokens, load.temperature
+    def _request(self, load: Load, number: int) -> tuple[list[list[int]], int, float, float]:
+        return self.batches[load.batch, number], self.options.new_tokens, load.temperature, self.options.top_p
 
     def _turn(self, engine: EngineProcess, load: Load, ended: dict[str, Any]) -> Turn:
         """What is written of a batch that has ended."""

@@ -91,10 +91,12 @@ def _speed(turn: Turn) -> float:
 def body(measured: Measured) -> str:
     """Markdown: the table, with what was measured above it and who was left out below."""
     options = measured.run["options"]
+    top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options.get("top_p", 1) < 1 else ""
     steps = f", turns of {options['turn_steps']} steps" if options.get("turn_steps") else ""
     about = (
-        f"{options['model']}, {options['dtype']}, temperature {options['temperature']}, {options['prompt_tokens']} + "
-        f"{options['new_tokens']} tokens{steps}; {measured.run['machine']}{measured.before}"
+        f"{options['model']}, {options['dtype']}, temperature {options['temperature']}{top_p}, "
+        f"{options['prompt_tokens']} + {options['new_tokens']} tokens{steps}; {measured.run['machine']}"
+        f"{measured.before}"
     )
     return "\n".join([about, "", markdown(COLUMNS, list(map(_cells, rows_of(measured)))), *measured.notes])
 

@@ -103,7 +103,7 @@ def measure(case: Case, batch: int, args: argparse.Namespace, device: torch.devi
     row: Row = {"kernel": case.name, "batch": batch, "floor": floor, "torch": reference}
     if (kernel := chosen(case.function, torch.empty(0, device=device))) is not case.function:
         row["Triton"] = seconds(partial(kernel, *case.arguments), device)
-    row = {name: round(1e6 * value, 2) if isinstance(value, float) else value for name, value in row.items()}
+    row = {name: round(1e6 * value, 4) if isinstance(value, float) else value for name, value in row.items()}
     return row | {"verdict": verdict(row["floor"], row["torch"], row.get("Triton"))}
 
 

@@ -39,11 +39,14 @@ def per_step(calls: Counter[str], steps: int) -> dict[str, float]:
     return {kind: round(count / steps, 1) for kind, count in kinds.items()}
 
 
-def profiled(run: Callable[[], None]) -> Counter[str]:
-    """The calls of the CUDA runtime and driver during a run, by name."""
+def profiled(run: Callable[[], None], trace: str | None) -> Counter[str]:
+    """The calls of the CUDA runtime and driver during a run, by name; a trace is the file of its timeline."""
     activities = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profile:
         run()
+    if trace is not None:
+        profile.export_chrome_trace(trace)
+        print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=10))
     return Counter({event.key: event.count for event in profile.key_averages()})
 
 
@@ -72,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
         for _ in range(args.steps):
             engine.step()
 
-    return per_step(profiled(run), args.steps)
+    return per_step(profiled(run, args.trace), args.steps)
 
 
 def main() -> None:
@@ -85,6 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="decode steps that are counted (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--engine", default="{}", metavar="JSON", help="more settings of the engine")
+    parser.add_argument("--trace", metavar="FILE.json.gz", help="write the timeline, and print the longest kernels")
     args = parser.parse_args()
     calls = measure(args)
     method = (json.loads(args.speculative_config) or {}).get("method", "none")

@@ -78,7 +78,6 @@ class AcceptanceOptions(DecodeOptions):
 
     drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
     temperatures: Annotated[tuple[float, ...], COMMAS] = Field((0.0, 0.8), description="measure at each of these")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
     new_tokens: int = Field(64, ge=8, description="tokens each request generates")
     prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
     prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
