@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.calibration.setting import Setting, Work
 from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetFingerprint, TargetLayers, TargetName
+from vllm_ppd.heads.measured import Parts, Setting, Work
 from vllm_ppd.heads.training.options import TrainingOptions
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class HeadsConfig(BaseModel, ABC):
     architecture: ClassVar[str]
     method: ClassVar[str]  # the drafting method that reads them, by the plugin's name for it
     options: ClassVar[type[TrainingOptions]]  # of `ppd train KIND`
+    parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores of them
     tensor_names: ClassVar[str]  # a regular expression: names by which the weights are told from those of other models
     counts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that hold counts or n-grams
 
@@ -74,6 +75,10 @@ class HeadsConfig(BaseModel, ABC):
         """The tensors of `model.safetensors`: shape by name."""
 
     @abstractmethod
+    def describe(self) -> str:
+        """What they are, in a few words."""
+
+    @abstractmethod
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
         """What drafting reads.
 
@@ -84,12 +89,15 @@ class HeadsConfig(BaseModel, ABC):
         """
 
     @abstractmethod
-    def describe(self) -> str:
-        """What they are, in a few words."""
+    def settings(self, parts: Any, greedy: bool) -> Iterator[Setting]:
+        """Every setting in parts of the kind's own, on greedy texts or on sampled ones."""
 
-    @abstractmethod
-    def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
-        """Every setting that was calibrated, with what it costs, on greedy texts or on sampled ones."""
+    def match_rates(self, parts: Any) -> list[tuple[int, int, bool, float]] | None:
+        """(Layer, k, whether by heads, share of tokens among the k best there), by which a worker group is planned.
+
+        None for kinds that read no exit layers.
+        """
+        return None
 
     @property
     def recommended(self) -> dict[str, Any]:

@@ -7,16 +7,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.calibration.report import report
-from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.heads.in_words import in_words
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.in_words import in_words, table
 from vllm_ppd.heads.training.provenance import Provenance, provenance_of
 
 NAME = "README.md"
@@ -25,20 +21,20 @@ END = "<!-- vllm-ppd: end -->"
 OTHER = "other"  # the Hub's name of a licence that it does not know
 
 
-def write_card(folder: str | os.PathLike[str], calibration: dict[str, Any] | None = None) -> None:
+def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None) -> None:
     """Write the model card, or the part between its marks anew: what a user wrote around them stays.
 
     A card without the marks is a user's own and stays as it is.
 
     Args:
-        folder: with the configuration of the heads, and how they were trained where that is known.
-        calibration: a finished calibration.
+        folder: of the heads, and of how they were trained where that is known.
+        config: of the heads.
+        calibration: the report of a finished calibration.
 
     Raises:
-        HeadsError: if the folder is not one of heads.
         OSError: if the card cannot be written.
     """
-    config, path = load_config(folder), Path(folder) / NAME
+    path = Path(folder) / NAME
     try:
         facts = provenance_of(folder)
     except HeadsError:
@@ -64,8 +60,8 @@ def _front_matter(config: HeadsConfig, facts: Provenance | None) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: dict[str, Any] | None) -> Iterator[str]:
-    target = _shown(config)
+def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: str | None) -> Iterator[str]:
+    target = shown_target(config)
     yield f"# {config.kind} heads for {target}"
     yield (
         "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target model, "
@@ -83,7 +79,7 @@ def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: dict[str
     yield "## Training"
     yield from _training(facts)
     yield "## Calibration"
-    yield report(calibration | {"target": target}) if calibration else "Not calibrated (`ppd calibrate`)."
+    yield calibration or "Not calibrated (`ppd calibrate`)."
 
 
 def _training(facts: Provenance | None) -> Iterator[str]:
@@ -104,6 +100,6 @@ def _training(facts: Provenance | None) -> Iterator[str]:
         yield table(["held out", "before", "after"], rows)
 
 
-def _shown(config: HeadsConfig) -> str:
+def shown_target(config: HeadsConfig) -> str:
     """The target without the folders of the disk that it lay on."""
     return Path(config.verifier).name if os.path.isabs(config.verifier) else config.verifier

@@ -22,9 +22,9 @@ def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
 
 def columns(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Where each token of the vocabulary stands among some token ids, -1 outside: [vocabulary] int64."""
-    found = torch.full((vocab_size,), -1, dtype=torch.int64, device=token_ids.device)
-    found[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
-    return found
+    places = torch.full((vocab_size,), -1, dtype=torch.int64, device=token_ids.device)
+    places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
+    return places
 
 
 def covered(counts: torch.Tensor) -> torch.Tensor:
@@ -36,6 +36,21 @@ def covered(counts: torch.Tensor) -> torch.Tensor:
 def candidate_sizes(vocab_size: int) -> list[int]:
     """Sizes below the whole that calibration tries, descending."""
     return [size for share in SHARES if LEAST <= (size := _round_up(vocab_size / share)) < vocab_size]
+
+
+def compared(counts: torch.Tensor, trained: int | None) -> list[tuple[torch.Tensor, float]]:
+    """Draft vocabularies that calibration compares with the whole, descending by size.
+
+    Args:
+        counts: [vocabulary].
+        trained: the size that the heads were trained over (None: the whole vocabulary).
+
+    Returns:
+        The ids of each [size], and the share of the text that they make up.
+    """
+    share, sizes = covered(counts), set(candidate_sizes(len(counts)))
+    sizes |= {trained} if trained is not None and trained < len(counts) else set()
+    return [(most_frequent(counts, size), float(share[size - 1])) for size in sorted(sizes, reverse=True)]
 
 
 def first_guess(counts: torch.Tensor) -> int | None:

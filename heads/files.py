@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import HeadsError, MissingFile
@@ -102,6 +103,14 @@ def read_json_object(path: Path, most: int, instead: str = "write the heads agai
     if not isinstance(data, dict):
         raise HeadsError(f"{named(path)} holds {_json_kind(data)}, not an object; {instead}")
     return data
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's problems in one line: which field, and what is wrong with it."""
+    problem = error.errors(include_url=False, include_context=False)[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    place = shortened(".".join(str(part) for part in problem["loc"]), LONGEST_VALUE)
+    return f"{place}: {shortened(message, 120)}" if place else shortened(message, 120)
 
 
 def write_text(path: Path, text: str) -> None:

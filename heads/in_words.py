@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored values for people: what `ppd inspect`, `calibrate` and `train` print, and model cards show."""
+"""Stored values for people: words on a line, and Markdown tables that read in a terminal too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.heads.measured import Counts
 
 RANGES = "num_speculative_tokens_per_batch_size"
 
@@ -44,3 +45,47 @@ def _sizes(first: int, last: int) -> str:
     if first == last:
         return f"{first} request{'s' if first > 1 else ''}"
     return f"{first} to {last} requests"
+
+
+def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table with columns padded to their widest cell; numbers stand right."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    numeric = [all(_is_number(row[i]) for row in cells[1:]) for i in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        )
+        return "| " + " | ".join(padded) + " |"
+
+    rule = [("-" * (width - 1) + ":" if right else "-" * width) for width, right in zip(widths, numeric, strict=True)]
+    return "\n".join([line(cells[0]), "| " + " | ".join(rule) + " |", *map(line, cells[1:])])
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.2f}%"
+
+
+def vocabulary_table(measured: Mapping[int, tuple[float, Sequence[Counts]]]) -> Iterator[str]:
+    """Accepted drafts by draft vocabulary, at the setting that accepts most; nothing where none was measured.
+
+    Args:
+        measured: by size, the share of the training text that it covers, and what each setting counted.
+    """
+    if measured:
+        yield "Draft vocabularies, sampled texts (size, share of the training text, drafts accepted a step at best)"
+        rows = [
+            [size, percent(covers), f"{max(c.accepted / c.cycles for c in counts):.3f}"]
+            for size, (covers, counts) in measured.items()
+        ]
+        yield table(["tokens", "covers", "accepted a step"], rows)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.rstrip("%x") or "0")
+    except ValueError:
+        return text in ("", "-")
+    return True

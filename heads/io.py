@@ -8,34 +8,29 @@ folder is wanted, a name on the Hub does as well (hub.py).
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 from typing_extensions import TypeVar
 
 from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import check_is_folder, named, read_json_object, write_tensors, write_text
+from vllm_ppd.heads.errors import HeadsError, MissingFile
+from vllm_ppd.heads.files import check_is_folder, first_problem, named, read_json_object
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.layout import TargetFingerprint
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
-from vllm_ppd.heads.weights import WEIGHTS_NAME, check_header, check_weights, read_weights
+from vllm_ppd.heads.measured import Parts
+from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.weights import CONFIG_NAME, WEIGHTS_NAME, check_header, check_weights, read_weights
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CONFIG_NAME", "WEIGHTS_NAME", "HeadsError", "check_folder", "check_target", "described", "kind_of",
-    "load_config", "load_tensors", "save_heads", "write_tensors", "write_text",
-]  # fmt: skip
-
 Config = TypeVar("Config", bound=HeadsConfig, default=HeadsConfig)
-CONFIG_NAME = "config.json"
-LONGEST_CONFIG = 1 << 20  # bytes
+CALIBRATION_NAME = "calibration.json"
+LONGEST_CONFIG, LONGEST_CALIBRATION = 1 << 20, 16 << 20  # bytes
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
@@ -152,27 +147,42 @@ def load_tensors(
     return config, read_weights(config, folder_of(name, CONFIG_NAME, WEIGHTS_NAME))
 
 
-def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a heads folder; each file appears whole or not at all, the config last.
+def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
+    """The parts of a calibration, typed by the kind of the heads.
 
-    Floating-point tensors are stored in the config's dtype.
+    Raises:
+        HeadsError: if one of them is missing or of another shape.
     """
-    import torch
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = getattr(torch, config.dtype)
-    stored = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
-    write_tensors(folder / WEIGHTS_NAME, stored, {"format": "pt"})
-    write_text(folder / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n")
+    try:
+        return config.parts.model_validate(parts, context={"num_layers": config.target.num_hidden_layers})
+    except ValidationError as error:
+        again = f"run `ppd calibrate {quoted(str(path.parent))} --data FILE` again"
+        raise HeadsError(f"{named(path)}: parts.{first_problem(error)}; {again}") from None
 
 
-def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's problems in one line: which field, and what is wrong with it."""
-    problem = error.errors(include_url=False, include_context=False)[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    place = shortened(".".join(str(part) for part in problem["loc"]), LONGEST_VALUE)
-    return f"{place}: {shortened(message, 120)}" if place else shortened(message, 120)
+def load_calibration(folder: str | os.PathLike[str]) -> Parts:
+    """What the finished calibration of a heads folder measured.
+
+    Raises:
+        MissingFile: if there is none.
+        HeadsError: if it is not finished, or of another shape.
+    """
+    result = read_calibration(folder)
+    return parts_of(load_config(folder), result.get("parts"), Path(folder) / CALIBRATION_NAME)
+
+
+def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The finished calibration of a heads folder as it is stored; its parts are not checked.
+
+    Raises:
+        MissingFile, HeadsError: as load_calibration.
+    """
+    path, again = Path(folder) / CALIBRATION_NAME, f"run `ppd calibrate {quoted(os.fspath(folder))} --data FILE`"
+    unfinished = f"heads in {quoted(os.fspath(folder))} have no finished calibration; {again}"
+    try:
+        result = read_json_object(path, LONGEST_CALIBRATION, f"{again} again")
+    except MissingFile:
+        raise MissingFile(unfinished) from None
+    if result.get("finished") is not True:
+        raise HeadsError(unfinished)
+    return result

@@ -238,7 +238,7 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
     from vllm_ppd.heads.early.config import EarlyConfig
     from vllm_ppd.heads.early.module import EarlyHeads
     from vllm_ppd.heads.fingerprint import fingerprint
-    from vllm_ppd.heads.io import save_heads
+    from vllm_ppd.heads.weights import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
         target = tiny_model()

@@ -13,11 +13,13 @@ from transformers import AutoConfig
 
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
+from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target_check import decoder_layer
+from vllm_ppd.heads.weights import save_heads
+from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, joint_log_likelihood
 
 KINDS = ("early", "cp", "dynamo")
 
@@ -83,3 +85,18 @@ def write_calibration(folder: Path, kind: str) -> None:
     else:
         parts["acceptance"] = {name: {"rows": rows} for name in texts}
     (folder / "calibration.json").write_text(json.dumps({"finished": True, "parts": parts}))
+
+
+def log_likelihood(
+    head: CPHead,
+    hidden: torch.Tensor,  # [rows, d]
+    tokens: torch.Tensor,  # [rows, factors], those that the factors predict
+    unembedding: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    context: torch.Tensor | None = None,
+    chunk: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The joint's log-likelihood [rows] (CP, eq. 9), and its chain log P(x_s | x_1..x_{s-1}) [rows, factors]."""
+    observed = head.log_probs(hidden, tokens[..., None], unembedding, bias, context, chunk).squeeze(-1)
+    weights = head.log_weights(hidden, context)
+    return joint_log_likelihood(weights, observed), chain_log_likelihood(weights, observed)

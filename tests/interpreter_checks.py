@@ -105,8 +105,8 @@ def reader() -> None:
 def heads() -> None:
     """CP's chain and DynaMo's thresholds."""
     from vllm_ppd.heads.cp.module import CPHead
+    from vllm_ppd.heads.dynamo.config import JointSettings
     from vllm_ppd.heads.dynamo.joint import select
-    from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 
     head, unembedding = CPHead(48, positions=4, rank=3), torch.randn(300, 48)
     for parameter in head.parameters():

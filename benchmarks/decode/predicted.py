@@ -14,12 +14,11 @@ from typing import Any
 from vllm_ppd.benchmarks.decode.group import STAGES, matched, split_of
 from vllm_ppd.benchmarks.decode.table import rows_of
 from vllm_ppd.benchmarks.harness.results import Measured, Row
-from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.io import load_config, read_calibration
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import all_ways
-from vllm_ppd.heads.planning.predict import Drafting, Way
+from vllm_ppd.heads.planning.plan import all_settings
+from vllm_ppd.heads.planning.predict import Decoding, Drafting
 from vllm_ppd.vllm_plugins.config.options import parse_options
 from vllm_ppd.vllm_plugins.config.resolve import resolve
 from vllm_ppd.vllm_plugins.registry import METHODS
@@ -76,13 +75,13 @@ def _of_heads(
     """
     folder, temperature = config["model"], options["temperature"]
     heads = load_config(folder)
-    if temperature not in (0, calibration_of(folder)["options"]["temperature"]):
+    if temperature not in (0, read_calibration(folder)["options"]["temperature"]):
         return None
     asked = resolve(parse_options({"method": heads.method, **config}), num_layers, heads)
     plan = PlanOptions.model_validate({
         "heads": (folder,), "texts": "sampled" if temperature else "greedy", "timings": out, "model": options["model"],
     })  # fmt: skip
-    calibrated = [way for way in all_ways(plan)[1] if _fits(way.options, asked)]
+    calibrated = [way for way in all_settings(plan)[1] if _fits(way.options, asked)]
     size = asked.draft_vocab_size
     exact = [way for way in calibrated if way.options.get("draft_vocab_size") == size]
     # Shorter vocabularies are calibrated on sampled texts alone: the whole one's acceptance, at the part's cost.
@@ -103,7 +102,7 @@ def _fits(options: dict[str, Any], asked: Any) -> bool:
     )
 
 
-def _reading(way: Way, share: float) -> Way:
+def _reading(way: Decoding, share: float) -> Decoding:
     """The same with drafts that read a share of the LM head."""
     assert isinstance(way, Drafting)
     return dataclasses.replace(way, setting=way.setting._replace(reads=way.setting.reads * share))

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row, Turn
-from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.in_words import table as markdown
 
 SUMS = ("drafts", "draft_tokens", "accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams",
         "all_4_grams")  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 
 from vllm_ppd.benchmarks import only_writer
 from vllm_ppd.benchmarks.harness.results import Row, write_rows
-from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.in_words import table
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import adaptive_threshold

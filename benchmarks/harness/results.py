@@ -15,7 +15,7 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.options import BenchOptions
-from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.training.provenance import provenance
 
 Run = dict[str, Any]

@@ -29,12 +29,13 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.calibration.stored import digest
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import HeadsError, load_tensors, save_heads
+from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.provenance import provenance
+from vllm_ppd.heads.weights import save_heads
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NEURON_STEP = 64  # neurons are added in such steps, so that kernels meet sizes they like
@@ -281,7 +282,6 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     result["heads_stamp"] = (out / "model.safetensors").stat().st_mtime_ns
     result["finished"] = False
     result["parts"].pop("timing", None)
-    result["digests"] = {name: digest(part) for name, part in result["parts"].items()}
     result.pop("recommendation", None)  # it weighs acceptance against seconds
     write_text(out / path.name, json.dumps(result, indent=1) + "\n")
 

@@ -23,11 +23,11 @@ from pydantic import BaseModel, Field
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.results import write_rows
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.run import Calibration
-from vllm_ppd.heads.calibration.tables import table
+from vllm_ppd.heads.calibration.run import open_calibration
 from vllm_ppd.heads.comma_lists import COMMAS
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.in_words import table
 from vllm_ppd.heads.kinds import KINDS, calibration_of
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.loop import train
@@ -115,8 +115,8 @@ def _accepted(folder: Path, texts: str, prompts: int) -> dict[str, float]:
         options = CalibrationOptions.model_validate(
             {"heads": str(folder), "data": (texts,), "prompts": prompts, "new_tokens": 64, "temperature": 1.0}
         )
-        by_texts = calibration_of("cp").PARTS["acceptance"](Calibration(options))
-        accepted = {f"accepted, {name}": round(by["by_drafts"][-1]["length"] - 1, 4) for name, by in by_texts.items()}
+        by_texts = calibration_of("cp").PARTS["acceptance"](open_calibration(options))
+        accepted = {f"accepted, {name}": round(by.by_drafts[-1].length - 1, 4) for name, by in by_texts.items()}
         write_text(path, json.dumps(accepted) + "\n")
     lengths: dict[str, float] = json.loads(path.read_text())
     return lengths

@@ -29,8 +29,9 @@ from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_run
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
 from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
-from vllm_ppd.heads.calibration.tables import table as markdown
-from vllm_ppd.heads.io import HeadsError, load_config
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.in_words import table as markdown
+from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.planning.machine import weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import make_plan
@@ -302,8 +303,8 @@ def predictions(heads: tuple[str, ...]) -> list[list[str]]:
         cells = [Path(folder).name]
         try:
             for hardware in MACHINES.values():
-                best = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).ways[0]
-                cells.append(f"{best.speedup:.2f} ({setting_of(best.way)})")
+                best = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).predicted[0]
+                cells.append(f"{best.speedup:.2f} ({setting_of(best.decoding)})")
         except HeadsError as error:
             tqdm.write(f"no prediction: {error}")
             continue

@@ -22,9 +22,11 @@ from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.table import Missing
 from vllm_ppd.benchmarks.papers.tasks import Group, Task, answers, counterpart, read_task
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.run import Calibration, data_windows
+from vllm_ppd.heads.calibration.run import open_calibration
+from vllm_ppd.heads.calibration.session import Calibration, data_windows
 from vllm_ppd.heads.calibration.text import Texts, generate
-from vllm_ppd.heads.io import load_config, write_text
+from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -82,7 +84,7 @@ class Context:
                 heads=folder, data=self.options.files, precision=self.options.dtype, recommend=False,
                 **self.settings("model", "batch", "seed", "device", "trust_remote_code"),
             )  # fmt: skip
-            self.calibrations[folder] = Calibration(options, next(iter(self.calibrations.values()), None))
+            self.calibrations[folder] = open_calibration(options, next(iter(self.calibrations.values()), None))
         return self.calibrations[folder]
 
     @cached_property

@@ -22,7 +22,7 @@ from vllm_ppd.benchmarks.papers.published import CP as theirs
 from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
-from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.cp.calibration import acceptance, perplexities
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead

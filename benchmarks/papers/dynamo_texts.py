@@ -13,11 +13,10 @@ from vllm_ppd.benchmarks.papers.context import Context, once
 from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
 from vllm_ppd.benchmarks.papers.table import Curve, PaperTable, Row, Verdict, paper_table
-from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, log_prob_of
 from vllm_ppd.heads.dynamo import calibration as dynamo_calibration
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.config import DynaMoConfig, JointSettings
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 TEMPERATURE, PENALTY = 0.7, 1.1  # appendix A.1

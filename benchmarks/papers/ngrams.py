@@ -14,8 +14,8 @@ from torch import nn
 from tqdm import tqdm
 
 from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.joint import select
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 

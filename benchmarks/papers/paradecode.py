@@ -15,7 +15,7 @@ from vllm_ppd.benchmarks.papers.ppd import early_heads
 from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
 from vllm_ppd.benchmarks.papers.table import Curve, PaperTable, Row, Value, Verdict, paper_table
 from vllm_ppd.benchmarks.papers.tasks import Task
-from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, generate, logits_at
 from vllm_ppd.heads.early.module import EarlyHeads
 

@@ -18,7 +18,7 @@ from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.table import PaperTable, read_tables, render
 from vllm_ppd.heads.data.files import expand
-from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.training.provenance import provenance
 
 PAPERS = {"ppd": ppd, "paradecode": paradecode, "cp": cp, "dynamo": dynamo}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.in_words import table as markdown
 
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
 Value = float | str | None  # None: not measured, or not in the paper

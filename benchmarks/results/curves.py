@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_ppd.benchmarks.results.options import CurvesOptions
-from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import load_config, write_text
+from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.in_words import table
+from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.training.curve import NAME, Point, read_curve
 
 TRAINING = "training loss"

@@ -15,7 +15,7 @@ from vllm_ppd.benchmarks.papers import acceptance
 from vllm_ppd.benchmarks.papers.table import PaperTable, claims, read_tables, render
 from vllm_ppd.benchmarks.results.drawing import ALONE, OURS, THEIRS, Bar, Bars, Line, Plot, bars, lines
 from vllm_ppd.benchmarks.serve import table as serve_table
-from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.in_words import table as markdown
 
 OF_VLLM = ("ngram", "suffix", "medusa", "eagle", "eagle3", "draft_model", "mtp")
 Content = tuple[str, list[Plot]]

@@ -9,7 +9,7 @@ from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quarti
 from vllm_ppd.benchmarks.harness.results import Measured, Row
 from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES
 from vllm_ppd.benchmarks.serve.options import Load
-from vllm_ppd.heads.calibration.tables import table as markdown
+from vllm_ppd.heads.in_words import table as markdown
 
 COLUMNS = (
     "load", "contender", "TTFT ms", "TPOT ms", "ITL ms", "latency ms", "requests/s", "tokens/s",

@@ -28,8 +28,8 @@ from vllm_ppd.benchmarks.harness.results import Row, write_rows
 from vllm_ppd.benchmarks.serve.server import Server
 from vllm_ppd.benchmarks.soak import checks, client
 from vllm_ppd.benchmarks.soak.workload import CHUNK, Request, Workload
-from vllm_ppd.heads.calibration.tables import table
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.in_words import table
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.provenance import provenance
 

@@ -15,13 +15,7 @@ class CalibrationOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    heads: str = Field(
-        description="heads to measure, a folder or ORGANISATION/NAME[@REVISION] on the Hub; calibration.json is "
-        "written into the folder"
-    )
-    out: str | None = Field(
-        None, description="folder for a copy of the heads, which is measured in their place; heads on the Hub need it"
-    )
+    heads: str = Field(description="heads folder to measure; calibration.json is written into it")
     data: tuple[str, ...] = Field(
         min_length=1, description="text that the heads were not trained on: .jsonl, .json, plain text, or folders"
     )

@@ -26,6 +26,11 @@ class Drafted(NamedTuple):
         """Acceptance length: 1 + accepted / drafts, the bonus token included."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
+    def stored(self) -> dict[str, float]:
+        """The fields of Counts."""
+        sums = {name: round(value, 2) for name, value in self._asdict().items()}
+        return sums | {"rate": round(self.rate, 4), "length": round(self.length, 4)}
+
 
 def replay(
     accept: torch.Tensor,  # [texts, cycle starts, n] probability that draft i is accepted after those before it were

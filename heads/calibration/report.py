@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_ppd.heads.calibration.tables import table
-from vllm_ppd.heads.in_words import setting_in_words
-from vllm_ppd.heads.kinds import calibration_of
+from vllm_ppd.heads.in_words import setting_in_words, table
+from vllm_ppd.heads.kinds import KINDS, calibration_of
+from vllm_ppd.heads.measured import Timed
 
 LABELS = {
     "default_exit_layers": "exit layer", "num_speculative_tokens": "drafts a step",
@@ -18,10 +18,12 @@ APART = {"predicted_speedup", "acceptance_length", "calibration"}
 
 def report(result: dict[str, Any]) -> str:
     """Markdown: every part's tables, then the recommendation."""
-    parts, blocks = result["parts"], [f"{result['kind']} heads for {result['target']}; {result['machine']}"]
-    blocks += [*calibration_of(result["kind"]).tables(parts, result["options"]), _timing(parts["timing"])]
-    blocks.append(_recommended(result["recommendation"]))
-    return "\n\n".join(blocks)
+    kind = result["kind"]
+    parts = KINDS[kind].parts.model_validate(result["parts"])
+    return "\n\n".join([
+        f"{kind} heads for {result['target']}; {result['machine']}",
+        *calibration_of(kind).tables(parts), _timing(parts.timing.seconds), _recommended(result["recommendation"]),
+    ])  # fmt: skip
 
 
 def _recommended(chosen: dict[str, Any]) -> str:
@@ -41,8 +43,7 @@ def _recommended(chosen: dict[str, Any]) -> str:
     return text if measured is None else f"{text}\n\nBy load: {setting_in_words('calibration', measured)}"
 
 
-def _timing(found: dict[str, Any]) -> str:
-    seconds = found["seconds"]
-    rows = [[name, *(f"{1e3 * value:.3f}" for value in by.values())] for name, by in seconds.items()]
+def _timing(seconds: Timed) -> str:
+    rows = [[name, *(f"{1e3 * value:.3f}" for value in by.values())] for name, by in seconds]
     title = "Milliseconds by batch size (transformers, eager; a server has its own)"
-    return f"{title}\n\n" + table(["", *next(iter(seconds.values()))], rows)
+    return f"{title}\n\n" + table(["", *seconds.layer], rows)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from vllm_ppd.heads.measured import Timed
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
@@ -19,12 +20,12 @@ REPEATS = 20
 
 
 @torch.no_grad()
-def time_layers(target: Target, batch_sizes: tuple[int, ...], autocast: Any) -> dict[str, dict[int, float]]:
+def time_layers(target: Target, batch_sizes: tuple[int, ...], autocast: Any) -> Timed:
     """Median seconds of one decoder layer and of one read of the LM head, for one token a request.
 
     transformers' eager modules, without KV history: good for ratios, while a server has its own times.
     """
-    found: dict[str, dict[int, float]] = {"layer": {}, "lm_head": {}}
+    layers, lm_heads = {}, {}
     for size in batch_sizes:
         ids = torch.zeros(size, 1, dtype=torch.int64, device=target.device)
         with autocast():
@@ -33,16 +34,10 @@ def time_layers(target: Target, batch_sizes: tuple[int, ...], autocast: Any) -> 
             args, kwargs = call
             hidden = target.run(Batch(ids, torch.zeros_like(ids))).final.to(target.unembedding.dtype)
             layer = partial(target.layers[-1], *args, **kwargs)
-            found["layer"][size] = _median(layer, target.device)
+            layers[size] = _median(layer, target.device)
             head = partial(functional.linear, hidden, target.unembedding, target.bias)
-            found["lm_head"][size] = _median(head, target.device)
-    return found
-
-
-def head_share(times: dict[str, dict[int, float]], num_layers: int, batch: int = 1) -> float:
-    """h: one read of the LM head in units of a full pass."""
-    layers, head = num_layers * times["layer"][batch], times["lm_head"][batch]
-    return head / (layers + head)
+            lm_heads[size] = _median(head, target.device)
+    return Timed(layer=layers, lm_head=lm_heads)
 
 
 def _median(call: Callable[[], Any], device: torch.device) -> float:

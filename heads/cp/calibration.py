@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.calibration.parts import counts as counts_of
-from vllm_ppd.heads.calibration.parts import timing, vocabularies, vocabulary_tables
 from vllm_ppd.heads.calibration.replay import Drafted, replay
-from vllm_ppd.heads.calibration.run import Calibration, Part
-from vllm_ppd.heads.calibration.tables import percent, table
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
+from vllm_ppd.heads.cp.config import CPParts
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.draft_vocabulary import columns
+from vllm_ppd.heads.in_words import percent, table, vocabulary_table
+from vllm_ppd.heads.measured import ByDrafts, Counts
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, mixture, posterior
@@ -152,65 +152,57 @@ def likelihood(calibration: Calibration) -> dict[str, Any]:
     return perplexities(calibration.target, head, calibration.windows, calibration.autocast)
 
 
-def expected_acceptance(calibration: Calibration) -> dict[str, Any]:
+def expected_acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
     """Expected acceptance on greedy and sampled texts."""
-    options, head = calibration.options, _cp_head(calibration)
-    found = {}
-    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
-        counts = drafted(calibration.target, head, texts, options.batch, calibration.autocast)
-        found[name] = {
-            "by_drafts": [counts_of(c) for c in counts], "repeated_4_grams": round(texts.repeated_4_grams(), 4)
-        }  # fmt: skip
-    return found
-
-
-def vocabulary(calibration: Calibration) -> dict[str, Any]:
-    """Expected acceptance on sampled texts with shorter draft vocabularies."""
-    options, head, target = calibration.options, _cp_head(calibration), calibration.target
     return {
-        str(len(ids)): {
-            "covers": share,
-            "by_drafts": [
-                counts_of(c)
-                for c in drafted(target, head, calibration.sampled, options.batch, calibration.autocast, ids)
-            ],
-        }
-        for ids, share in vocabularies(calibration)
+        name: ByDrafts(by_drafts=_by_drafts(calibration, texts), repeated_4_grams=round(texts.repeated_4_grams(), 4))
+        for name, texts in calibration.texts()
     }
+
+
+def vocabulary(calibration: Calibration) -> dict[int, ByDrafts]:
+    """Expected acceptance on sampled texts with shorter draft vocabularies."""
+    return {
+        len(ids): ByDrafts(by_drafts=_by_drafts(calibration, calibration.sampled, ids), covers=share)
+        for ids, share in calibration.vocabularies()
+    }
+
+
+def _by_drafts(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None) -> list[Counts]:
+    head, batch = _cp_head(calibration), calibration.options.batch
+    counts = drafted(calibration.target, head, texts, batch, calibration.autocast, token_ids)
+    return [Counts(**by.stored()) for by in counts]
 
 
 def _cp_head(calibration: Calibration) -> CPHead:
     return CPHead.from_tensors(calibration.tensors).to(calibration.target.device, calibration.target.dtype)
 
 
-PARTS: dict[str, Part] = {
-    "timing": timing,
+PARTS = {
+    "timing": Calibration.timing,
     "likelihood": likelihood,
     "acceptance": expected_acceptance,
     "vocabulary": vocabulary,
 }
 
 
-def tables(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
-    found = parts["likelihood"]
-    n = len(found["ppl_n"])
-    yield f"Joint of {n} tokens: {found['joint_nats']} nats; the target's own PPL_1 is {found['target_ppl_1']}"
+def tables(parts: CPParts) -> Iterator[str]:
+    """Markdown of what was measured."""
+    measured = parts.likelihood
+    n = len(measured["ppl_n"])
+    yield f"Joint of {n} tokens: {measured['joint_nats']} nats; the target's own PPL_1 is {measured['target_ppl_1']}"
     yield table(
         ["", *(f"s={s}" for s in range(1, n + 1))],
         [
-            ["PPL_s", *found["ppl_n"]],
-            ["PPL_1:s", *found["ppl_1:n"]],
-            ["nats given the earlier", *found["conditional_nats"]],
+            ["PPL_s", *measured["ppl_n"]],
+            ["PPL_1:s", *measured["ppl_1:n"]],
+            ["nats given the earlier", *measured["conditional_nats"]],
         ],
     )
     yield "Expected drafts accepted a step (vLLM's terms: chain drafts, length = 1 + accepted / drafts)"
-    yield _acceptance(parts["acceptance"])
-    yield from vocabulary_tables(parts["vocabulary"])
-
-
-def _acceptance(found: dict[str, Any]) -> str:
     rows = [
-        [name, n, percent(c["rate"]), f"{c['length'] - 1:.3f}", f"{c['length']:.3f}", by["repeated_4_grams"]]
-        for name, by in found.items() for n, c in enumerate(by["by_drafts"], start=1)
+        [name, n, percent(c.rate), f"{c.length - 1:.3f}", f"{c.length:.3f}", by.repeated_4_grams]
+        for name, by in parts.acceptance.items() for n, c in enumerate(by.by_drafts, start=1)
     ]  # fmt: skip
-    return table(["texts", "drafts", "rate", "accepted a step", "length", "repeated 4-grams"], rows)
+    yield table(["texts", "drafts", "rate", "accepted a step", "length", "repeated 4-grams"], rows)
+    yield from vocabulary_table({size: (by.covers, by.by_drafts) for size, by in parts.vocabulary.items()})

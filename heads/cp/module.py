@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from vllm_ppd.heads.cp.config import Condition
 from vllm_ppd.heads.cp.drafting import draft_one_by_one, log_gate
-from vllm_ppd.kernels.cp_mixture import at_least_float32, chain_log_likelihood, draft_chain, joint_log_likelihood
+from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
-Condition = Literal["none", "token", "chain"]
 NOISE = 0.01  # of fresh experts, relative to the norm of what they start from; with 0.1 a toy mixture trained worse
 
 
@@ -61,21 +59,8 @@ class CPHead(nn.Module):
             dtype: of the parameters.
             seed: of the noise; None leaves all parameters zero, for those who load them.
             condition: what the head reads beside e; what reads tokens starts at zero.
-
-        Raises:
-            ValueError: if rank < 1, positions < 2 (3 for chain), or the full form lacks vocab_size or has a condition.
         """
         super().__init__()
-        if rank < 1:
-            raise ValueError(f"rank={rank} is below 1; rank 1 is independent heads")
-        if positions < 2:
-            raise ValueError(f"positions={positions} is below 2; position 1 is the target's own token")
-        if not factorised and vocab_size is None:
-            raise ValueError("full classifiers are [vocab_size, hidden_size] each; give vocab_size")
-        if condition == "chain" and positions < 3:
-            raise ValueError("condition='chain' reads the draft before, and 2 positions have one draft; use 'token'")
-        if not factorised and condition != "none":
-            raise ValueError(f"condition={condition!r} adds to the states of a factorised head; whole ones have none")
         self.positions, self.rank, self.factorised, self.condition = positions, rank, factorised, condition
         self.lead = 0 if condition == "none" else 1
         rows = hidden_size if factorised or vocab_size is None else vocab_size
@@ -102,15 +87,8 @@ class CPHead(nn.Module):
         return self.positions - self.lead
 
     def init_classifiers(self, unembedding: torch.Tensor, seed: int = 0) -> None:
-        """Start every classifier of the full form at E* [V, d] plus noise.
-
-        Raises:
-            ValueError: if the head is factorised or E* has another shape.
-        """
-        if self.classifiers is None:
-            raise ValueError("a factorised head has no classifiers; it starts at the unembedding as it is")
-        if unembedding.shape != self.classifiers.shape[2:]:
-            raise ValueError(f"unembedding is {[*unembedding.shape]}, classifiers are {[*self.classifiers.shape[2:]]}")
+        """Start every classifier of the full form at E* [V, d] plus noise."""
+        assert self.classifiers is not None and unembedding.shape == self.classifiers.shape[2:]
         start = unembedding.detach().to(self.classifiers.device)
         self._fill_with_noise(self.classifiers, seed + 1).mul_(start.norm(dim=-1, keepdim=True)).add_(start)
 
@@ -140,7 +118,7 @@ class CPHead(nn.Module):
             context: a head that reads one token needs one; chain needs all but the last of the positions.
 
         Raises:
-            ValueError: if the head is not factorised, or lacks the tokens that it reads.
+            ValueError: if it lacks the tokens that it reads.
         """
         states = self._own_states(hidden, context)
         if self.previous is None:
@@ -151,8 +129,7 @@ class CPHead(nn.Module):
 
     def _own_states(self, hidden: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
         """The states without what they read of drafts."""
-        if self.transforms is None:
-            raise ValueError("full classifiers have no states; ask for logits")
+        assert self.transforms is not None, "full classifiers have no states"
         states = self._project(hidden, self.transforms)
         if self.token is None:
             return states
@@ -173,13 +150,12 @@ class CPHead(nn.Module):
         """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, factors, r, V].
 
         Raises:
-            ValueError: if a factorised head is given no unembedding, or as states.
+            ValueError: as states.
         """
         if self.classifiers is not None:
             logits = self._project(hidden, self.classifiers)
             return logits if bias is None else logits + bias
-        if unembedding is None:
-            raise ValueError("a factorised head reads the target's unembedding; give it")
+        assert unembedding is not None
         return functional.linear(self.states(hidden, context).to(unembedding.dtype), unembedding, bias)
 
     @staticmethod
@@ -216,8 +192,7 @@ class CPHead(nn.Module):
         if self.factorised:
             assert unembedding is not None
             states = self.states(hidden, context)
-            found = token_log_probs(states.flatten(0, 2), index.flatten(0, 2), unembedding, bias)
-            return found.view(index.shape)
+            return token_log_probs(states.flatten(0, 2), index.flatten(0, 2), unembedding, bias).view(index.shape)
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             return self.log_factors(hidden, None, bias).gather(-1, index)
@@ -228,24 +203,6 @@ class CPHead(nn.Module):
                 [checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
             )
         return torch.cat([of_chunk(*part) for part in parts])
-
-    def log_likelihood(
-        self,
-        hidden: torch.Tensor,  # [rows, d], normed
-        tokens: torch.Tensor,  # [rows, factors] int64, the tokens that the factors predict
-        unembedding: torch.Tensor | None,  # [V, d]
-        bias: torch.Tensor | None = None,  # [V]
-        context: torch.Tensor | None = None,  # as of states
-        chunk: int = 64,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The joint's log-likelihood (eq. 9) and its chain: log P(x_s | x_1..x_{s-1}), which sum up to it.
-
-        Returns:
-            ([rows], [rows, factors]), in nats.
-        """
-        observed = self.log_probs(hidden, tokens[..., None], unembedding, bias, context, chunk).squeeze(-1)
-        weights = self.log_weights(hidden, context)
-        return joint_log_likelihood(weights, observed), chain_log_likelihood(weights, observed)
 
     @torch.no_grad()
     def draft(

@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm_ppd.heads.calibration.parts import counts as counts_of
-from vllm_ppd.heads.calibration.parts import timing, vocabularies, vocabulary_tables
-from vllm_ppd.heads.calibration.replay import Drafted
-from vllm_ppd.heads.calibration.run import Calibration, Part
-from vllm_ppd.heads.calibration.tables import percent, table
-from vllm_ppd.heads.dynamo.config import DynaMoConfig
+import torch
+
+from vllm_ppd.heads.calibration.session import Calibration
+from vllm_ppd.heads.calibration.text import Texts
+from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoParts, JointSettings, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.recipe import new_layers
+from vllm_ppd.heads.in_words import percent, table, vocabulary_table
 from vllm_ppd.heads.training.tokens import Batch
 
 DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries a token
@@ -36,46 +35,47 @@ def dynamic(calibration: Calibration) -> dict[str, Any]:
     return {"by_eps_b": measures.dynamic_perplexity([batch], settings, calibration.options.eps)}
 
 
-def acceptance(calibration: Calibration) -> dict[str, Any]:
+def acceptance(calibration: Calibration) -> dict[str, Rows]:
     """Expected acceptance in verified mode, by back-off threshold and drafts."""
-    options, measures, settings = calibration.options, measures_of(calibration), _joint_settings(calibration)
-    found: dict[str, Any] = {}
-    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
-        rows = _by_threshold(measures.drafted(texts, settings, options.batch, options.eps), settings)
-        found[name] = {"rows": rows, "repeated_4_grams": round(texts.repeated_4_grams(), 4)}
-    return found
-
-
-def vocabulary(calibration: Calibration) -> dict[str, Any]:
-    """Expected acceptance in verified mode on sampled texts with shorter draft vocabularies."""
-    options, measures, settings = calibration.options, measures_of(calibration), _joint_settings(calibration)
+    measures, settings = measures_of(calibration), _joint_settings(calibration)
     return {
-        str(len(ids)): {
-            "covers": share,
-            "rows": _by_threshold(
-                measures.drafted(calibration.sampled, settings, options.batch, options.eps, ids), settings
-            ),
-        }
-        for ids, share in vocabularies(calibration)
+        name: Rows(
+            rows=_rows(calibration, measures, texts, settings), repeated_4_grams=round(texts.repeated_4_grams(), 4)
+        )
+        for name, texts in calibration.texts()
     }
 
 
-def mask(calibration: Calibration) -> dict[str, Any]:
+def vocabulary(calibration: Calibration) -> dict[int, Rows]:
+    """Expected acceptance in verified mode on sampled texts with shorter draft vocabularies."""
+    measures, settings = measures_of(calibration), _joint_settings(calibration)
+    return {
+        len(ids): Rows(rows=_rows(calibration, measures, calibration.sampled, settings, ids), covers=share)
+        for ids, share in calibration.vocabularies()
+    }
+
+
+def mask(calibration: Calibration) -> dict[str, Rows]:
     """Expected acceptance in verified mode on sampled texts with other powers of the co-occurrence mask (eq. 6)."""
-    options, measures, settings = calibration.options, measures_of(calibration), _joint_settings(calibration)
-    found: dict[str, Any] = {}
-    for alpha in options.alphas if measures.counts is not None else ():
-        if alpha != settings.alpha_c:
-            other = settings.model_copy(update={"alpha_c": alpha})
-            counts = measures.drafted(calibration.sampled, other, options.batch, options.eps)
-            found[f"{alpha:g}"] = {"rows": _by_threshold(counts, other)}
-    return found
+    measures, settings = measures_of(calibration), _joint_settings(calibration)
+    powers = [] if measures.counts is None else calibration.options.alphas
+    return {
+        f"{alpha:g}": Rows(
+            rows=_rows(calibration, measures, calibration.sampled, settings.model_copy(update={"alpha_c": alpha}))
+        )
+        for alpha in powers if alpha != settings.alpha_c
+    }  # fmt: skip
 
 
-def _by_threshold(counts: dict[tuple[float, int], Drafted], settings: JointSettings) -> list[dict[str, Any]]:
+def _rows(
+    calibration: Calibration, measures: DynaMoMeasures, texts: Texts, settings: JointSettings,
+    token_ids: torch.Tensor | None = None,
+) -> list[Row]:  # fmt: skip
+    options = calibration.options
+    counts = measures.drafted(texts, settings, options.batch, options.eps, token_ids)
     return [
-        {"eps_b": eps, "alpha_c": settings.alpha_c, "drafts_allowed": drafts, **counts_of(c)}
-        for (eps, drafts), c in counts.items()
+        Row(eps_b=eps, alpha_c=settings.alpha_c, drafts_allowed=drafts, **by.stored())
+        for (eps, drafts), by in counts.items()
     ]
 
 
@@ -90,13 +90,12 @@ def measures_of(calibration: Calibration) -> DynaMoMeasures:
 
 
 def _joint_settings(calibration: Calibration) -> JointSettings:
-    config = calibration.config
-    assert isinstance(config, DynaMoConfig)
-    return config.sampling
+    assert isinstance(calibration.config, DynaMoConfig)
+    return calibration.config.sampling
 
 
-PARTS: dict[str, Part] = {
-    "timing": timing,
+PARTS = {
+    "timing": Calibration.timing,
     "likelihood": likelihood,
     "dynamic": dynamic,
     "acceptance": acceptance,
@@ -105,32 +104,35 @@ PARTS: dict[str, Part] = {
 }
 
 
-def tables(parts: dict[str, Any], _: dict[str, Any]) -> Iterator[str]:
-    found = parts["likelihood"]
-    n = len(found["ppl_n"])
+def tables(parts: DynaMoParts) -> Iterator[str]:
+    """Markdown of what was measured."""
+    measured = parts.likelihood
+    n = len(measured["ppl_n"])
     yield "Perplexities on the data (DynaMo, Table 2)"
     names = [*(f"PPL_{i}" for i in range(1, n + 1)), *(f"PPL_1:{i}" for i in range(2, n + 1))]
-    yield table(names, [[*found["ppl_n"], *found["ppl_1:n"][1:]]])
+    yield table(names, [[*measured["ppl_n"], *measured["ppl_1:n"][1:]]])
     yield "Dynamic perplexity and share of n-grams against eps_b (DynaMo, Figs. 5 and 15)"
     grams = ["unigrams", "bigrams", "trigrams", "4-grams"][:n]
     rows = [
         [by["eps_b"], by["ppl_d"], f"{by['tokens_a_pass']:.3f}", *map(percent, by["share"])]
-        for by in parts["dynamic"]["by_eps_b"]
+        for by in parts.dynamic["by_eps_b"]
     ]
     yield table(["eps_b", "PPL_d", "tokens a pass", *grams], rows)
     yield "Verified mode: drafts accepted a step (accepted / steps; rate = accepted / drafted)"
-    rows = [
-        [name, row["eps_b"], row["drafts_allowed"], percent(row["rate"]), f"{row['drafted'] / row['cycles']:.3f}",
-         f"{row['accepted'] / row['cycles']:.3f}", by["repeated_4_grams"]]
-        for name, by in parts["acceptance"].items() for row in by["rows"]
-    ]  # fmt: skip
-    yield table(["texts", "eps_b", "most drafts", "rate", "drafted", "accepted", "repeated 4-grams"], rows)
-    yield from vocabulary_tables(parts["vocabulary"])
-    if parts.get("mask"):
+    header = ["eps_b", "most drafts", "rate", "drafted", "accepted"]
+    rows = [[name, *cells, by.repeated_4_grams] for name, by in parts.acceptance.items() for cells in _cells(by)]
+    yield table(["texts", *header, "repeated 4-grams"], rows)
+    yield from vocabulary_table({size: (by.covers, by.rows) for size, by in parts.vocabulary.items()})
+    if parts.mask:
         yield "Sampled texts, other powers alpha_c of the co-occurrence mask (DynaMo, eq. 6)"
-        rows = [
-            [alpha, row["eps_b"], row["drafts_allowed"], percent(row["rate"]),
-             f"{row['drafted'] / row['cycles']:.3f}", f"{row['accepted'] / row['cycles']:.3f}"]
-            for alpha, by in parts["mask"].items() for row in by["rows"]
-        ]  # fmt: skip
-        yield table(["alpha_c", "eps_b", "most drafts", "rate", "drafted", "accepted"], rows)
+        yield table(["alpha_c", *header], [[alpha, *cells] for alpha, by in parts.mask.items() for cells in _cells(by)])
+
+
+def _cells(by: Rows) -> list[list[Any]]:
+    return [
+        [
+            row.eps_b, row.drafts_allowed, percent(row.rate), f"{row.drafted / row.cycles:.3f}",
+            f"{row.accepted / row.cycles:.3f}",
+        ]
+        for row in by.rows
+    ]  # fmt: skip

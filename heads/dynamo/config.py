@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo token heads: `config.json`, the options of their training, and what drafting with them costs."""
+"""Token heads: `config.json`, the options of their training, what calibration stores, and what drafting costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.calibration.setting import Setting, Work, by_vocabulary
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.measured import ByTexts, Counts, Number, Parts, Setting, Share, Stored, Work, on_texts
 from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
 
 if TYPE_CHECKING:
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
 LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"  # as modules and parameters are named
 
+Power = Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")]  # from 0 to 1
 LayerTensors = Annotated[
     dict[
         Annotated[str, Field(pattern=LAYER_TENSOR, max_length=200)],
@@ -25,6 +25,29 @@ LayerTensors = Annotated[
     ],
     Field(min_length=1, max_length=4096),
 ]
+
+
+class JointSettings(BaseModel):
+    """Settings of the joint; defaults are the paper's (appendix A.1) where it names one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    # The joint of 4 tokens has k^3 entries a request: 2 million at 128.
+    k: int = Field(50, ge=1, le=128, description="top-k of each head")
+    alpha_c: float = Field(1.0, ge=0, le=1, description="power of the co-occurrence mask (eq. 6); 0 leaves it out")
+    eps_b: float = Field(0.5, ge=0, le=1, description="back-off threshold: 0 always takes n tokens, 1 always one")
+    blur: int = Field(3, ge=1, le=31, description="kernel of the Gaussian blur before Otsu's threshold; 1 is none")
+    adaptive: bool = Field(True, description="Otsu's threshold on top of the static one")
+    repetition_penalty: float = Field(
+        1.0, ge=1, le=100, description="divides n-grams that repeat a token (the paper: 1.1, and 100 in its Fig. 11)"
+    )
+
+    @field_validator("blur")
+    @classmethod
+    def _odd(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("must be odd")
+        return value
 
 
 class DynaMoOptions(DistillationOptions):
@@ -48,6 +71,34 @@ class DynaMoOptions(DistillationOptions):
     mask_entries: int = Field(200_000, ge=0, description="co-occurring n-grams kept an order; 0 leaves the mask out")
 
 
+class Row(Counts):
+    """Counts of a back-off threshold and a number of drafts."""
+
+    eps_b: Share
+    drafts_allowed: int = Field(ge=1, le=16)
+    alpha_c: Share | None = None  # earlier calibrations knew the heads' alone
+
+
+class Rows(Stored):
+    """Counts by back-off threshold and drafts."""
+
+    rows: list[Row] = Field(min_length=1, max_length=4096)
+    repeated_4_grams: Share = 0.0
+    covers: Share = 1.0  # share of the training text that the draft vocabulary makes up
+
+
+class DynaMoParts(Parts):
+    """What `ppd calibrate` stores of token heads."""
+
+    likelihood: dict[str, Any] = Field(default_factory=dict)
+    dynamic: dict[str, Any] = Field(default_factory=dict)
+    acceptance: ByTexts[Rows]
+    vocabulary: dict[Number, Rows] = Field(default_factory=dict)
+    mask: dict[Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")], Rows] = Field(
+        default_factory=dict
+    )  # by alpha_c
+
+
 class DynaMoConfig(HeadsConfig):
     """DynaMo token heads 2..n, one decoder layer each, and the co-occurrence counts of their mask."""
 
@@ -55,6 +106,7 @@ class DynaMoConfig(HeadsConfig):
     architecture: ClassVar[str] = "DynaMoHeads"
     method: ClassVar[str] = "dynamo"
     options: ClassVar[type[TrainingOptions]] = DynaMoOptions
+    parts: ClassVar[type[Parts]] = DynaMoParts
     tensor_names: ClassVar[str] = r"head\.\d+\.|cooccurrence\."
     counts: ClassVar[tuple[str, ...]] = ("cooccurrence.",)
 
@@ -113,33 +165,36 @@ class DynaMoConfig(HeadsConfig):
         if self.cooccurrence_entries:
             check_counts(tensors)
 
-    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """All layers run in every step, however many drafts are made, and one read of the LM head serves them."""
-        return Work(self.tokens - 1, 0, vocabulary, self.tokens - 1)
-
     def shapes(self) -> Shapes:
-        found = {
+        shapes = {
             f"head.{token}.{name}": shape
             for token in range(2, self.tokens + 1)
             for name, shape in self.layer_tensors.items()
         }
         if self.cooccurrence_entries:
-            found |= {"cooccurrence.unigram": [self.target.vocab_size], "cooccurrence.totals": [self.tokens]}
+            shapes |= {"cooccurrence.unigram": [self.target.vocab_size], "cooccurrence.totals": [self.tokens]}
             for order, entries in self.cooccurrence_entries.items():
-                found |= {f"cooccurrence.{order}.keys": [entries], f"cooccurrence.{order}.counts": [entries]}
-        return found
+                shapes |= {f"cooccurrence.{order}.keys": [entries], f"cooccurrence.{order}.counts": [entries]}
+        return shapes
 
-    def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
-        """Every threshold, number of drafts, draft vocabulary and mask that was measured."""
-        measured = list(by_vocabulary(parts, self.target.vocab_size, greedy))
-        if not greedy:
-            measured += [(None, 1.0, found) for found in parts.get("mask", {}).values()]
-        for size, share, found in measured:
-            for row in found["rows"]:
-                cycles, n = max(row["cycles"], 1), row["drafts_allowed"]
-                alpha = row.get("alpha_c", self.sampling.alpha_c)  # earlier calibrations knew one power alone
-                sampling = self.sampling.model_dump() | {"eps_b": row["eps_b"], "alpha_c": alpha}
-                options = {"num_speculative_tokens": n, "draft_vocab_size": size, "sampling": sampling}
-                length = 1 + row["accepted"] / cycles
-                work = self.work(n, share)
-                yield Setting(options, n, row["drafted"] / cycles, length, work.layers, work.reads, rows=work.rows)
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """A layer a draft, which runs over every token, and one read of the LM head that serves them all."""
+        return Work(layers=drafts, reads=vocabulary, rows=drafts)
+
+    def settings(self, parts: DynaMoParts, greedy: bool) -> Iterator[Setting]:
+        """A server takes the mask's power from the heads: settings with another have no options for it."""
+        measured: list[tuple[int | None, Rows]] = [(None, on_texts(parts.acceptance, greedy))]
+        measured += [] if greedy else [*parts.vocabulary.items(), *((None, rows) for rows in parts.mask.values())]
+        for size, by in measured:
+            for row in by.rows:
+                n, cycles, alpha = row.drafts_allowed, max(row.cycles, 1), row.alpha_c
+                alpha = self.sampling.alpha_c if alpha is None else alpha
+                sampling = self.sampling.model_dump() | {"eps_b": row.eps_b, "alpha_c": alpha}
+                served = {"num_speculative_tokens": n, "eps_b": row.eps_b}
+                served |= {} if size is None else {"draft_vocab_size": size}
+                work = self.work(n, 1.0 if size is None else size / self.target.vocab_size)
+                yield Setting(
+                    {"num_speculative_tokens": n, "draft_vocab_size": size, "sampling": sampling}, n,
+                    row.drafted / cycles, 1 + row.accepted / cycles, work.layers, work.reads, work.rows,
+                    served=served if alpha == self.sampling.alpha_c else None,
+                )  # fmt: skip

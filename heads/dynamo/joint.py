@@ -9,8 +9,8 @@ from functools import cached_property
 
 import torch
 
+from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.joint_threshold import (
     adaptive_threshold,

@@ -11,9 +11,9 @@ import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
+from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch

@@ -10,19 +10,17 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.calibration.parts import counts as counts_of
-from vllm_ppd.heads.calibration.parts import timing
 from vllm_ppd.heads.calibration.replay import Drafted, replay
-from vllm_ppd.heads.calibration.run import Calibration, Part
-from vllm_ppd.heads.calibration.tables import percent, table
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
-from vllm_ppd.heads.early.config import EarlyConfig
+from vllm_ppd.heads.early.config import FORMS, EarlyConfig, EarlyParts, Matches, Rates
 from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.in_words import percent, table
+from vllm_ppd.heads.measured import Counts
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
-FORMS = ("N", "Y")  # PPD's "trained" column
 BUCKETS = 8  # token positions, as in PPD's Tables 6 to 8
 
 
@@ -117,37 +115,38 @@ def position_buckets(steps: int) -> list[tuple[str, slice]]:
     return [(f"{a + 1}-{b}" if b - a > 1 else str(b), slice(a, b)) for a, b in pairs if b > a]
 
 
-def matches(calibration: Calibration) -> dict[str, Any]:
+def matches(calibration: Calibration) -> Matches:
     """p(layer, k), by position too, on greedy texts; expected acceptance on greedy and sampled texts."""
     heads, options = _early_heads(calibration), calibration.options
-    found: dict[str, Any] = {"layers": list(heads.exit_layers), "ks": list(options.ks), "acceptance": {}}
-    for name, texts in (("greedy", calibration.greedy), (f"T {options.temperature:g}", calibration.sampled)):
-        matches = _matches(calibration, heads, texts)
-        if name == "greedy":
-            found["match"] = _rates(matches)
-            found["match_by_position"] = {
-                label: _rates(matches, bucket) for label, bucket in position_buckets(options.new_tokens)
+    measured = {name: _matches(calibration, heads, texts) for name, texts in calibration.texts()}
+    greedy, buckets = measured["greedy"], position_buckets(options.new_tokens)
+    return Matches(
+        layers=list(heads.exit_layers),
+        match=_rates(greedy),
+        match_by_position={label: _rates(greedy, bucket) for label, bucket in buckets},
+        acceptance={
+            name: {
+                form: {
+                    layer: [Counts(**exits.drafted(f, layer, n).stored()) for n in range(1, options.drafts + 1)]
+                    for layer in heads.exit_layers
+                }
+                for f, form in enumerate(FORMS)
             }
-        found["acceptance"][name] = {
-            form: {
-                str(layer): [counts_of(matches.drafted(f, layer, n)) for n in range(1, options.drafts + 1)]
-                for layer in heads.exit_layers
-            }
-            for f, form in enumerate(FORMS)
-        }
-        found.setdefault("repeated_4_grams", {})[name] = round(texts.repeated_4_grams(), 4)
-    return found
+            for name, exits in measured.items()
+        },
+        repeated_4_grams={name: round(texts.repeated_4_grams(), 4) for name, texts in calibration.texts()},
+    )
 
 
-def sampling(calibration: Calibration) -> dict[str, Any]:
+def sampling(calibration: Calibration) -> dict[str, Rates]:
     """PPD, Table 5: p_correct at k = 3 when the target decodes greedily, by top-k (3) and by top-p (0.95)."""
     heads = _early_heads(calibration)
-    ways = {
+    decoded = {
         "greedy": calibration.greedy,
         f"top-k ({TOP_K})": calibration.write(1.0, top_k=TOP_K),
         f"top-p ({TOP_P})": calibration.write(1.0, top_p=TOP_P),
     }
-    return {name: _rates(_matches(calibration, heads, texts, (3,))) for name, texts in ways.items()}
+    return {name: _rates(_matches(calibration, heads, texts, (3,))) for name, texts in decoded.items()}
 
 
 def _early_heads(calibration: Calibration) -> EarlyHeads:
@@ -164,10 +163,9 @@ def _matches(
     return match_exits(calibration.target, heads, texts, ks or options.ks, options.batch, calibration.autocast)
 
 
-def _rates(matches: ExitMatches, positions: slice | None = None) -> dict[str, dict[str, list[float]]]:
-    """{k: {N or Y: [rate of each layer]}}"""
+def _rates(matches: ExitMatches, positions: slice | None = None) -> Rates:
     return {
-        str(k): {
+        k: {
             form: [round(matches.rate(f, layer, k, positions), 4) for layer in matches.layers]
             for f, form in enumerate(FORMS)
         }
@@ -175,37 +173,36 @@ def _rates(matches: ExitMatches, positions: slice | None = None) -> dict[str, di
     }
 
 
-PARTS: dict[str, Part] = {"timing": timing, "matches": matches, "sampling": sampling}
+PARTS = {"timing": Calibration.timing, "matches": matches, "sampling": sampling}
 
 
-def tables(parts: dict[str, Any], options: dict[str, Any]) -> Iterator[str]:
-    matches = parts["matches"]
-    layers = matches["layers"]
+def tables(parts: EarlyParts) -> Iterator[str]:
+    """Markdown of what was measured."""
+    matches = parts.matches
     yield "Match rate by exit layer, greedy texts (PPD, Table 2; N untrained, Y trained)"
-    yield table(["k", "trained", *layers], list(_rows(matches["match"])))
-    for place, layer in enumerate(layers):
-        buckets = matches["match_by_position"]
+    yield table(["k", "trained", *matches.layers], list(_rows(matches.match)))
+    for place, layer in enumerate(matches.layers):
+        buckets = matches.match_by_position
         rows = [
             [k, form, *(percent(rates[k][form][place]) for rates in buckets.values())]
-            for k in matches["match"] for form in ("N", "Y")
+            for k in matches.match for form in FORMS
         ]  # fmt: skip
         yield f"Match rate by token position, exit layer {layer} (PPD, Tables 6 to 8)"
         yield table(["k", "trained", *buckets], rows)
     yield "Match rate by way of decoding, k = 3 (PPD, Table 5)"
-    rows = [[name, *row[1:]] for name, rates in parts["sampling"].items() for row in _rows(rates)]
-    yield table(["decoding", "trained", *layers], rows)
-    for name, by_form in matches["acceptance"].items():
-        repeated = matches["repeated_4_grams"][name]
+    rows = [[name, *cells] for name, rates in parts.sampling.items() for _, *cells in _rows(rates)]
+    yield table(["decoding", "trained", *matches.layers], rows)
+    for name, by_form in matches.acceptance.items():
+        repeated = matches.repeated_4_grams[name]
         yield f"Expected acceptance length by drafts n, {name} texts (repeated 4-grams {repeated})"
-        count = options["drafts"]
         rows = [
-            [form, layer, *(f"{counts['length']:.3f}" for counts in by_n)]
-            for form, by_layer in by_form.items() for layer, by_n in by_layer.items()
+            [form, layer, *(f"{counts.length:.3f}" for counts in by_drafts)]
+            for form, by_layer in by_form.items() for layer, by_drafts in by_layer.items()
         ]  # fmt: skip
-        yield table(["trained", "exit", *(f"n={n}" for n in range(1, count + 1))], rows)
+        yield table(["trained", "exit", *(f"n={n}" for n in range(1, len(rows[0]) - 1))], rows)
 
 
-def _rows(rates: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:
+def _rows(rates: Rates) -> Iterator[list[Any]]:
     for k, forms in rates.items():
         for form, values in forms.items():
             yield [k, form, *map(percent, values)]

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early heads: `config.json`, the options of their training, and what drafting with them costs."""
+"""Early heads: `config.json`, the options of their training, what calibration stores, and what drafting costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.calibration.setting import Setting, Work, on_texts
 from vllm_ppd.heads.comma_lists import Integers
+from vllm_ppd.heads.measured import ByTexts, Counts, Number, Parts, Setting, Share, Stored, Work, on_texts
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.training.options import TrainingOptions
 
 PPD = {"learning_rate": 2e-5, "batch_size": 128, "epochs": 3.0, "warmup": 0.04}  # Table 4
+UNTRAINED, TRAINED = FORMS = ("N", "Y")  # PPD's "trained" column
+Layers = Annotated[list[int], Field(max_length=4096)]
+ByLayer = dict[Annotated[int, Field(ge=1, le=4096, strict=False)], list[Counts]]
+Rates = dict[Number, dict[str, list[Share]]]  # k -> form -> rate of each layer
 
 
 class EarlyOptions(TrainingOptions):
@@ -45,6 +49,36 @@ class EarlyOptions(TrainingOptions):
         return values
 
 
+class Matches(Stored):
+    """p(layer, k) on greedy texts, by position too, and expected acceptance with 1, 2, ... drafts at each exit."""
+
+    layers: list[Annotated[int, Field(ge=1, le=4096)]] = Field(min_length=1)
+    match: Rates
+    match_by_position: dict[str, Rates] = Field(default_factory=dict)
+    acceptance: ByTexts[dict[str, ByLayer]]
+    repeated_4_grams: dict[str, Share] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits(self, info: ValidationInfo) -> Matches:
+        tables = (self.match, *self.match_by_position.values())
+        if any(
+            len(rates) != len(self.layers) for by_k in tables for forms in by_k.values() for rates in forms.values()
+        ):
+            raise ValueError("match must have a rate for each of its layers")
+        exits = [layer for forms in self.acceptance.values() for by_layer in forms.values() for layer in by_layer]
+        deepest = max(*self.layers, *exits)
+        if info.context and deepest >= info.context["num_layers"]:
+            raise ValueError(f"acceptance or layers names exit layer {deepest}, which is none")
+        return self
+
+
+class EarlyParts(Parts):
+    """What `ppd calibrate` stores of early heads."""
+
+    matches: Matches
+    sampling: dict[str, Rates] = Field(default_factory=dict)
+
+
 class EarlyConfig(HeadsConfig):
     """Early heads: a d x d matrix T (ParaDecode) or a whole classifier (PPD, rows "Y") an exit layer."""
 
@@ -52,13 +86,12 @@ class EarlyConfig(HeadsConfig):
     architecture: ClassVar[str] = "EarlyHeads"
     method: ClassVar[str] = "ppd"
     options: ClassVar[type[TrainingOptions]] = EarlyOptions
+    parts: ClassVar[type[Parts]] = EarlyParts
     tensor_names: ClassVar[str] = r"exit\.\d+\.(transform|classifier)$"
 
-    exit_layers: list[int] = Field(min_length=1, max_length=4096, description="exit layers that have a head")
-    default_exit_layers: list[int] = Field(
-        default_factory=list,
-        max_length=4096,
-        description="those that draft by default (empty: the one nearest the middle)",
+    exit_layers: Layers = Field(min_length=1, description="exit layers that have a head")
+    default_exit_layers: Layers = Field(
+        default_factory=list, description="those that draft by default (empty: the one nearest the middle)"
     )
     head: Literal["transform", "classifier"] = "transform"
 
@@ -90,27 +123,32 @@ class EarlyConfig(HeadsConfig):
     def describe(self) -> str:
         return f"a {self.head} at {len(self.exit_layers)} exit layers"
 
-    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """Each draft runs the layers before the exit and reads the LM head, and its transform where it has one."""
-        layer = self.serving_exits[0] if exit_layer is None else exit_layer
-        return Work(drafts * layer, drafts * (self.head == "transform"), drafts * vocabulary)
-
     def shapes(self) -> Shapes:
         size = self.target.hidden_size
         rows = size if self.head == "transform" else self.target.vocab_size
         return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
 
-    def settings(self, parts: dict[str, Any], greedy: bool) -> Iterator[Setting]:
-        """Every number of drafts at every exit that was measured, with the heads and without them."""
-        transform = parts["timing"].get("transform_in_layers", 0.0)
-        for form, by_layer in on_texts(parts["matches"]["acceptance"], greedy).items():
-            for layer, by_n in by_layer.items():
-                for n, counts in enumerate(by_n, start=1):
-                    options = {"default_exit_layers": [int(layer)], "num_speculative_tokens": n}
-                    drafted = counts["drafted"] / max(counts["cycles"], 1)
-                    work, trained = self.work(n, exit_layer=int(layer)), form == "Y"
-                    layers = work.layers + (work.matrices * transform if trained else 0.0)
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """n drafts at layer l run n l layers, and read n transforms and n times the LM head."""
+        layer = self.serving_exits[0] if exit_layer is None else exit_layer
+        return Work(drafts * layer, drafts if self.head == "transform" else 0, drafts * vocabulary)
+
+    def settings(self, parts: EarlyParts, greedy: bool) -> Iterator[Setting]:
+        for form, by_layer in on_texts(parts.matches.acceptance, greedy).items():
+            for layer, by_drafts in by_layer.items():
+                for n, counts in enumerate(by_drafts, start=1):
+                    work, trained = self.work(n, exit_layer=layer), form == TRAINED
+                    transforms = work.matrices * parts.timing.transform_in_layers if trained else 0.0
                     yield Setting(
-                        options, n, drafted, counts["length"], layers, work.reads, exit_layer=int(layer),
-                        trained=trained,
+                        {"default_exit_layers": [layer], "num_speculative_tokens": n}, n,
+                        counts.drafted / max(counts.cycles, 1), counts.length, work.layers + transforms, work.reads,
+                        exit_layer=layer, trained=trained,
+                        served={"exit_layer": layer, "num_speculative_tokens": n},
                     )  # fmt: skip
+
+    def match_rates(self, parts: EarlyParts) -> list[tuple[int, int, bool, float]]:
+        return [
+            (layer, k, form == TRAINED, rate)
+            for k, forms in parts.matches.match.items() for form, rates in forms.items()
+            for layer, rate in zip(parts.matches.layers, rates, strict=True)
+        ]  # fmt: skip

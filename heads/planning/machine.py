@@ -8,11 +8,12 @@ import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vllm_ppd.heads.io import HeadsError
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.measured import Timed, Timing
 from vllm_ppd.heads.planning.options import PlanOptions
 
 # Of safetensors' types.
@@ -34,9 +35,9 @@ class Machine(Protocol):
 class Measured:
     """The calibration's own times, on a straight line between and beyond the rows that were timed."""
 
-    def __init__(self, seconds: dict[str, dict[str, float]], link: float = 0.0) -> None:
+    def __init__(self, seconds: Timed, link: float = 0.0) -> None:
         self.link = link
-        self._layer, self._lm_head = (_ascending(seconds[name]) for name in ("layer", "lm_head"))
+        self._layer, self._lm_head = _ascending(seconds.layer), _ascending(seconds.lm_head)
 
     def layer(self, rows: float) -> float:
         return _on_line(*self._layer, rows)
@@ -55,7 +56,7 @@ class Served:
         link: seconds of one message between pipeline stages.
     """
 
-    def __init__(self, steps: dict[str, float], num_layers: int, head_share: float, link: float = 0.0) -> None:
+    def __init__(self, steps: dict[int, float], num_layers: int, head_share: float, link: float = 0.0) -> None:
         self.num_layers, self.head_share, self.link = num_layers, head_share, link
         self._steps = _ascending(steps)
 
@@ -66,7 +67,7 @@ class Served:
         return self.head_share * _on_line(*self._steps, rows)
 
 
-def steps_of(file: str, target: str) -> dict[str, float]:
+def steps_of(file: str, target: str) -> dict[int, float]:
     """Median seconds of vLLM's own decode step by batch size, of the target's newest run of `ppd bench decode`.
 
     Raises:
@@ -74,17 +75,17 @@ def steps_of(file: str, target: str) -> dict[str, float]:
     """
     try:
         runs = [run for run in json.loads(Path(file).read_text())["runs"] if run["options"]["model"] == target]
-        own = [(run["options"], [turn for turn in run["turns"] if turn["contender"] == "vLLM"]) for run in runs]
-        own = [(options | {"temperature": 0}, turns) for options, turns in own if turns]
-        found: dict[str, list[float]] = defaultdict(list)
-        for options, turns in own:
-            for turn in turns if options == own[-1][0] else []:
-                found[str(turn["batch"])].append(turn["window_seconds"] / turn["steps"])
+        alone = [(run["options"], [turn for turn in run["turns"] if turn["contender"] == "vLLM"]) for run in runs]
+        alone = [(options | {"temperature": 0}, turns) for options, turns in alone if turns]
+        seconds: dict[int, list[float]] = defaultdict(list)
+        for options, turns in alone:
+            for turn in turns if options == alone[-1][0] else []:
+                seconds[int(turn["batch"])].append(turn["window_seconds"] / turn["steps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HeadsError(f"{file!r} holds no results of `ppd bench decode` ({error!r}); give its --out") from None
-    if not found:
+    if not seconds:
         raise HeadsError(f"{file!r} has no turns of {target}; run `ppd bench decode --model {target}` with that --out")
-    return {size: statistics.median(seconds) for size, seconds in found.items()}
+    return {size: statistics.median(values) for size, values in seconds.items()}
 
 
 class Weights(NamedTuple):
@@ -135,17 +136,17 @@ def weights_of(folder: str) -> Weights:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 part = opened.get_slice(name)
                 numbers = math.prod(part.get_shape())
-                found = np.array([numbers, numbers * BYTES.get(part.get_dtype(), 2)], dtype=float)
+                size = np.array([numbers, numbers * BYTES.get(part.get_dtype(), 2)], dtype=float)
                 if ".experts." in name:
                     raise HeadsError(f"target {folder!r} is a mixture of experts, which a roofline does not know")
                 before, _, after = name.partition("layers.")
                 if after:
                     key = before + after.split(".")[0]
-                    layers.setdefault(key, []).append(found)
+                    layers.setdefault(key, []).append(size)
                 elif name.startswith(("lm_head.", "embed_out.")):
-                    head = found
+                    head = size
                 elif "embed_tokens" in name or "embed_in" in name:
-                    embedding = found
+                    embedding = size
     if not layers:
         raise HeadsError(f"target {folder!r} has no decoder layers by the name of layers.N")
     mean = np.sum([part for parts in layers.values() for part in parts], axis=0) / len(layers)
@@ -153,9 +154,9 @@ def weights_of(folder: str) -> Weights:
     return Weights((float(mean[0]), float(mean[1])), (float(head[0]), float(head[1])))
 
 
-def _ascending(seconds: dict[Any, float]) -> tuple[np.ndarray, np.ndarray]:
+def _ascending(seconds: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """(rows, seconds) of what was timed; fewer rows never take more time: where they seem to, that is noise."""
-    pairs = sorted((int(rows), value) for rows, value in seconds.items())
+    pairs = sorted(seconds.items())
     rows, values = np.array(pairs, dtype=float).T
     return rows, np.minimum.accumulate(values[::-1])[::-1]
 
@@ -169,11 +170,11 @@ def _on_line(rows: np.ndarray, seconds: np.ndarray, wanted: float) -> float:
     return float(seconds[-1] + slope * (wanted - rows[-1]))
 
 
-def machine_of(options: PlanOptions, timing: dict[str, Any], target: str, num_layers: int) -> Machine:
+def machine_of(options: PlanOptions, timing: Timing, target: str, num_layers: int) -> Machine:
     """The machine of the options: a roofline, a server's own steps, or the calibration's times."""
     if options.hardware is not None:
         bandwidth, peak, link = options.hardware
         return Roofline(weights_of(target), 1e9 * bandwidth, 1e12 * peak, 1e-6 * link)
     if options.timings is not None:
-        return Served(steps_of(options.timings, target), num_layers, timing["lm_head_share"])
-    return Measured(timing["seconds"])
+        return Served(steps_of(options.timings, target), num_layers, timing.lm_head_share)
+    return Measured(timing.seconds)

@@ -18,13 +18,7 @@ class PlanOptions(BaseModel):
     heads: tuple[str, ...] = Field(min_length=1, description="heads folders with a calibration, to be compared")
     batch: int | None = Field(None, ge=1, description="requests decoded together (default 1)")
     rate: float | None = Field(None, gt=0, description="requests a second, instead of a batch size")
-    new_tokens: int = Field(256, ge=1, description="tokens that a request generates (for a fleet: on average)")
-    latency: float | None = Field(
-        None, gt=0, description="plan a fleet: seconds within which 95 % of the requests must end, with --rate over all"
-    )
-    gpu_hour: float = Field(1.0, gt=0, description="cost of a GPU for an hour, for a fleet")
-    gpus: int = Field(1, ge=1, description="GPUs of a pipeline stage of a replica, for a fleet")
-    seed: int = Field(0, ge=0, description="seed of a fleet's arrivals")
+    new_tokens: int = Field(256, ge=1, description="tokens that a request generates, for --rate")
     texts: Literal["sampled", "greedy"] = Field(
         "sampled", description="texts on which acceptance was measured; match rates of candidates are of greedy ones"
     )
@@ -60,13 +54,6 @@ class PlanOptions(BaseModel):
     def _one_machine(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("hardware") is not None:
             raise ValueError("a roofline says the machine, too; give one of --hardware and --timings")
-        return value
-
-    @field_validator("latency")
-    @classmethod
-    def _needs_rate(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("rate") is None:
-            raise ValueError("a fleet is planned for a request rate; give --rate, too")
         return value
 
     @field_validator("rate")

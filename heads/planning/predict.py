@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ppd.heads.calibration.recommend import Setting
+from vllm_ppd.heads.measured import Setting
 from vllm_ppd.heads.planning.machine import Machine
 
 
 @dataclass(frozen=True)
-class Way(ABC):
-    """One way of decoding on a machine; a request gets `length` tokens a step."""
+class Decoding(ABC):
+    """A way of decoding on a machine; a request gets `length` tokens a step."""
 
     method: str
     options: dict[str, Any]  # as a server takes them
@@ -42,12 +42,20 @@ def full_pass(machine: Machine, num_layers: int, rows: float) -> float:
 
 
 @dataclass(frozen=True)
-class Drafting(Way):
+class Drafting(Decoding):
     """Drafts of a setting, verified by the target."""
 
     setting: Setting
     machine: Machine
     num_layers: int
+
+    @classmethod
+    def of(cls, setting: Setting, method: str, options: dict[str, Any], machine: Machine, num_layers: int) -> Drafting:
+        """A setting on a machine; its compute counts verified tokens, further layers and reads of the LM head."""
+        head = machine.lm_head(1) / full_pass(machine, num_layers, 1)
+        further = 0.0 if setting.exit_layer is not None else setting.layers * (1 - head) / num_layers
+        work = (1 + setting.drafted) * (1 + further) + setting.reads * setting.rows * head
+        return cls(method, options, setting.length, work / setting.length, setting, machine, num_layers)
 
     def plain(self, batch: int) -> float:
         return full_pass(self.machine, self.num_layers, batch)
@@ -66,7 +74,7 @@ class Drafting(Way):
 
 
 @dataclass(frozen=True)
-class Group(Way):
+class Group(Decoding):
     """PPD's worker group over two pipeline stages, split at layer d_bar, with k candidates (PPD, Theorem 4.1)."""
 
     started: float  # share of tokens whose first layers were done early: p_correct, but for the first token of a text
@@ -74,6 +82,16 @@ class Group(Way):
     candidates: int
     machine: Machine
     num_layers: int
+
+    @classmethod
+    def of(
+        cls, match_rate: float, split: int, candidates: int, options: dict[str, Any], machine: Machine,
+        num_layers: int, tokens: int,
+    ) -> Group:  # fmt: skip
+        """A worker group on texts of l tokens; its compute is Theorem 4.1's: 1 + (k - p (l - 1) / l)(d - d_bar) / d."""
+        started = match_rate * (tokens - 1) / tokens
+        compute = 1 + (candidates - started) * (num_layers - split) / num_layers
+        return cls("ppd", options, 1.0, compute, started, split, candidates, machine, num_layers)
 
     def plain(self, batch: int) -> float:
         """vLLM's stages work on two halves of a batch in turns, so that each request gets a token a pass of half."""
@@ -87,21 +105,3 @@ class Group(Way):
         rest = (self.split - late) * layer(batch)
         missed = (1 - self.started) * late * layer(batch)
         return max(candidates, last_stage) + rest + missed + 2 * self.machine.link
-
-
-def drafting(setting: Setting, method: str, options: dict[str, Any], machine: Machine, num_layers: int) -> Drafting:
-    """A setting on a machine; its compute counts verified tokens, further layers and reads of the LM head."""
-    head = machine.lm_head(1) / full_pass(machine, num_layers, 1)
-    further = 0.0 if setting.exit_layer is not None else setting.layers * (1 - head) / num_layers
-    work = (1 + setting.drafted) * (1 + further) + setting.reads * setting.rows * head
-    return Drafting(method, options, setting.length, work / setting.length, setting, machine, num_layers)
-
-
-def group(
-    match_rate: float, split: int, candidates: int, options: dict[str, Any], machine: Machine, num_layers: int,
-    tokens: int,
-) -> Group:  # fmt: skip
-    """A worker group on texts of l tokens; its compute is Theorem 4.1's: 1 + (k - p (l - 1) / l)(d - d_bar) / d."""
-    started = match_rate * (tokens - 1) / tokens
-    compute = 1 + (candidates - started) * (num_layers - split) / num_layers
-    return Group("ppd", options, 1.0, compute, started, split, candidates, machine, num_layers)

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import CONFIG_NAME, first_problem, write_text
+from vllm_ppd.heads.files import first_problem, write_text
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.quote import place, shortened
 from vllm_ppd.heads.training.digests import FileDigest, digest_of, first_damaged
@@ -26,6 +26,7 @@ from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.signals import Stopped
+from vllm_ppd.heads.weights import CONFIG_NAME
 
 WORK = ".training"  # inside the heads folder while a run is unfinished
 STATE, BEST = "state", "best"  # the newest weights of a run, and those of its best evaluation

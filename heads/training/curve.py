@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.quote import place
 
 NAME = "curve.jsonl"

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import named, read_json_object
-from vllm_ppd.heads.io import first_problem
+from vllm_ppd.heads.files import first_problem, named, read_json_object
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes

@@ -12,12 +12,13 @@ from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.card import write_card
-from vllm_ppd.heads.io import save_heads, write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.target_path import stored_name
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.heads.weights import save_heads
 
 Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches and processes
 
@@ -109,9 +110,10 @@ class HeadsRecipe(Recipe):
 
     def write(self, out: Path, provenance: str) -> None:
         config = self.config()
-        save_heads(out, config.model_copy(update={"verifier": stored_name(config.verifier, out)}), self.tensors())
+        config = config.model_copy(update={"verifier": stored_name(config.verifier, out)})
+        save_heads(out, config, self.tensors())
         write_text(out / "provenance.json", provenance)
-        write_card(out)
+        write_card(out, config)
 
 
 def base_group(base: nn.Module | None, learning_rate: float) -> list[dict[str, Any]]:

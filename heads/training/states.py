@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.io import write_text
+from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore

@@ -23,7 +23,7 @@ from vllm_ppd.benchmarks.decode.predicted import predictions
 from vllm_ppd.benchmarks.decode.table import rows_of, summarise, table
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, contenders
 from vllm_ppd.benchmarks.harness.results import Results
-from vllm_ppd.heads.io import HeadsError
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]

@@ -16,9 +16,9 @@ from conftest import DEMO, ROOT, start_engine, write_texts
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.parts import vocabularies
 from vllm_ppd.heads.calibration.replay import Drafted
-from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.run import open_calibration
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts
 from vllm_ppd.heads.dynamo import calibration as dynamo
 from vllm_ppd.heads.early import calibration as early
@@ -59,12 +59,12 @@ def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: An
     def get(variant: str) -> Calibration:
         heads = f"benchmarks/demo/heads/{variant.split(',')[0]}"
         given: dict[str, Any] = {"data": (str(data),), "prompts": 24, "prompt_tokens": PROMPT}
-        found = Calibration(CalibrationOptions(heads=heads, **given))
+        shipped = open_calibration(CalibrationOptions(heads=heads, **given))
         if (condition := READING.get(variant)) is None:
-            return found
+            return shipped
         folder = tmp_path_factory.mktemp(condition) / "heads"
-        overfitted.fit(DEMO, "cp", found.greedy.ids[:8, :128].tolist(), folder, 8, rank=2, condition=condition)
-        return Calibration(CalibrationOptions(heads=str(folder), **given), found)
+        overfitted.fit(DEMO, "cp", shipped.greedy.ids[:8, :128].tolist(), folder, 8, rank=2, condition=condition)
+        return open_calibration(CalibrationOptions(heads=str(folder), **given), shipped)
 
     return get
 
@@ -95,7 +95,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     kind, size = calibration.config.kind, OPTIONS[variant].get("draft_vocab_size", WHOLE)
     short = None
     if size < WHOLE:
-        (short,) = (ids for ids, _ in vocabularies(calibration) if len(ids) == size)
+        (short,) = (ids for ids, _ in calibration.vocabularies() if len(ids) == size)
     if kind == "early":
         return early._matches(calibration, early._early_heads(calibration), texts).drafted(1, EXIT, 3)
     if kind == "cp":

@@ -16,8 +16,8 @@ def run(options: CalibrationOptions) -> int:
 
     from vllm_ppd.heads.calibration.report import report
     from vllm_ppd.heads.calibration.run import calibrate
-    from vllm_ppd.heads.calibration.stored import NAME
+    from vllm_ppd.heads.io import CALIBRATION_NAME
 
     print(report(calibrate(options)))
-    print(f"\nwrote {options.out or options.heads}/{NAME}")
+    print(f"\nwrote {options.heads}/{CALIBRATION_NAME}")
     return 0

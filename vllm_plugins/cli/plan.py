@@ -10,11 +10,8 @@ if TYPE_CHECKING:
 
 
 def run(options: PlanOptions) -> int:
-    from vllm_ppd.heads.planning.plan import make_fleets, make_plan
-    from vllm_ppd.heads.planning.report import fleet_report, report
+    from vllm_ppd.heads.planning.plan import make_plan
+    from vllm_ppd.heads.planning.report import report
 
-    if options.latency is None:
-        print(report(make_plan(options), options))
-    else:
-        print(fleet_report(*make_fleets(options), options))
+    print(report(make_plan(options), options))
     return 0

@@ -18,7 +18,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.inflate import InflateOptions, inflate_heads, inflate_model, run
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate
-from vllm_ppd.heads.io import HeadsError
+from vllm_ppd.heads.errors import HeadsError
 
 HEADS = DEMO.parent / "heads"
 KINDS = ("early", "cp", "dynamo")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from heads_folders import log_likelihood
 
 from vllm_ppd.benchmarks.papers import cp
 from vllm_ppd.benchmarks.papers.context import Context
@@ -58,7 +59,7 @@ def test_loss_is_that_of_the_joint(drafted: Context, place: int) -> None:
             following = ids.unfold(0, n, 1)[1:]
             row = row[: len(following)]
             seen = target.embed(following[:, : n - 1]) if lead else None
-            joint, _ = heads.head.log_likelihood(row, following[:, lead:], target.unembedding, None, seen)
+            joint, _ = log_likelihood(heads.head, row, following[:, lead:], target.unembedding, None, seen)
             first = (row @ target.unembedding.T).log_softmax(-1).gather(1, following[:, :lead])  # the target's
             total, count = total - float(joint.detach().sum() + first.sum()), count + len(following)
     assert cp.loss(drafted, heads, drafted.task) == pytest.approx(total / count / n, abs=1e-3)

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.run import PAPERS
 from vllm_ppd.heads.cp.config import CPOptions
-from vllm_ppd.heads.dynamo.config import DynaMoOptions
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.config import DynaMoOptions, JointSettings
 from vllm_ppd.heads.early.config import EarlyOptions
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 

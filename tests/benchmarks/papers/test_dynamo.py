@@ -21,7 +21,7 @@ from vllm_ppd.benchmarks.papers.run import make_tables
 from vllm_ppd.benchmarks.papers.table import PaperTable
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.text import Texts, generate
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
+from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.training.tokens import Batch
 
 TOP_K = 6  # of the heads

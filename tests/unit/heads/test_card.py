@@ -14,6 +14,7 @@ from conftest import ROOT
 from huggingface_hub import ModelCard
 
 from vllm_ppd.heads.card import BEGIN, END, NAME, write_card
+from vllm_ppd.heads.io import load_config
 
 FACTS = {
     "command": "ppd train cp --model /secret/model", "time": "2030-01-01T00:00:00Z", "tokens": 4096, "steps": 2,
@@ -29,7 +30,7 @@ def test_card_of_heads_that_were_trained(kind: str, whole_heads: Callable[[str],
     config["speculators_config"]["verifier"]["name_or_path"] = "acme/target"
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "provenance.json").write_text(json.dumps(FACTS))
-    write_card(folder)
+    write_card(folder, load_config(folder))
     card = ModelCard.load(folder / NAME)
     assert (card.data.license, card.data.base_model, card.data.library_name) == ("apache-2.0", "acme/target", "vllm")
     assert {"speculative-decoding", kind} <= set(card.data.tags)
@@ -41,7 +42,7 @@ def test_card_of_heads_that_were_trained(kind: str, whole_heads: Callable[[str],
 def test_card_of_heads_of_unknown_origin(whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
     """Made by hand, for a target that was a folder somewhere: what is not known is not claimed."""
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
-    write_card(folder)
+    write_card(folder, load_config(folder))
     card = ModelCard.load(folder / NAME)
     assert (card.data.license, card.data.base_model) == ("other", None)
     assert "Not known." in card.text
@@ -51,16 +52,16 @@ def test_card_of_heads_of_unknown_origin(whole_heads: Callable[[str], Path], tmp
 
 def test_what_a_user_wrote_stays(whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
-    write_card(folder)
+    write_card(folder, load_config(folder))
     path = folder / NAME
     edited = path.read_text().replace('license: "other"', 'license: "mit"').replace("Not known.", "stale")
     path.write_text(f"{edited}\nMy own words.\n")
-    write_card(folder)
+    write_card(folder, load_config(folder))
     assert 'license: "mit"' in path.read_text() and path.read_text().endswith("My own words.\n")
     assert "stale" not in path.read_text()
     for own in ("no marks", f"{END} turned round {BEGIN}", f"{BEGIN} and no end"):
         path.write_text(own)
-        write_card(folder)
+        write_card(folder, load_config(folder))
         assert path.read_text() == own
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 from heads_folders import blank_tensors
 
 from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.calibration.parts import vocabularies
-from vllm_ppd.heads.calibration.recommend import recommend
+from vllm_ppd.heads.calibration.run import save_recommended
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.draft_vocabulary import candidate_sizes, columns, covered, first_guess, most_frequent
+from vllm_ppd.heads.draft_vocabulary import candidate_sizes, columns, compared, covered, first_guess, most_frequent
+from vllm_ppd.heads.io import load_config
+from vllm_ppd.heads.planning.recommend import recommend
 
 
 def zipf(vocab: int, power: float) -> torch.Tensor:
@@ -67,33 +67,34 @@ def test_calibration_takes_the_vocabulary_that_pays(accepted_short: float, expec
     lengths = {"whole": 1.7, "short": 1 + accepted_short}
     by: dict[str, Any] = {name: [{"length": length, "drafted": 9, "cycles": 9}] for name, length in lengths.items()}
     parts = {
-        "timing": {"lm_head_share": 0.2},
-        "acceptance": {"greedy": {}, "T 0.8": {"by_drafts": by["whole"]}},
-        "vocabulary": {"8192": {"covers": 0.95, "by_drafts": by["short"]}},
+        "timing": {"seconds": {"layer": {1: 1.0}, "lm_head": {1: 1.0}}, "lm_head_share": 0.2},
+        "acceptance": {name: {"by_drafts": by["whole"]} for name in ("greedy", "T 0.8")},
+        "vocabulary": {8192: {"covers": 0.95, "by_drafts": by["short"]}},
     }
-    chosen = recommend(config, parts)
+    chosen = recommend(config, config.parts.model_validate(parts))
     assert chosen["draft_vocab_size"] == expected
     assert chosen["predicted_speedup"] == pytest.approx(max(1.7 / 1.2, (1 + accepted_short) / 1.05), abs=1e-3)
 
 
 def test_recommendation_reaches_the_config(tmp_path: Path) -> None:
-    from vllm_ppd.heads.calibration.run import _write_config
-    from vllm_ppd.heads.io import load_config
-
     config = CPConfig(
         verifier="m", positions=2, rank=2, num_speculative_tokens=1, token_counts=True,
         target=TargetLayers(model_type="llama", hidden_size=8, vocab_size=64, num_hidden_layers=4),
     )  # fmt: skip
-    tensors = blank_tensors(config)
     for size in (32, None):
-        _write_config(str(tmp_path), config, tensors, {"draft_vocab_size": size, "predicted_speedup": 2.0})
+        chosen = {"draft_vocab_size": size, "predicted_speedup": 2.0}
+        save_recommended(str(tmp_path), config, blank_tensors(config), chosen)
         assert load_config(tmp_path).draft_vocab_size == size
 
 
-def test_calibration_tries_the_vocabulary_that_heads_were_trained_over() -> None:
+@pytest.mark.parametrize(
+    ("trained", "expected"), [(5000, [16_384, 8192, 5000, 4096, 2048]), (None, [16_384, 8192, 4096, 2048])]
+)
+def test_calibration_tries_the_vocabulary_that_heads_were_trained_over(
+    trained: int | None, expected: list[int]
+) -> None:
     counts = zipf(32_768, 1.15)
-    for own, expected in ((5000, [16_384, 8192, 5000, 4096, 2048]), (None, [16_384, 8192, 4096, 2048])):
-        config = SimpleNamespace(counts_tensor="token_counts", draft_vocab_size=own)
-        target = SimpleNamespace(device=torch.device("cpu"))
-        calibration: Any = SimpleNamespace(config=config, tensors={"token_counts": counts}, target=target)
-        assert [len(ids) for ids, _ in vocabularies(calibration)] == expected
+    vocabularies = compared(counts, trained)
+    assert [len(ids) for ids, _ in vocabularies] == expected
+    for ids, share in vocabularies:
+        assert share == pytest.approx(float(counts[ids].sum() / counts.sum()))

@@ -15,15 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import (
-    HeadsError,
-    check_folder,
-    check_target,
-    kind_of,
-    load_config,
-    load_tensors,
-)
+from vllm_ppd.heads.io import check_folder, check_target, kind_of, load_config, load_tensors
 from vllm_ppd.heads.layout import TargetFingerprint
 
 
@@ -161,7 +155,7 @@ def damage_layout(folder: Path) -> None:
         (damage_name, "no tensor 'exit.3.transform'"),
         (damage_json, "is not valid JSON"),
         (damage_no_config, "has no config.json"),
-        (damage_kind, "heads of kind 'eagle3'; expected kind 'early', 'cp', 'dynamo'"),
+        (damage_kind, "heads of kind 'eagle3'; expected kind 'cp', 'dynamo', 'early'"),
         (damage_field, "exit_layers: List should have at least 1 item"),
         (damage_layout, "speculators_config.proposal_methods: Input should be a valid list"),
     ],

@@ -14,7 +14,7 @@ import torch
 
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import read_json, write_tensors, write_text
-from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.weights import save_heads
 
 Model = Callable[..., Path]
 

@@ -18,9 +18,8 @@ from vllm import EngineArgs
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import checked
-from vllm_ppd.heads.calibration.stored import calibration_of
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.io import check_folder, load_config
+from vllm_ppd.heads.io import check_folder, load_calibration, load_config
 from vllm_ppd.heads.target_path import find_target, stored_name
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.activation import active_config
@@ -104,4 +103,4 @@ def test_the_demo_heads_are_sound_from_anywhere(tmp_path: Path) -> None:
         for kind in heads_folders.KINDS:
             config = check_folder(demo / "heads" / kind)
             assert find_target(config.verifier, demo / "heads" / kind) == str(demo / "model")
-            calibration_of(str(demo / "heads" / kind))
+            load_calibration(demo / "heads" / kind)

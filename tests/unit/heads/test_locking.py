@@ -129,7 +129,6 @@ def test_commands_that_continue_say_who_writes(
     with writing_folder(heads), writing_file(results):
         for command, name in (
             (["calibrate", str(heads), "--data", str(data)], "heads folder "),
-            (["calibrate", "elsewhere", "--out", str(heads), "--data", str(data)], "--out "),
             (["bench", "decode", *model], "--out "),
             (["bench", "acceptance", *model], "--out "),
             (["data", "--model", str(tiny_model()), "--prompts", str(data), "--out", str(results)], "--out "),

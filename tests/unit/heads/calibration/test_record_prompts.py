@@ -13,7 +13,7 @@ import torch
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
-from vllm_ppd.heads.calibration.run import Calibration
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import generate, record_prompts
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target

@@ -22,7 +22,7 @@ GOOD = {"prompt_token_ids": [4, 5, 6, 7]}
 MODEL = ["--model", str(DEMO), "--out", "out"]
 COMMANDS = {
     "train": ["train", "early", *MODEL, "--data"],
-    "calibrate": ["calibrate", str(HEADS), "--prompts", "2", "--out", "copy", "--data"],
+    "calibrate": ["calibrate", str(HEADS), "--prompts", "2", "--data"],
     "data": ["data", *MODEL, "--prompts"],
     "decode": ["bench", "decode", *MODEL, "--data"],
     "serve": ["bench", "serve", *MODEL, "--data"],
@@ -93,7 +93,7 @@ def test_empty_files_of_a_folder_are_no_fault_unless_all_are() -> None:
 
 def test_too_few_prompts_are_told_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     data = write("a.jsonl", GOOD, {"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]})
-    assert main(["calibrate", str(HEADS), "--out", "copy", "--data", data]) == 2
+    assert main(["calibrate", str(HEADS), "--data", data]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "a.jsonl holds 3 prompts, and 64 are needed: give more data, or smaller --prompts" in line
     write("b.jsonl", {"text": "a text has any number of prompts"})

@@ -8,26 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from conftest import DEMO
 from heads_folders import blank_tensors
-from safetensors.torch import save_file
 
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
-from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
-from vllm_ppd.heads.io import HeadsError, save_heads
+from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.layout import LARGEST_BATCH
-from vllm_ppd.heads.planning.fleet import Load, latencies, speeds
+from vllm_ppd.heads.measured import Timed
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import Plan, make_fleets, make_plan
-from vllm_ppd.heads.planning.predict import Drafting, Group, drafting
+from vllm_ppd.heads.planning.plan import Plan, make_plan
+from vllm_ppd.heads.planning.predict import Drafting, Group
+from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.planning.report import command, report
-from vllm_ppd.heads.planning.schedule import drafts_by_batch_size
+from vllm_ppd.heads.weights import save_heads
 from vllm_ppd.vllm_plugins.cli.main import main
 
 LAYERS = 10
@@ -93,7 +90,9 @@ def plan(*heads: str, **options: Any) -> Plan:
 def test_early_drafting_by_hand(early: str) -> None:
     found = plan(early)
     way = next(
-        p.way for p in found.ways if p.way.options == {"model": early, "exit_layer": 2, "num_speculative_tokens": 2}
+        p.decoding
+        for p in found.predicted
+        if p.decoding.options == {"model": early, "exit_layer": 2, "num_speculative_tokens": 2}
     )
     assert isinstance(way, Drafting)
     # Batch 1, all flat: n l/L + 1 passes and n more reads of the LM head: (2 * 2 + 10 + 3 * 2) / 12 of a pass.
@@ -107,76 +106,60 @@ def test_early_drafting_by_hand(early: str) -> None:
 
 def test_memory_bound_cycles_are_those_of_the_recommendation(early: str) -> None:
     """One formula: what `ppd calibrate` recommends by is what `ppd plan` predicts at batch 1."""
-    parts, config = early_parts(0.8), early_config()
-    for predicted in plan(early).ways:
-        assert isinstance(predicted.way, Drafting)
-        cycle = predicted.way.setting.cycle(LAYERS, 2 / 12)
-        assert predicted.way.seconds(1) == pytest.approx(12e-3 * cycle)
+    config = early_config()
+    parts = config.parts.model_validate(early_parts(0.8))
+    for predicted in plan(early).predicted:
+        assert isinstance(predicted.decoding, Drafting)
+        cycle = predicted.decoding.setting.cycle(LAYERS, 2 / 12)
+        assert predicted.decoding.seconds(1) == pytest.approx(12e-3 * cycle)
     best = plan(early).best
     assert best is not None
     chosen = recommend(config, parts)
-    assert best.way.options["exit_layer"] == chosen["default_exit_layers"][0]
+    assert best.decoding.options["exit_layer"] == chosen["default_exit_layers"][0]
     assert best.speedup == pytest.approx(chosen["predicted_speedup"], abs=1e-4)
-    assert {s.trained for s in settings(config, parts)} == {True, False}
+    assert {s.trained for s in config.settings(parts, greedy=False)} == {True, False}
 
 
 @pytest.mark.parametrize("accepted", [0.1, 0.6, 0.9])
 def test_drafts_by_batch_size_are_the_best_ones(accepted: float) -> None:
     """Those of the recommended setting, none where none gains; of every batch size one range has it."""
-    config, parts = early_config(), early_parts(accepted)
+    config = early_config()
+    parts = config.parts.model_validate(early_parts(accepted))
     chosen = recommend(config, parts)
     ranges = drafts_by_batch_size(config, parts, chosen)
     assert ranges[0][0] == 1 and ranges[-1][1] == LARGEST_BATCH
     assert [first for first, *_ in ranges[1:]] == [last + 1 for _, last, _ in ranges[:-1]]
-    of = {setting.drafts: setting for setting in settings(config, parts) if setting.trained and (
+    of = {setting.drafts: setting for setting in config.settings(parts, greedy=False) if setting.trained and (
         setting.exit_layer == chosen["default_exit_layers"][0] and setting.drafts <= chosen["num_speculative_tokens"]
     )}  # fmt: skip
     for size in (1, 2, 3, 8, 64, 512):
-        gains = {n: drafting(one, "ppd", {}, Measured(TIMES), LAYERS).speedup(size) for n, one in of.items()}
+        gains = {
+            n: Drafting.of(setting, "ppd", {}, Measured(Timed.model_validate(TIMES)), LAYERS).speedup(size)
+            for n, setting in of.items()
+        }
         best = max(gains, key=gains.__getitem__)
-        (found,) = (drafts for first, last, drafts in ranges if first <= size <= last)
-        assert found == (best if gains[best] > 1 else 0)
+        (drafts,) = (drafts for first, last, drafts in ranges if first <= size <= last)
+        assert drafts == (best if gains[best] > 1 else 0)
     # Rows are dear from a few on here, so that large batches draft nothing, and small ones do where enough is accepted.
     assert ranges[-1][2] == 0 and (ranges[0][2] > 0) == (accepted > 0.5)
 
 
 def test_transforms_are_part_of_the_price() -> None:
     """Each a tenth of a layer: one an early draft, one an expert and position of a CP head; none of untrained exits."""
-    early, cp = early_parts(0.8), cp_parts(0.6)
     config = CPConfig(
         verifier="the/target", positions=3, rank=2, num_speculative_tokens=2, token_counts=True, target=TARGET
     )
-    plain = [setting.layers for setting in settings(early_config(), early)]
-    assert [setting.layers for setting in settings(config, cp)] == [0] * 3
-    for parts in (early, cp):
-        parts["timing"]["transform_in_layers"] = 0.1
-    found = list(settings(early_config(), early))
-    added = [setting.layers - before for setting, before in zip(found, plain, strict=True)]
-    assert added == pytest.approx([0.1 * setting.drafts * setting.trained for setting in found])
+    layers = []
+    for transform in (0.0, 0.1):
+        of_kinds = []
+        for heads, parts in ((early_config(), early_parts(0.8)), (config, cp_parts(0.6))):
+            parts["timing"]["transform_in_layers"] = transform
+            of_kinds.append(list(heads.settings(heads.parts.model_validate(parts), greedy=False)))
+        layers.append([[setting.layers for setting in settings] for settings in of_kinds])
+    early = [after - before for before, after in zip(layers[0][0], layers[1][0], strict=True)]
+    assert early == pytest.approx([0.1 * setting.drafts * setting.trained for setting in of_kinds[0]])
     # One or two drafts, and the token before them.
-    assert [setting.layers for setting in settings(config, cp)] == pytest.approx([0.4, 0.6, 0.4])
-
-
-def test_calibrations_without_transforms_count_them_by_the_weights(
-    folder: Callable[..., str], early: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a target on this disk; of another one the plan says what it lacks, and goes on."""
-    target = tmp_path / "target"
-    target.mkdir()
-    layers = {f"model.layers.{n}.mlp.up_proj.weight": torch.zeros(40, 16) for n in range(LAYERS)}
-    save_file({**layers, "model.embed_tokens.weight": torch.zeros(64, 8)}, target / "model.safetensors")
-    counted = early_parts(0.8)
-    counted["timing"]["transform_in_layers"] = 8 * 8 / (40 * 16)
-    expected = plan(folder(early_config(), counted))
-    capsys.readouterr()
-    found = plan(early, model=str(target))
-    assert capsys.readouterr().err == ""
-    assert [one.speedup for one in found.ways] == pytest.approx([one.speedup for one in expected.ways])
-    assert found.best is not None
-    without = plan(early).best
-    assert without is not None
-    assert without.speedup > found.best.speedup
-    assert f"run `ppd calibrate {early}` again" in capsys.readouterr().err
+    assert layers[0][1] == [0] * 3 and layers[1][1] == pytest.approx([0.4, 0.6, 0.4])
 
 
 def test_cp_by_hand(folder: Callable[..., str]) -> None:
@@ -184,17 +167,17 @@ def test_cp_by_hand(folder: Callable[..., str]) -> None:
         verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, token_counts=True, target=TARGET
     )
     found = plan(folder(config, cp_parts(0.5)))
-    whole = next(p.way for p in found.ways if p.way.options["num_speculative_tokens"] == 2)
+    whole = next(p.decoding for p in found.predicted if p.decoding.options["num_speculative_tokens"] == 2)
     # One more read of the LM head: 2 + 10 + 2 of 12.
     assert whole.speedup(1) == pytest.approx(1.75 * 12 / 14)
-    short = next(p.way for p in found.ways if p.way.options.get("draft_vocab_size") == 16)
+    short = next(p.decoding for p in found.predicted if p.decoding.options.get("draft_vocab_size") == 16)
     assert short.speedup(1) == pytest.approx(1.4 * 12 / 12.5)
     assert short.compute == pytest.approx((2 + 0.25 * 2 / 6) / 1.4)
 
 
 def test_group_by_theorem_4_1(early: str) -> None:
     found = plan(early, stages="2", candidates=(1, 3), new_tokens=11)
-    found_ways = [(p.way, p.way.options) for p in found.ways]
+    found_ways = [(p.decoding, p.decoding.options) for p in found.predicted]
     ways = {(options["exit_layer"], options["candidates"], "model" in options): way for way, options in found_ways}
     assert {layer for layer, _, _ in ways} == {6, 8}  # from the middle on
     way = ways[6, 1, True]
@@ -212,7 +195,7 @@ def test_group_by_theorem_4_1(early: str) -> None:
 def test_stops_where_drafting_no_longer_gains(early: str) -> None:
     found = plan(early)
     assert found.best is not None and found.stop_at is not None
-    assert found.best.way.speedup(found.stop_at) > 1 >= found.best.way.speedup(found.stop_at + 1)
+    assert found.best.decoding.speedup(found.stop_at) > 1 >= found.best.decoding.speedup(found.stop_at + 1)
     assert f"--ppd-disable-by-batch-size {found.stop_at}" in report(found, PlanOptions(heads=(early,)))
 
 
@@ -227,16 +210,16 @@ def test_nothing_gains(folder: Callable[..., str]) -> None:
 def test_rate_gives_the_batch_size(early: str) -> None:
     """One request at a time gives 1 / 12 ms tokens a second; more than that takes a larger batch."""
     slow, fast = (plan(early, rate=rate, new_tokens=100) for rate in (0.5, 2.0))
-    assert slow.ways[0].batch == 1
-    for predicted in fast.ways:
-        assert predicted.way.tokens_a_second(predicted.batch) >= 200
-        assert predicted.batch == 1 or predicted.way.tokens_a_second(predicted.batch - 1) < 200
+    assert slow.predicted[0].batch == 1
+    for predicted in fast.predicted:
+        assert predicted.decoding.tokens_a_second(predicted.batch) >= 200
+        assert predicted.batch == 1 or predicted.decoding.tokens_a_second(predicted.batch - 1) < 200
     with pytest.raises(HeadsError, match="more than one replica decodes in batches of up to 512; give a lower --rate"):
         plan(early, rate=1e6)
 
 
 def test_measured_times_go_on_in_a_straight_line() -> None:
-    machine = Measured({"layer": {"1": 3.0, "2": 1.0, "4": 2.0}, "lm_head": {"2": 1.0}})
+    machine = Measured(Timed(layer={1: 3.0, 2: 1.0, 4: 2.0}, lm_head={2: 1.0}))
     assert [machine.layer(rows) for rows in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
     assert [machine.lm_head(rows) for rows in (1, 2, 4)] == [1.0, 1.0, 2.0]
 
@@ -317,7 +300,7 @@ def decoded(path: Path, target: str, steps: dict[int, list[float]]) -> str:
 
 def test_steps_that_a_benchmark_timed_are_shared_out(early: str, tmp_path: Path) -> None:
     file = decoded(tmp_path / "decode.json", "the/target", {1: [9e-3, 12e-3, 13e-3], 4: [12e-3], 8: [24e-3]})
-    best = plan(early, timings=file).ways[0].way
+    best = plan(early, timings=file).predicted[0].decoding
     assert isinstance(best, Drafting)
     assert best.plain(1) == pytest.approx(12e-3)
     assert best.plain(6) == pytest.approx(18e-3)
@@ -328,73 +311,7 @@ def test_steps_that_a_benchmark_timed_are_shared_out(early: str, tmp_path: Path)
         plan(early, timings=decoded(tmp_path / "other.json", "another", {1: [1e-3]}))
 
 
-# ---- the fleet
-
-
-def test_one_server_waits_as_queueing_theory_says() -> None:
-    """Batches of one: M/M/1, whose mean time in the system is 1 / (mu - lambda)."""
-    found = np.mean([latencies(np.array([100.0]), Load(0.5, 100, seed), 1).mean() for seed in range(12)])
-    assert found == pytest.approx(1 / (1 - 0.5), rel=0.08)
-
-
-def test_shared_server_is_as_fast_for_short_as_for_long_requests() -> None:
-    """Processor sharing, a batch of any size at one total speed: the same mean as M/M/1."""
-    speed = 100 / np.arange(1, 400)
-    found = np.mean([latencies(speed, Load(0.5, 100, seed), 1).mean() for seed in range(12)])
-    assert found == pytest.approx(2.0, rel=0.08)
-
-
-def test_idle_replicas_decode_alone() -> None:
-    found = latencies(np.array([10.0, 5.0]), Load(1e-4, 20), 3)
-    assert found.mean() == pytest.approx(2.0, rel=0.06)
-    np.testing.assert_array_equal(found, latencies(np.array([10.0, 5.0]), Load(1e-4, 20), 3))
-
-
-def test_drafting_saves_replicas(folder: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows that cost little: a batch may be larger for the same latency."""
-    parts = early_parts(0.8)
-    parts["timing"]["seconds"] = {name: {"1": t, "101": 2 * t} for name, t in (("layer", 1e-3), ("lm_head", 2e-3))}
-    heads = folder(early_config(), parts)
-    target, (alone, best, *others) = make_fleets(PlanOptions(heads=(heads,), rate=200.0, new_tokens=100, latency=4.5))
-    assert target == "the/target"
-    assert alone.way is None and alone.replicas is not None and best.replicas is not None
-    assert best.replicas < alone.replicas
-    assert all(other.replicas is None or other.replicas >= best.replicas for other in others)
-    assert max(alone.latency, best.latency) <= 4.5
-    command_line = ["plan", heads, "--rate", "200", "--new-tokens", "100", "--latency", "4.5", "--gpu-hour", "2"]
-    assert main(command_line) == 0
-    printed = capsys.readouterr().out
-    assert f"{100 * (1 - best.replicas / alone.replicas):.1f}%" in printed
-    assert f"{2 * alone.replicas:.2f}" in printed
-    assert "vllm serve the/target --speculative-model" in printed
-
-
-def test_a_target_that_no_fleet_keeps_is_said_to_be_one(early: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", early, "--rate", "1", "--new-tokens", "100", "--latency", "0.01"]) == 0
-    printed = capsys.readouterr().out
-    assert "none is enough" in printed and "saves no replica" not in printed and "vllm serve" not in printed
-    last = printed.strip().splitlines()[-1]
-    assert last.startswith("The target cannot be met, not even with what is fastest (ppd, exit ")
-    assert "where each has a replica to itself; give a longer --latency, fewer --new-tokens or another machine" in last
-    assert main(["plan", early, "--latency", "1"]) == 2
-    assert "--latency 1: a fleet is planned for a request rate; give --rate, too" in capsys.readouterr().err
-
-
-def test_a_rate_beyond_any_fleet_is_said_to_be_one(early: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """However few requests are simulated, replicas must decode as many tokens as arrive."""
-    assert main(["plan", early, "--rate", "1e7", "--new-tokens", "100", "--latency", "100"]) == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert "The target cannot be met" in last and "up to 4,096 are considered; give a lower --rate" in last
-    _, found = make_fleets(PlanOptions(heads=(early,), rate=5e3, new_tokens=100, latency=100.0, largest=2))
-    for one in found:
-        assert one.replicas is not None
-        way = found[1].way if one.way is None else one.way
-        assert way is not None
-        tokens = max(size * speed for size, speed in enumerate(speeds(way, 2, one.way is not None), start=1))
-        assert one.replicas * tokens >= 5e3 * 100
-
-
-@pytest.mark.parametrize("load", [["--batch", "1"], ["--rate", "2", "--new-tokens", "100", "--latency", "4"]])
+@pytest.mark.parametrize("load", [["--batch", "1"], ["--rate", "2", "--new-tokens", "100"]])
 def test_heads_that_were_asked_about_are_in_the_table(
     folder: Callable[..., str], load: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

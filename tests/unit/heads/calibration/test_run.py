@@ -14,12 +14,11 @@ import torch
 from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads import draft_vocabulary
-from vllm_ppd.heads.calibration import run
 from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.recommend import recommend, settings
 from vllm_ppd.heads.calibration.replay import replay
 from vllm_ppd.heads.calibration.report import report
-from vllm_ppd.heads.calibration.run import Calibration, calibrate
+from vllm_ppd.heads.calibration.run import calibrate, open_calibration
+from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.cp import calibration as cp_calibration
 from vllm_ppd.heads.early import calibration as early_calibration
 from vllm_ppd.heads.early.calibration import match_exits
@@ -28,7 +27,8 @@ from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import all_ways
+from vllm_ppd.heads.planning.plan import all_settings
+from vllm_ppd.heads.planning.recommend import recommend
 from vllm_ppd.heads.training import loop
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -103,7 +103,7 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Path, kind: str) -> None:
-    calibration = Calibration(options(heads("early"), data))
+    calibration = open_calibration(options(heads("early"), data))
     target, texts = calibration.target, getattr(calibration, kind)
     early = early_calibration._early_heads(calibration)
     found = match_exits(target, early, texts, (1, 3), 4, calibration.autocast)
@@ -170,13 +170,13 @@ def test_report_and_recommendation(
         parts, (sampled,) = result["parts"], (x for n, x in result["parts"]["acceptance"].items() if n != "greedy")
         assert set(parts["mask"]) == {"0", "0.5"}
         assert parts["mask"]["0"]["rows"] != sampled["rows"]
-        powers = {setting.options["sampling"]["alpha_c"] for setting in settings(config, parts)}
-        assert powers == {0.0, 0.5, 1.0}
+        settings = list(config.settings(config.parts.model_validate(parts), greedy=False))
+        assert {setting.options["sampling"]["alpha_c"] for setting in settings} == {0.0, 0.5, 1.0}
         # A server follows the heads, so that no other power can be planned for.
-        served = [x for x in settings(config, parts) if x.options["sampling"]["alpha_c"] == config.sampling.alpha_c]
-        assert len(all_ways(PlanOptions(heads=(str(folder),)))[1]) == len(served) > 0
+        served = [x for x in settings if x.options["sampling"]["alpha_c"] == config.sampling.alpha_c]
+        assert len(all_settings(PlanOptions(heads=(str(folder),)))[1]) == len(served) > 0
         parts["mask"]["0.5"]["rows"][0] |= {"cycles": 1, "drafted": 2, "accepted": 2}  # as if it were far the best
-        assert recommend(config, parts)["sampling"]["alpha_c"] == 0.5
+        assert recommend(config, config.parts.model_validate(parts))["sampling"]["alpha_c"] == 0.5
 
 
 @pytest.mark.parametrize("kind", ["cp", "dynamo"])
@@ -185,14 +185,14 @@ def test_documents_shorter_than_a_window(heads: Callable[..., Path], tmp_path: P
     folder, texts = heads(kind, **EXTRA[kind]), patterned_texts(1, 8)
     short = write_texts(tmp_path / "short.jsonl", [text[:8] for text in patterned_texts(60, 30)] + texts)
     asked = options(folder, short, prompts=2, recommend=False)
-    calibration = Calibration(asked)
+    calibration = open_calibration(asked)
     ids = calibration.target.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
     assert [batch.input_ids.tolist() for batch in calibration.windows] == [[ids]]
     found = calibrate(asked)["parts"]["likelihood"]
     assert found["ppl_n"][0] > 1
     nothing = write_texts(tmp_path / "nothing.jsonl", [text[:8] for text in patterned_texts(60, 30)])
     with pytest.raises(TrainingError, match="the longest document of the data has "):
-        _ = Calibration(options(folder, nothing)).windows
+        _ = open_calibration(options(folder, nothing)).windows
 
 
 def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +237,7 @@ def test_bad_input(heads: Callable[..., Path], data: Path, capsys: Any, more: tu
 
 
 def test_heads_of_another_target(heads: Callable[..., Path], tiny_model: Callable[..., Path], data: Path) -> None:
-    from vllm_ppd.heads.io import HeadsError
+    from vllm_ppd.heads.errors import HeadsError
 
     with pytest.raises(HeadsError, match="hidden_size is 64 there and 128"):
-        Calibration(options(heads("early"), data, model=str(tiny_model("qwen2"))))
-    assert run.NAME == "calibration.json"
+        open_calibration(options(heads("early"), data, model=str(tiny_model("qwen2"))))

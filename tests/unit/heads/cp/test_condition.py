@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from heads_folders import log_likelihood
 from pydantic import ValidationError
 from scipy.stats import chisquare
 from torch.nn import functional
 
 from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.cp.config import CPConfig, CPOptions
-from vllm_ppd.heads.cp.module import Condition, CPHead
+from vllm_ppd.heads.cp.config import Condition, CPConfig, CPOptions, CPParts
+from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.cp.recipe import CPRecipe
 from vllm_ppd.heads.cp.start import ridge_start
 from vllm_ppd.heads.draft_vocabulary import most_frequent
@@ -72,7 +73,7 @@ def test_conditionals_are_the_formula(condition: Condition) -> None:
     head, unembedding, embeddings = head_of(condition)
     hidden = seeded(ROWS, SIZE, seed=5)
     tokens = torch.randint(VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6))
-    joint, chain = head.log_likelihood(hidden, tokens[:, 1:], unembedding, None, embeddings[tokens[:, :-1]])
+    joint, chain = log_likelihood(head, hidden, tokens[:, 1:], unembedding, None, embeddings[tokens[:, :-1]])
     torch.testing.assert_close(joint, chain.sum(1))
     drafts, probs = head.draft(hidden, tokens[:, 0], unembedding, embeddings=embeddings)
     for row in range(ROWS):
@@ -92,8 +93,8 @@ def test_joint_sums_to_one(condition: Condition) -> None:
     head, unembedding, embeddings = head_of(condition, 3)
     hidden, b = seeded(1, SIZE, seed=5), 2
     pairs = torch.tensor([(b, *pair) for pair in itertools.product(range(VOCAB), repeat=2)])
-    joint, _ = head.log_likelihood(
-        hidden.expand(len(pairs), -1), pairs[:, 1:], unembedding, None, embeddings[pairs[:, :-1]]
+    joint, _ = log_likelihood(
+        head, hidden.expand(len(pairs), -1), pairs[:, 1:], unembedding, None, embeddings[pairs[:, :-1]]
     )
     torch.testing.assert_close(joint.exp().sum(), torch.ones((), dtype=F64))
 
@@ -165,14 +166,10 @@ def test_a_condition_needs_what_it_reads() -> None:
         head.log_weights(hidden)
     with pytest.raises(ValueError, match="condition='chain' reads 3 tokens; give their embeddings"):
         head.logits(hidden, unembedding, None, embeddings[None, :2])
-    with pytest.raises(ValueError, match="whole ones have none"):
-        CPHead(SIZE, 3, 2, VOCAB, factorised=False, condition="token")
-    with pytest.raises(ValueError, match="2 positions have one draft; use 'token'"):
-        CPHead(SIZE, 2, 2, condition="chain")
     given: dict[str, Any] = {"model": "m", "data": ("-",), "out": "o"}
-    with pytest.raises(ValidationError, match="add --condition none to --no-factorised"):
+    with pytest.raises(ValidationError, match="condition 'token' needs factorised heads; use 'none'"):
         CPOptions(**given, factorised=False)
-    with pytest.raises(ValidationError, match="it needs 3 positions; use --condition token"):
+    with pytest.raises(ValidationError, match="needs 3 positions at least; use 'token'"):
         CPOptions(**given, condition="chain", positions=2)
 
 
@@ -180,7 +177,9 @@ def test_cost_of_a_condition() -> None:
     """Three drafts of rank 2: transforms, matrices that read tokens, and reads of the LM head."""
     target = TargetLayers(model_type="llama", hidden_size=SIZE, vocab_size=64, num_hidden_layers=2)
     counts = [{"drafted": 9.0, "cycles": 9.0, "length": 1.5}] * 3
-    parts = {"timing": {"transform_in_layers": 1.0}, "acceptance": {"greedy": {"by_drafts": counts}, "T": {}}}
+    timing = {"seconds": {"layer": {1: 1.0}, "lm_head": {1: 1.0}}, "lm_head_share": 0.1, "transform_in_layers": 1.0}
+    acceptance = {name: {"by_drafts": counts} for name in ("greedy", "T 0.8")}
+    parts = CPParts.model_validate({"timing": timing, "acceptance": acceptance})
     found = {}
     for condition in ("none", "token", "chain"):
         config = CPConfig(verifier="m", positions=4, rank=2, condition=condition, target=target)

@@ -14,9 +14,10 @@ import pytest
 from conftest import DEMO
 
 from vllm_ppd.heads.calibration.report import report
-from vllm_ppd.heads.calibration.stored import calibration_of, continued, digest
+from vllm_ppd.heads.calibration.run import unfinished
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.in_words import drafts_in_words, in_words, setting_in_words
+from vllm_ppd.heads.io import load_calibration
 from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -55,11 +56,12 @@ def test_calibration_of_another_shape(
         place[places[-1]] = value
         content = json.dumps(data)
     path.write_text(content)
+    capsys.readouterr()
     assert main(["plan", str(folder)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert re.search(message, line) and len(line) <= len("ppd: error: ") + 300, line
     with pytest.raises(HeadsError, match=message):
-        calibration_of(str(folder))
+        load_calibration(folder)
     assert main(["inspect", str(folder)]) == 0  # the server takes them
     assert re.search(rf"^calibrated +.*({message})", capsys.readouterr().out, re.M)
 
@@ -88,23 +90,20 @@ def test_values_in_words() -> None:
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) -> None:
-    """Only parts that are as they were written are kept."""
-    path, fresh = tmp_path / "calibration.json", {"options": {}, "heads_stamp": 1, "parts": {}, "digests": {}}
-    parts = {"timing": {"seconds": {1: 0.5, 10: 0.25}}, "acceptance": {"length": 1.5}}
-    whole = fresh | {"parts": parts, "digests": {name: digest(part) for name, part in parts.items()}}
-    path.write_text(json.dumps(whole))
-    kept = continued(path, json.loads(json.dumps(fresh)))
-    assert kept == json.loads(json.dumps(whole))
-    whole["parts"]["timing"] = []
-    path.write_text(json.dumps(whole))
-    assert list(continued(path, json.loads(json.dumps(fresh)))["parts"]) == ["acceptance"]
+    path, fresh = tmp_path / "calibration.json", {"options": {"seed": 1}, "heads_stamp": 1, "parts": {}}
+    stored = fresh | {"parts": {"acceptance": {"length": 1.5}}}
+    path.write_text(json.dumps(stored))
+    assert unfinished(path, fresh) == stored
+    for other in ({"heads_stamp": 2}, {"options": {"seed": 2}}, {"finished": True}):
+        path.write_text(json.dumps(stored | other))
+        assert unfinished(path, fresh) == fresh
     for odd in ("[]", "{", '{"options": {}, "heads_stamp": 1, "parts": []}', '{"options": []}'):
         path.write_text(odd)
-        assert continued(path, json.loads(json.dumps(fresh))) == fresh
+        assert unfinished(path, fresh) == fresh
     path.unlink()
     path.mkdir()
     with pytest.raises(HeadsError, match=r"calibration\.json .* is a folder"):
-        continued(path, fresh)
+        unfinished(path, fresh)
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", "{", '{"time": [], "command": 3}'])

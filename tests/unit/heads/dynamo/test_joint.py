@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import select
-from vllm_ppd.heads.dynamo.joint_settings import JointSettings
 from vllm_ppd.kernels import joint_threshold as kernels
 from vllm_ppd.kernels.sampling import Sampling
 

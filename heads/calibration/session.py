@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of a calibration share: the target, the heads, and texts that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.calibration.options import CalibrationOptions
+from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
+from vllm_ppd.heads.calibration.timing import time_layers
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.draft_vocabulary import compared
+from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.measured import Timing
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+WINDOW = 512  # tokens of the windows on which perplexities are measured, where documents have so many
+SHORTEST_WINDOW = 32  # in shorter ones hardly a token has as many after it as heads predict
+
+
+class Calibration:
+    """Heads on their target, and texts, each made when a part first asks.
+
+    Args:
+        options: what to measure.
+        config, tensors: of the heads.
+        target: loaded.
+        shared: a calibration of other heads with otherwise the same options, whose texts are taken.
+    """
+
+    def __init__(
+        self,
+        options: CalibrationOptions,
+        config: HeadsConfig,
+        tensors: dict[str, torch.Tensor],
+        target: Target,
+        shared: Calibration | None = None,
+    ) -> None:
+        self.options, self.config, self.tensors, self.target = options, config, tensors, target
+        self._shared = shared
+        self._written: dict[Any, Texts] = {} if shared is None else shared._written
+
+    def autocast(self) -> Any:
+        """Heads run in the target's arithmetic."""
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
+
+    @cached_property
+    def prompts(self) -> Padded:
+        """The records' own, or stretches of their texts."""
+        if self._shared is not None:
+            return self._shared.prompts
+        options, target = self.options, self.target
+        longest = (target.max_length or 1 << 30) - options.new_tokens
+        prompts = record_prompts(options.data, target, options.prompts, longest)
+        return prompts or Padded(take_prompts(options.data, target, options.prompts, options.prompt_tokens), None)
+
+    @cached_property
+    def greedy(self) -> Texts:
+        return self.write(0.0)
+
+    @cached_property
+    def sampled(self) -> Texts:
+        return self.write(self.options.temperature)
+
+    def texts(self) -> Iterator[tuple[str, Texts]]:
+        """The greedy texts and the sampled ones, by the names that parts have for them."""
+        yield "greedy", self.greedy
+        yield f"T {self.options.temperature:g}", self.sampled
+
+    def write(self, temperature: float, **sampling: Any) -> Texts:
+        """Texts of the target after the prompts; the same texts for the same temperature and sampling."""
+        key = (temperature, *sorted(sampling.items()))
+        if key not in self._written:
+            torch.manual_seed(self.options.seed)
+            size, (ids, starts) = max(32, self.options.batch), self.prompts
+            self._written[key] = generate(
+                self.target, ids, self.options.new_tokens, temperature, size, starts, **sampling
+            )
+        return self._written[key]
+
+    @cached_property
+    def windows(self) -> list[Batch]:
+        """The data itself, at most as many windows as there are prompts; see data_windows."""
+        if self._shared is not None:
+            return self._shared.windows
+        return data_windows(self.options.data, self.target, self.options.prompts, self.options.batch)
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device, as vLLM has it."""
+        device = self.target.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+    def timing(self) -> Timing:
+        """Seconds of a layer and an LM head by batch size, and what they say of heads.
+
+        What a transform costs is told by its weights: timed by itself it would be read from the processor's cache.
+        """
+        target = self.target
+        seconds = time_layers(target, self.options.batch_sizes, self.autocast)
+        smallest = min(self.options.batch_sizes)
+        layers, lm_head = target.num_layers * seconds.layer[smallest], seconds.lm_head[smallest]
+        weights = sum(parameter.numel() for parameter in target.layers[-1].parameters())
+        return Timing(
+            seconds=seconds,
+            lm_head_share=round(lm_head / (layers + lm_head), 4),
+            transform_in_layers=round(target.hidden_size**2 / weights, 4),
+        )
+
+    def vocabularies(self) -> list[tuple[torch.Tensor, float]]:
+        """Draft vocabularies shorter than the whole, each with the share of the training text that it covers."""
+        if self.config.counts_tensor is None:
+            return []
+        shorter = compared(self.tensors[self.config.counts_tensor], self.config.draft_vocab_size)
+        return [(token_ids.to(self.target.device), round(share, 4)) for token_ids, share in shorter]
+
+
+def data_windows(data: Sequence[str], target: Target, most: int, size: int) -> list[Batch]:
+    """Data as unpacked windows of the same length, for teacher-forced likelihoods.
+
+    Args:
+        data: files, and folders of them.
+        target: the model.
+        most: windows at most.
+        size: windows of a batch.
+
+    Raises:
+        TrainingError: if no document has SHORTEST_WINDOW tokens.
+    """
+    length, count = _lengths(data, target, most)
+    prompts = take_prompts(data, target, count, length, report=False)
+    positions = torch.arange(length, device=prompts.device)
+    return [Batch(ids, positions.expand(len(ids), -1)) for ids in prompts.split(size)]
+
+
+def _lengths(data: Sequence[str], target: Target, most: int) -> tuple[int, int]:
+    """Tokens of a window, and how many windows the data holds.
+
+    Where no document has WINDOW tokens, a window has as many as the longest document.
+    """
+    windows = longest = as_long = 0
+    documents = Documents(data, lambda: target.tokenizer, report=False)
+    for ids in documents.token_ids():
+        windows += len(documents.special.pieces(ids, WINDOW))
+        if windows >= most:
+            return WINDOW, most
+        if len(ids) > longest:
+            longest, as_long = len(ids), 0
+        as_long += len(ids) == longest
+    if windows:
+        return WINDOW, windows
+    if longest < SHORTEST_WINDOW:
+        raise TrainingError(
+            f"the longest document of the data has {longest} tokens, and likelihoods are measured on "
+            f"{SHORTEST_WINDOW} at least: give longer documents"
+        )
+    return longest, min(as_long, most)
