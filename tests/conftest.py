@@ -207,11 +207,6 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def step_tokens(runner: Any) -> int:
-    """Tokens of the step that a model runner runs now, without rows of padding."""
-    return int(runner.query_start_loc.np[runner.input_batch.num_reqs])
-
-
 def drafter_of(llm: Any) -> Any:
     """Our proposer in an engine in this process."""
     return runner_of(llm).drafter

@@ -42,10 +42,10 @@ class Watch:
         return call
 
     def around(self, call: Callable[..., Any], on: bool) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             before, self.on = self.on, on
             try:
-                return call(*args)
+                return call(*args, **kwargs)
             finally:
                 self.on = before
 

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import ROOT, drafter_of, start_engine, step_tokens
+from conftest import ROOT, drafter_of, start_engine
 
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS, adapter_path
 from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
@@ -44,8 +44,8 @@ def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
 
 def whole_model(proposer: DeferredKVProposer, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """vLLM's own forward of the decoder, the class's method that the cut replaced on the instance."""
-    decoder = proposer.target.cut.adapter.decoder
-    if not isinstance(proposer.target.cut.adapter, TransformersAdapter):
+    decoder = proposer.host.target.cut.adapter.decoder
+    if not isinstance(proposer.host.target.cut.adapter, TransformersAdapter):
         return type(decoder).forward(decoder, input_ids, positions, None)
     output = type(decoder).forward(
         decoder, input_ids=input_ids[None], position_ids=positions[None], use_cache=False, return_dict=False
@@ -84,17 +84,17 @@ def test_cut_is_exact(
     differences: dict[str, list[float]] = {"cut": [], "deferred": []}
     original = DeferredKVProposer.forward
 
-    def compare(self: DeferredKVProposer, positions: torch.Tensor) -> torch.Tensor | None:
-        input_ids = self.runner.input_ids.gpu[: positions.shape[0]]
-        # Rows of padding, which this machine may be faster with, come to what nobody reads.
-        tokens = step_tokens(self.runner)
+    def compare(
+        self: DeferredKVProposer, input_ids: torch.Tensor | None, positions: torch.Tensor
+    ) -> torch.Tensor | None:
+        ids = self.runner.input_ids.gpu[: positions.shape[0]]
         # The same tokens in one batch three ways; the KV they write is the same each time.
-        whole = whole_model(self, input_ids, positions)[:tokens].clone()
-        stacks = self.target.cut.forward(input_ids, positions)[:tokens].clone()
+        whole = whole_model(self, ids, positions).clone()
+        stacks = self.host.target.cut.forward(ids, positions).clone()
         differences["cut"].append((stacks - whole).abs().max().item())
-        deferred = original(self, positions)
+        deferred = original(self, input_ids, positions)
         if deferred is not None:
-            differences["deferred"].append((deferred[:tokens] - whole).abs().max().item())
+            differences["deferred"].append((deferred - whole).abs().max().item())
         return deferred
 
     monkeypatch.setattr(DeferredKVProposer, "forward", compare)

@@ -49,6 +49,8 @@ class DummyBatch:
         params = SamplingParams(temperature=1.0, max_tokens=self.runner.max_model_len, extra_args={EPS_B: 0.0})
         for start in range(0, len(self.names), at_once):
             output = SchedulerOutput.make_empty()
+            # The runner hears of the end of an idle engine's last requests with the next step.
+            output.finished_req_ids = set(self.runner.requests) - set(self.names)
             output.scheduled_new_reqs = [
                 NewRequestData(
                     req_id=self.names[i],
