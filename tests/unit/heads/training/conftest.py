@@ -14,6 +14,8 @@ from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training.recipe import Recipe
+from vllm_ppd.heads.training.tokens import Batch
 
 COMMON = {
     "steps": 12, "sequence_length": 64, "batch_size": 4, "precision": "float32", "stored_dtype": "float32",
@@ -59,20 +61,20 @@ def command(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Call
 
 
 @pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[int]]:
-    """stop_at(count): press Ctrl-C in the count-th computation of a loss; returns the list of all their steps."""
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Batch]]:
+    """stop_at(count): press Ctrl-C in the count-th computation of a training loss; returns the batches of all."""
 
-    def stop(count: int) -> list[int]:
-        steps: list[int] = []
-        compute = loop._Run._loss_and_gradient
+    def stop(count: int) -> list[Batch]:
+        batches: list[Batch] = []
+        compute = Recipe.forward
 
-        def counted(self: Any, *args: Any) -> Any:
-            steps.append(self.facts.step)
-            if len(steps) == count:
+        def counted(self: Recipe, batch: Batch) -> Any:
+            batches.append(batch)
+            if len(batches) == count:
                 os.kill(os.getpid(), signal.SIGINT)
-            return compute(self, *args)
+            return compute(self, batch)
 
-        monkeypatch.setattr(loop._Run, "_loss_and_gradient", counted)
-        return steps
+        monkeypatch.setattr(Recipe, "forward", counted)
+        return batches
 
     return stop

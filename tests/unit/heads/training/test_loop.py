@@ -135,15 +135,15 @@ def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Callable[...
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stopped_run_continues_to_the_same_heads(
-    train: Train, tmp_path: Path, stop_at: Callable[[int], list[int]], kind: str
+    train: Train, tmp_path: Path, stop_at: Callable[..., Any], kind: str
 ) -> None:
     whole = train(kind, out="whole")
-    steps = stop_at(6)
+    batches = stop_at(6)
     with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
         train(kind, out="parts")
     assert not (tmp_path / "parts" / "config.json").exists()
     parts = train(kind, out="parts")
-    assert len(steps) == 13, "the steps before the stop are not done again"
+    assert len(batches) == 13, "the steps before the stop are not done again"
     ours, theirs = load_file(parts / "model.safetensors"), load_file(whole / "model.safetensors")
     assert set(ours) == set(theirs)
     for name, tensor in ours.items():
@@ -172,7 +172,7 @@ def test_killed_run_continues(command: Command, tmp_path: Path) -> None:
 
 
 def test_diverging_loss_stops_and_keeps_the_last_good(
-    train: Train, tmp_path: Path, stop_at: Callable[[int], list[int]]
+    train: Train, tmp_path: Path, stop_at: Callable[..., Any]
 ) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
