@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -254,20 +255,46 @@ def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pyte
         train(batch_size=2)
 
 
+def in_two_processes(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "vllm_ppd.vllm_plugins.cli.main"]
+    return subprocess.Popen(
+        [sys.executable, *launch, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
 def test_two_processes_train_what_one_does(command: Command, tmp_path: Path) -> None:
     """torchrun with accelerate: halves of every batch, averaged gradients; one summary."""
     more = ("--steps", "6", "--stored-dtype", "float32")
     assert main(command(*more, out="alone")) == 0
-    run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m",
-         "vllm_ppd.vllm_plugins.cli.main", *command(*more, out="several")],
-        capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=tmp_path,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.count("wrote") == 1
+    run = in_two_processes(command(*more, out="several"), tmp_path)
+    text, errors = run.communicate()
+    assert run.returncode == 0, errors[-2000:]
+    assert text.count("wrote") == 1
     expected = load_file(tmp_path / "alone" / "model.safetensors")
     for name, tensor in load_file(tmp_path / "several" / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.full
+def test_two_processes_stop_at_the_same_step_and_continue(command: Command, tmp_path: Path) -> None:
+    """A signal reaches them at different steps; only they know the optimiser's state, so they must agree."""
+    more = ("--steps", "60", "--stored-dtype", "float32", "--evaluation-tokens", "64")
+    whole = in_two_processes(command(*more, out="whole"), tmp_path)
+    assert whole.communicate() and whole.returncode == 0
+    run = in_two_processes(command(*more, out="parts"), tmp_path)
+    curve, deadline = tmp_path / "parts" / "curve.jsonl", time.monotonic() + 300
+    while not (curve.is_file() and '"loss"' in curve.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGTERM)
+    run.communicate()
+    facts = read_facts(tmp_path / "parts" / WORK / STATE)
+    assert facts is not None and 0 < facts.step < 60, "stopped too early or too late to tell"
+    assert main(command(*more, out="parts")) == 2, "one process does not continue what two began"
+    again = in_two_processes(command(*more, out="parts"), tmp_path)
+    assert again.communicate() and again.returncode == 0
+    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("parts", "whole"))
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 
 def test_ppds_recipe_is_the_default_of_its_head_and_loss() -> None:
