@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everyone who takes a heads folder, up to where a model would load, and ways to damage one."""
+"""Everyone who reads a heads folder, up to where a model would load, and damages of a folder."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Refused(Exception):
     """A command of ours ended with exit code 2."""
 
 
-class Ways:
-    """The ways in; each takes the name of a folder."""
+class Readers:
+    """What reads a heads folder, by a name for it; each takes the name of a folder."""
 
     def __init__(self, model: Path) -> None:
         self.model = str(model)
@@ -58,16 +58,16 @@ class Ways:
 
     def serve(self, folder: str) -> Any:
         """What EngineArgs.create_engine_config does first."""
-        found, _, asked = arg_utils.maybe_override_with_speculators(
+        target, _, asked = arg_utils.maybe_override_with_speculators(
             model=folder, tokenizer=None, trust_remote_code=False, vllm_speculative_config=None
         )
-        assert found == self.model
+        assert target == self.model
         return self.server(speculative_config=asked)
 
-    def refusal(self, way: str, folder: str) -> str | None:
+    def refusal(self, reader: str, folder: str) -> str | None:
         """The one line with which a folder is refused; None if it is taken."""
         try:
-            self.of[way](folder)
+            self.of[reader](folder)
         except (HeadsError, OptionError, Refused) as error:
             line = str(error)
             assert "\n" not in line, line

@@ -219,7 +219,7 @@ def test_requests(engine: Callable[..., Any]) -> None:
     rng = random.Random(36)
     llm, alone = engine({"method": "ppd"}), engine()
     witnesses, witness = prompts(2, 60), greedy(12)
-    expected = [list(one.outputs[0].token_ids) for one in alone.generate(witnesses, witness, use_tqdm=False)]
+    expected = [list(output.outputs[0].token_ids) for output in alone.generate(witnesses, witness, use_tqdm=False)]
     answered = refused = 0
 
     def run(which: Any, requests: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def test_requests(engine: Callable[..., Any]) -> None:
 
     for batch in range(BATCHES):
         odd = [params for params in (parameters(body(rng)) for _ in range(8)) if params is not None]
-        plain = {f"{batch}-plain-{i}": (one, witness) for i, one in enumerate(witnesses)}
+        plain = {f"{batch}-plain-{i}": (prompt, witness) for i, prompt in enumerate(witnesses)}
         asked = {f"{batch}-{i}": (prompts(8, 40)[i], params) for i, params in enumerate(odd)}
         done = run(llm, {**asked, **plain})
         assert [list(done[name].outputs[0].token_ids) for name in plain] == expected

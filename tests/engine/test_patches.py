@@ -125,8 +125,8 @@ def test_parameters_are_those_that_ours_have(symbol: str, parameters: str) -> No
 
 @pytest.mark.parametrize(("symbol", "code", "times", "otherwise"), CODE)
 def test_code_that_ours_relies_on(symbol: str, code: str, times: int | None, otherwise: str) -> None:
-    found = inspect.getsource(resolved(symbol)).count(code)
-    assert found == times or (times is None and found), otherwise
+    count = inspect.getsource(resolved(symbol)).count(code)
+    assert count == times or (times is None and count), otherwise
 
 
 @pytest.mark.parametrize(("owner", "fields"), FIELDS)

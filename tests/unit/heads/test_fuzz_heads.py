@@ -25,7 +25,7 @@ import heads_folders
 import pytest
 import torch
 from damages import ODD, RULES, places
-from refusals import Ways
+from refusals import Readers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -41,8 +41,8 @@ OTHERWISE = {
 
 
 @pytest.fixture(scope="module")
-def ways(tiny_model: Callable[..., Path]) -> Ways:
-    return Ways(tiny_model())
+def readers(tiny_model: Callable[..., Path]) -> Readers:
+    return Readers(tiny_model())
 
 
 # ---- what is harmful
@@ -153,7 +153,7 @@ def within(seconds: int, what: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_damaged_heads_folders(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+def test_damaged_heads_folders(readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     memory, verdicts = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for case in range(CASES):
         rng, folder = random.Random(f"{kind} {case}"), tmp_path / f"{kind}{case}"
@@ -161,10 +161,10 @@ def test_damaged_heads_folders(ways: Ways, whole_heads: Callable[[str], Path], t
         told = f"case {case}: {RULES[case % len(RULES)](folder, rng)}"
         verdict = judged(folder, whole_heads(kind))
         verdicts.append(verdict)
-        for name in ways.of:
+        for name in readers.of:
             started = time.process_time()
             with within(SECONDS, f"{told}, {name}"):
-                line = ways.refusal(name, str(folder))
+                line = readers.refusal(name, str(folder))
             assert time.process_time() - started < SECONDS, told
             assert verdict != HARMFUL or line is not None, f"{told}: {name} takes it"
             assert verdict != HARMLESS or line is None, f"{told}: {name} refuses what is harmless: {line}"
@@ -175,7 +175,7 @@ def test_damaged_heads_folders(ways: Ways, whole_heads: Callable[[str], Path], t
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_damaged_reports(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+def test_damaged_reports(readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     """A plan, or one line; whoever does not read them takes the heads."""
     folder = Path(shutil.copytree(whole_heads(kind), tmp_path / kind))
     path, content = folder / "calibration.json", (whole_heads(kind) / "calibration.json").read_text()
@@ -192,10 +192,10 @@ def test_damaged_reports(ways: Ways, whole_heads: Callable[[str], Path], tmp_pat
         path.write_text(json.dumps(data) if case % 5 else content[: rng.randrange(len(content))])
         told = f"case {case}: {parents}, {last} is {value!r}"[:200]
         with within(SECONDS, told):
-            refused += ways.refusal("plan", str(folder)) is not None
-            assert ways.refusal("inspect", str(folder)) is None, told
+            refused += readers.refusal("plan", str(folder)) is not None
+            assert readers.refusal("inspect", str(folder)) is None, told
     assert refused > CASES / 2
-    assert ways.refusal("model alone", str(folder)) is None
+    assert readers.refusal("model alone", str(folder)) is None
 
 
 @pytest.mark.parametrize("program", ["ppd", "vllm"])

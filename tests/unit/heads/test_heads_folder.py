@@ -14,7 +14,7 @@ from typing import Any
 import heads_folders
 import pytest
 import torch
-from refusals import SERVE, Damage, Ways, config_text, edited, tensor, with_value
+from refusals import SERVE, Damage, Readers, config_text, edited, tensor, with_value
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -29,19 +29,19 @@ Model = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def ways(tiny_model: Model) -> Ways:
-    return Ways(tiny_model())
+def readers(tiny_model: Model) -> Readers:
+    return Readers(tiny_model())
 
 
 @pytest.fixture
-def refused_by_all(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path) -> Callable[..., None]:
+def refused_by_all(readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path) -> Callable[..., None]:
     """refused_by_all(kind, damage, message): a folder of a kind, damaged."""
 
     def check(kind: str, damage: Damage, message: str) -> None:
         folder = Path(shutil.copytree(whole_heads(kind), tmp_path / kind))
         damage(folder)
-        for name in ways.of:
-            line = ways.refusal(name, str(folder))
+        for name in readers.of:
+            line = readers.refusal(name, str(folder))
             assert line is not None, f"{name} takes it"
             assert re.search(message, line), f"{name}: {line}"
 
@@ -49,8 +49,8 @@ def refused_by_all(ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_sound_heads_are_taken(ways: Ways, whole_heads: Callable[[str], Path], kind: str) -> None:
-    assert {name: ways.refusal(name, str(whole_heads(kind))) for name in ways.of} == dict.fromkeys(ways.of)
+def test_sound_heads_are_taken(readers: Readers, whole_heads: Callable[[str], Path], kind: str) -> None:
+    assert {name: readers.refusal(name, str(whole_heads(kind))) for name in readers.of} == dict.fromkeys(readers.of)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_files_that_are_not_regular(
     refused_by_all("cp", damage, f"{name}.*({message})|({message}) {name}")
 
 
-def test_names_that_are_no_folder(ways: Ways, whole_heads: Callable[[str], Path]) -> None:
+def test_names_that_are_no_folder(readers: Readers, whole_heads: Callable[[str], Path]) -> None:
     for folder, message in (
         ("/" + "a" * 5000, r"'/aaa.*aaa'"),
         ("a/" * 2500, r"'a/a/.*a/'"),
@@ -220,11 +220,11 @@ def test_names_that_are_no_folder(ways: Ways, whole_heads: Callable[[str], Path]
         (str(whole_heads("cp") / "config.json"), "is a file"),
         ("nul\0", r"'nul\\x00'"),
     ):
-        for name in ways.of.keys() - {SERVE}:
-            line = ways.refusal(name, folder)
+        for name in readers.of.keys() - {SERVE}:
+            line = readers.refusal(name, folder)
             assert line is not None, f"{name} takes {folder[:20]}"
             assert re.search(message, line), f"{name}: {line}"
-    line = ways.refusal(SERVE, "/" + "a" * 5000)
+    line = readers.refusal(SERVE, "/" + "a" * 5000)
     assert line is not None
     assert re.search("'/aaa.*aaa' cannot be served: its name is too long", line)
 

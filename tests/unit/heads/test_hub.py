@@ -19,7 +19,7 @@ from conftest import patterned_texts, write_texts
 from hub import TOKEN, Hub, at, running_hub, use
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
-from refusals import SERVE, Refused, Ways, command, tensor, with_value
+from refusals import SERVE, Readers, Refused, command, tensor, with_value
 from vllm import envs
 
 from vllm_ppd.heads.errors import HeadsError
@@ -54,8 +54,8 @@ def hub(
 
 
 @pytest.fixture
-def ways(tiny_model: Model) -> Ways:
-    return Ways(tiny_model())
+def readers(tiny_model: Model) -> Readers:
+    return Readers(tiny_model())
 
 
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,13 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_name("acme/x") is None, "a folder of this disk goes before the Hub"
 
 
-def test_every_way_in_takes_a_name(hub: Hub, ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_in_takes_a_name(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("refusals.method_of", lambda _: "cp")
-    for name in ways.of:
-        assert ways.refusal(name, NAME) is None, name
+    for name in readers.of:
+        assert readers.refusal(name, NAME) is None, name
     # The server's processes are told the commit, so that all of them draft with the same heads.
     commit = hub.commit(NAME, "main")
-    config = ways.server(spec_model=NAME)
+    config = readers.server(spec_model=NAME)
     assert config.model == f"{NAME}@{commit}"
     assert config.num_speculative_tokens == 2
     asked = len(hub.requests)
@@ -114,26 +114,28 @@ def test_inspect_refuses_by_the_header(hub: Hub, whole_heads: Callable[[str], Pa
 
 
 def test_server_refuses_damaged_weights(
-    hub: Hub, ways: Ways, whole_heads: Callable[[str], Path], tmp_path: Path
+    hub: Hub, readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "damaged")
     tensor("cp.gate", with_value(float("nan")))(folder)
     hub.add("acme/damaged", folder)
     for name in ("model alone", SERVE, "calibrate"):
-        assert "not finite" in str(ways.refusal(name, "acme/damaged")), name
+        assert "not finite" in str(readers.refusal(name, "acme/damaged")), name
 
 
-def test_revisions(hub: Hub, whole_heads: Callable[[str], Path], tiny_model: Model, tmp_path: Path, ways: Ways) -> None:
+def test_revisions(
+    hub: Hub, whole_heads: Callable[[str], Path], tiny_model: Model, tmp_path: Path, readers: Readers
+) -> None:
     hub.add(NAME, heads_folders.make_heads(tmp_path / "v2", "cp", tiny_model(), num_speculative_tokens=1), "v2")
     commit = str(hub.commit(NAME, "v2"))
     assert pinned(f"{NAME}@v2", "config.json") == f"{NAME}@{commit}"
     for name in ("v2", commit):
-        assert ways.server(spec_model=f"{NAME}@{name}").num_speculative_tokens == 1
+        assert readers.server(spec_model=f"{NAME}@{name}").num_speculative_tokens == 1
     found = served_heads(f"{NAME}@v2", None)
     assert found is not None
     assert found[0] == str(tiny_model())
     assert found[1]["model"] == f"{NAME}@{commit}"
-    assert "@v9': the Hub has no such revision" in str(ways.refusal("model alone", f"{NAME}@v9"))
+    assert "@v9': the Hub has no such revision" in str(readers.refusal("model alone", f"{NAME}@v9"))
     with pytest.raises(OptionError, match=r"--revision is the target's; name theirs as ORGANISATION/NAME@REVISION"):
         served_heads(NAME, None, "v2")
 
@@ -158,14 +160,14 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Model, monkeypatch:
 
 
 def test_bad_names_and_hubs_that_do_not_answer_are_one_line(
-    hub: Hub, ways: Ways, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands = ("method and model", "model alone", "inspect", "plan", "calibrate")
 
     def refused(name: str, message: str) -> None:
-        for way in commands:
-            line = ways.refusal(way, name)
-            assert line is not None and message in line, f"{way}: {line}"
+        for command_name in commands:
+            line = readers.refusal(command_name, name)
+            assert line is not None and message in line, f"{command_name}: {line}"
 
     refused("acme/nobody", f"is neither a folder nor a repository on {hub.url} that you may read")
     hub.gated = {NAME}
@@ -182,28 +184,28 @@ def test_bad_names_and_hubs_that_do_not_answer_are_one_line(
     )
 
 
-def test_the_cache_is_enough(hub: Hub, ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_enough(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, and where the Hub is down."""
     folder_of(NAME, "config.json", "model.safetensors")
     hub.broken = True
     asked = len(hub.requests)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in ("model alone", SERVE, "inspect"):
-        assert ways.refusal(name, NAME) is None, name
+        assert readers.refusal(name, NAME) is None, name
     assert len(hub.requests) == asked
 
 
-def test_tokens(hub: Hub, ways: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = {NAME}
-    assert "log in" in str(ways.refusal("inspect", NAME))
-    assert ways.server(spec_model=NAME, hf_token=TOKEN) is not None, "vLLM's --hf-token"
+    assert "log in" in str(readers.refusal("inspect", NAME))
+    assert readers.server(spec_model=NAME, hf_token=TOKEN) is not None, "vLLM's --hf-token"
     monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE + "-2")
     Path(constants.HF_TOKEN_PATH).write_text(TOKEN)  # as `hf auth login` leaves it
-    assert ways.refusal("inspect", NAME) is None
+    assert readers.refusal("inspect", NAME) is None
     Path(constants.HF_TOKEN_PATH).unlink()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", constants.HF_HUB_CACHE + "-3")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert ways.refusal("inspect", NAME) is None
+    assert readers.refusal("inspect", NAME) is None
 
 
 def test_train_and_calibrate(hub: Hub, tiny_model: Model, tmp_path: Path) -> None:
