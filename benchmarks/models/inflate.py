@@ -51,21 +51,14 @@ RULES: dict[str, Rule] = {
     "input_layernorm.weight": (UNREAD_HIDDEN,),
     "post_attention_layernorm.weight": (UNREAD_HIDDEN,),
     "self_attn.q_proj.weight": (QUERY, HIDDEN),
-    "self_attn.q_proj.bias": (QUERY,),
     "self_attn.k_proj.weight": (KEY, HIDDEN),
-    "self_attn.k_proj.bias": (KEY,),
     "self_attn.v_proj.weight": (KEY, HIDDEN),
-    "self_attn.v_proj.bias": (KEY,),
     "self_attn.q_norm.weight": (None,),
     "self_attn.k_norm.weight": (None,),
     "self_attn.o_proj.weight": (HIDDEN, UNREAD_QUERY),
-    "self_attn.o_proj.bias": (HIDDEN,),
     "mlp.gate_proj.weight": (NEURONS, HIDDEN),
-    "mlp.gate_proj.bias": (NEURONS,),
     "mlp.up_proj.weight": (NEURONS, HIDDEN),
-    "mlp.up_proj.bias": (NEURONS,),
     "mlp.down_proj.weight": (HIDDEN, UNREAD_NEURONS),
-    "mlp.down_proj.bias": (HIDDEN,),
 }
 # An EAGLE layer has no input norm whose zeros hide the repeated channels: its own matrices have to be zero there.
 EAGLE: dict[str, Rule] = {
@@ -129,15 +122,16 @@ def filled(tensor: torch.Tensor, shape: list[int]) -> torch.Tensor:
 
 
 def rule_of(name: str, rules: Mapping[str, Rule] = RULES) -> Rule:
-    """The rule of a tensor of the target or of a layer like its own.
+    """The rule of a tensor of the target or of a layer like its own; a bias grows as its weight's first dimension.
 
     Raises:
         BenchError: for a tensor that is not of the Llama family.
     """
-    words = name.split(".")
-    for suffix in (".".join(words[start:]) for start in range(len(words))):
+    words = name.removesuffix(".bias").split(".")
+    ending = ".weight" if name.endswith(".bias") else ""
+    for suffix in (".".join(words[start:]) + ending for start in range(len(words))):
         if suffix in rules:
-            return rules[suffix]
+            return rules[suffix][:1] if ending else rules[suffix]
     raise BenchError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}), which alone is inflated")
 
 

@@ -105,8 +105,10 @@ def convert(gguf: Path, folder: Path) -> None:
     import transformers as tf
 
     # Newer transformers keep the weights packed unless they are told otherwise.
-    how: dict[str, Any] = {"quantization_config": tf.GgufConfig(dequantize=True)} if hasattr(tf, "GgufConfig") else {}
-    packed = tf.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **how)
+    unpack: dict[str, Any] = {}
+    if hasattr(tf, "GgufConfig"):
+        unpack["quantization_config"] = tf.GgufConfig(dequantize=True)
+    packed = tf.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **unpack)
     tokenizer = tf.AutoTokenizer.from_pretrained(
         gguf.parent, gguf_file=gguf.name, model_max_length=MOST_TOKENS, clean_up_tokenization_spaces=False
     )

@@ -69,7 +69,7 @@ def sweep(context: Context, folder: str, scheme: str, eps_b: tuple[float, ...]) 
         count, base = len(_prompts(context)[0]), _base_log_probs(context, folder)
         emitted = _emit(context, folder, scheme, torch.tensor(missing).repeat_interleave(count))
         for i, eps in enumerate(missing):
-            texts = emitted.part(slice(i * count, (i + 1) * count))
+            texts = emitted.rows(slice(i * count, (i + 1) * count))
             ours = mean_log_prob(context.calibration(folder), texts.texts)
             points[eps] = Point(
                 eps, texts.tokens_a_pass(), texts.shares(), win_rate(ours, base), float(ours.mean()),

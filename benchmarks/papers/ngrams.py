@@ -6,8 +6,7 @@ Rows emit 1 to n tokens a pass, so the KV cache has holes: places of shorter row
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,24 +18,24 @@ from vllm_ppd.heads.dynamo.joint import select
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 
-@dataclass
-class Emitted:
+class Emitted(NamedTuple):
     """Texts, and how they came about."""
 
     texts: Texts
-    taken: torch.Tensor  # [texts, n] passes that emitted 1, 2, ... n tokens
+    passes: torch.Tensor  # [texts, n] that emitted 1, 2, ... n tokens
 
     def tokens_a_pass(self) -> float:
         """The speed-up if a pass costs what the target's costs."""
-        sizes = torch.arange(1, self.taken.shape[1] + 1)
-        return float((self.taken * sizes).sum() / self.taken.sum().clamp(min=1))
+        sizes = torch.arange(1, self.passes.shape[1] + 1)
+        return float((self.passes * sizes).sum() / self.passes.sum().clamp(min=1))
 
     def shares(self) -> list[float]:
         """Share of passes that emitted 1, 2, ... n tokens."""
-        return (self.taken.sum(0) / self.taken.sum().clamp(min=1)).tolist()
+        return (self.passes.sum(0) / self.passes.sum().clamp(min=1)).tolist()
 
-    def part(self, rows: slice) -> Emitted:
-        return Emitted(self.texts.rows(rows), self.taken[rows])
+    def rows(self, rows: slice) -> Emitted:
+        """Some of the texts."""
+        return Emitted(self.texts.rows(rows), self.passes[rows])
 
 
 @torch.no_grad()
@@ -61,42 +60,39 @@ def emit(
     ids[:, :width] = prompts
     written = torch.zeros(texts, dtype=torch.int64, device=device)
     lengths = torch.full_like(written, tokens)
-    taken = torch.zeros(texts, n, device=device)
+    passes = torch.zeros(texts, n, device=device)
     going = torch.ones(texts, dtype=torch.bool, device=device)
     begin = torch.zeros_like(written) if starts is None else starts
-    everywhere = torch.arange(ids.shape[1], device=device)
-    states_of, given, real = CachedStates(measures, texts), prompts, everywhere[:width] >= begin[:, None]
-    columns = everywhere[:n]
-    progress = tqdm(total=tokens, desc="writing n-grams", mininterval=2, delay=2, leave=False)
-    while bool(going.any()):
-        states = states_of(given, real)
-        seen = ids[:, : width + int(written.max())]
-        place = everywhere[: seen.shape[1]]
-        seen = seen.masked_fill((place < begin[:, None]) | (place >= width + written[:, None]), -1)
-        grams = torch.full((texts, n), -1, device=device)
-        for several in (False, True):
-            rows = torch.nonzero(going & ((eps_b < 1) == several)).squeeze(1)
-            heads = states[: n if several else 1]  # at 1 the others are never asked
-            for part in rows.split(measures.chunk(settings.k, len(heads))) if len(rows) else ():
-                scores = [measures.log_probs(s[part], temperature) for s in heads]
-                choice = select(scores, settings, measures.counts, eps_b=eps_b[part], context=seen[part])
-                grams[part, : len(heads)] = choice.sample(generator)
-        real = grams >= 0
-        given = grams.clamp(min=0)
-        place = (width + written)[:, None] + columns
-        ids.scatter_(1, place, torch.where(real, given, ids.gather(1, place)))
-        order = real.sum(1)
-        taken += (order[:, None] == columns + 1) & going[:, None]
-        ended = real & (given == end) if end is not None else torch.zeros_like(real)
-        first = torch.where(ended, written[:, None] + columns + 1, tokens).amin(1)
-        lengths = torch.where(going, torch.minimum(lengths, first), lengths)
-        written += order
-        going &= ~ended.any(1) & (written < tokens)
-        used = max(int(order.max()), 1)
-        given, real = given[:, :used], real[:, :used]
-        progress.update(int(written[going].min() if bool(going.any()) else tokens) - progress.n)
-    progress.close()
-    return Emitted(Texts(ids[:, : width + tokens], width, lengths, temperature, starts), taken.cpu())
+    places, columns = torch.arange(ids.shape[1], device=device), torch.arange(n, device=device)
+    states_of, newest, real = CachedStates(measures, texts), prompts, places[:width] >= begin[:, None]
+    with tqdm(total=tokens, desc="writing n-grams", mininterval=2, delay=2, leave=False) as progress:
+        while bool(going.any()):
+            states = states_of(newest, real)
+            seen = ids[:, : width + int(written.max())]
+            place = places[: seen.shape[1]]
+            seen = seen.masked_fill((place < begin[:, None]) | (place >= width + written[:, None]), -1)
+            grams = torch.full((texts, n), -1, device=device)
+            for several in (False, True):
+                waiting = torch.nonzero(going & ((eps_b < 1) == several)).squeeze(1)
+                heads = states[: n if several else 1]  # at 1 the others are never asked
+                for rows in waiting.split(measures.chunk(settings.k, len(heads))) if len(waiting) else ():
+                    scores = [measures.log_probs(head[rows], temperature) for head in heads]
+                    choice = select(scores, settings, measures.counts, eps_b=eps_b[rows], context=seen[rows])
+                    grams[rows, : len(heads)] = choice.sample(generator)
+            real, newest = grams >= 0, grams.clamp(min=0)
+            place = (width + written)[:, None] + columns
+            ids.scatter_(1, place, torch.where(real, newest, ids.gather(1, place)))
+            order = real.sum(1)
+            passes += (order[:, None] == columns + 1) & going[:, None]
+            ended = real & (newest == end) if end is not None else torch.zeros_like(real)
+            first = torch.where(ended, written[:, None] + columns + 1, tokens).amin(1)
+            lengths = torch.where(going, torch.minimum(lengths, first), lengths)
+            written += order
+            going &= ~ended.any(1) & (written < tokens)
+            longest = max(int(order.max()), 1)
+            newest, real = newest[:, :longest], real[:, :longest]
+            progress.update(int(written[going].min() if bool(going.any()) else tokens) - progress.n)
+    return Emitted(Texts(ids[:, : width + tokens], width, lengths, temperature, starts), passes.cpu())
 
 
 class CachedStates:
@@ -112,10 +108,10 @@ class CachedStates:
         module: Any
         for token, layer in measures.heads.layers.items():
             for module in layer.modules():
-                if hasattr(module, "layer_idx"):  # copies of the last layer; each needs a place of its own in the cache
+                if hasattr(module, "layer_idx"):  # copies of the last layer; each needs its place in the cache
                     module.layer_idx = measures.target.num_layers + int(token) - 2
 
-    def __call__(self, given: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
+    def __call__(self, tokens: torch.Tensor, real: torch.Tensor) -> list[torch.Tensor]:
         """Take in tokens [texts, width], those that are real: [texts, hidden] of each head, head 1 first."""
         target, heads = self.measures.target, self.measures.heads
         self.mask = torch.cat([self.mask, real], dim=1)
@@ -123,18 +119,17 @@ class CachedStates:
         self.count += real.sum(1, keepdim=True)
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((args, kwargs))
 
-        hook = target.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
+        hook = target.layers[-1].register_forward_pre_hook(record, with_kwargs=True)
         try:
             with self.measures.autocast():
                 output = target.base(
-                    input_ids=given, attention_mask=self.mask.long(), position_ids=positions,
+                    input_ids=tokens, attention_mask=self.mask.long(), position_ids=positions,
                     past_key_values=self.cache, use_cache=True,
                 )  # fmt: skip
-                args, kwargs = calls[0]
-                others = [target.norm(heads(token, args, kwargs)) for token in range(2, heads.tokens + 1)]
+                others = [target.norm(heads(token, *calls[0])) for token in range(2, heads.tokens + 1)]
         finally:
             hook.remove()
         last = (real * torch.arange(real.shape[1], device=real.device)).amax(1)

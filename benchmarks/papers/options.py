@@ -5,13 +5,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.options import Dtype, named
 from vllm_ppd.heads.comma_lists import COMMAS
-
-Name = Annotated[str, Field(min_length=1)]
 
 
 class TablesOptions(BaseModel):
@@ -26,7 +24,7 @@ class TablesOptions(BaseModel):
         "`category` is also shown by itself), or texts; tables of one task take the first",
     )
     heads: tuple[str, ...] = Field((), description="heads folders; of one kind there may be several (CP ranks)")
-    only: tuple[Name, ...] = Field(
+    only: Annotated[tuple[str, ...], COMMAS] = Field(
         (), description="tables (ppd-2, cp-1, dynamo-fig-5) or whole papers (ppd), with commas between; default: all"
     )
     out: str = Field("tables.json", description="results; a run adds to those that are there")
@@ -52,12 +50,6 @@ class TablesOptions(BaseModel):
     seed: int = Field(0, description="seed of sampled texts and engines")
     device: str = Field("auto", description="cpu, cuda, cuda:1, ...; where no engine is needed")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
-
-    @field_validator("only", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        parts = [value] if isinstance(value, str) else value
-        return tuple(name for part in parts for name in part.replace(" ", "").split(",") if name)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -94,5 +86,5 @@ class AcceptanceOptions(DecodeOptions):
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        own = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
-        return {**super().engine_arguments, **own, **self.engine}
+        cached = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
+        return {**super().engine_arguments, **cached, **self.engine}

@@ -9,20 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 
-def _values(found: Any) -> Any:
+def _values(data: Any) -> Any:
     """JSON's keys as the numbers that they are, and lists as tuples."""
-    if isinstance(found, dict):
-        return {_number(key): _values(value) for key, value in found.items()}
-    return tuple(map(_values, found)) if isinstance(found, list) else found
-
-
-def _number(key: str) -> Any:
-    return json.loads(key) if key.replace(".", "").isdigit() else key
+    if isinstance(data, dict):
+        return {json.loads(key) if key.replace(".", "").isdigit() else key: _values(data[key]) for key in data}
+    return tuple(map(_values, data)) if isinstance(data, list) else data
 
 
 def _paper(name: str) -> Any:
-    tables = {key: entry["values"] for key, entry in _ALL[name].items() if key != "about"}
-    return SimpleNamespace(**{key: _values(values) for key, values in tables.items()})
+    return SimpleNamespace(**{key: _values(table["values"]) for key, table in _ALL[name].items() if key != "about"})
 
 
 _ALL = json.loads(Path(__file__).with_name("published.json").read_text())

@@ -74,8 +74,8 @@ def test_make_calls_these_rules() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_have_options_of_their_kind(name: str) -> None:
     kind, options = options_of(name)
-    found = KINDS[kind].options(**options, model="any", data=("any",), out="any")
-    assert all(getattr(found, field) == value for field, value in options.items())
+    whole = KINDS[kind].options(**options, model="any", data=("any",), out="any")
+    assert all(getattr(whole, field) == value for field, value in options.items())
 
 
 def test_recipes_extend_each_other() -> None:

@@ -62,11 +62,11 @@ def options(
     Engine.turns, Engine.stop_after = 0, 99
     data = tmp_path / "ids.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": [n] * n}) + "\n" for n in range(1, 6)))
-    given = {
+    small = {
         "model": str(tiny_model()), "data": (f"ids={data}",), "plain": ("ngram",), "batch_sizes": (2,),
         "new_tokens": TOKENS, "out": str(tmp_path / "acceptance.json"), "also": ('broken={"method": "ngram"}',),
     }  # fmt: skip
-    return lambda **changes: AcceptanceOptions(**{**given, **changes})
+    return lambda **changes: AcceptanceOptions(**{**small, **changes})
 
 
 def test_tables_tell_what_is_accepted_and_equal(options: Callable[..., AcceptanceOptions]) -> None:

@@ -69,7 +69,7 @@ def test_ngrams_are_as_long_as_thresholds_allow(drafted: Context) -> None:
     assert write(plain, 0.0).shares() == [0, 0, 1] and write(plain, 0.0).tokens_a_pass() == 3
     assert write(plain, 1.0).shares() == [1, 0, 0]
     between = write(plain, 0.3)
-    assert 1 < between.tokens_a_pass() < 3 and between.part(slice(0, 2)).texts.ids.shape == (2, 8 + 9)
+    assert 1 < between.tokens_a_pass() < 3 and between.rows(slice(0, 2)).texts.ids.shape == (2, 8 + 9)
 
 
 def test_the_best_token_alone_is_the_targets_greedy_text(drafted: Context) -> None:
