@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/adding-a-kind-of-heads.md: its fifth kind is trained, described, calibrated and planned with, by every command."""
+"""docs/adding-a-kind-of-heads.md: its fifth kind is trained, described, calibrated and planned with."""
 
 from __future__ import annotations
 
