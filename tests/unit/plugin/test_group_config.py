@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
@@ -29,7 +30,6 @@ from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
-from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 
 Model = Callable[..., Path]
@@ -90,43 +90,46 @@ def test_progress() -> None:
         ({}, True, 3),
         ({"extra_args": {"ppd_draft": False}}, True, 0),
         ({"repetition_penalty": 1.2}, True, 0),
-        ({"logprobs": 0}, False, 3),
-        ({"logprob_token_ids": [5]}, False, 3),
+        ({"logprobs": 0}, False, 0),
+        ({"logprob_token_ids": [5]}, False, 0),
         ({"thinking_token_budget": 0}, False, 0),
     ],
 )
-def test_who_takes_ticks(settings: dict[str, Any], decode: bool, room: int) -> None:
+def test_which_requests_are_given_placeholders(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], decode: bool, room: int
+) -> None:
     """What a request asks for: whether its batch may go on in a step, and by how many tokens itself."""
     scheduler: Any = object.__new__(GroupScheduler)
-    scheduler.placeholders = 3
-    scheduler.running = [
-        SimpleNamespace(
-            num_computed_tokens=5, num_tokens=6, num_output_tokens=2, max_tokens=40,
-            sampling_params=SamplingParams(max_tokens=40, **options),
-        )
-        for options in ({}, settings)
-    ]  # fmt: skip
+    scheduler.placeholders, scheduler.most_requests, scheduler.running = 3, 8, []
+    for name, options in (("free", {}), ("asked", settings)):
+        request = Request(name, [1] * 5, SamplingParams(max_tokens=40, **options), None)
+        request.append_output_token_ids([7, 7])
+        request.num_computed_tokens = 6
+        scheduler.running.append(request)
     scheduler.get_request_counts = lambda: (len(scheduler.running), 0)
-    assert scheduler._all_decode() == decode
-    assert [scheduler._room(request) for request in scheduler.running] == [3, room]
+    monkeypatch.setattr(Scheduler, "schedule", lambda self: SchedulerOutput.make_empty())
+    scheduler.schedule()
+    assert [len(request.spec_token_ids) for request in scheduler.running] == ([3, room] if decode else [0, 0])
 
 
 @pytest.mark.parametrize(
-    ("drafts", "requests", "allowed"),
+    ("drafts", "requests", "allowance"),
     [
-        ([PLACEHOLDER] * 2, 2, {"0": 3, "1": 1}),
+        ([PLACEHOLDER] * 2, 2, [3, 1]),
         ([-1] * 2, 2, None),  # vLLM's padding
         ([PLACEHOLDER] * 2, 3, None),  # more than the cut-off
     ],
 )
-def test_group_steps(drafts: list[int], requests: int, allowed: dict[str, int] | None) -> None:
+def test_group_steps(tiny_model: Model, drafts: list[int], requests: int, allowance: list[int] | None) -> None:
     """Only our scheduler's placeholders make a group step; in any other step a request has its one token."""
-    stage: Any = SimpleNamespace(config=SimpleNamespace(disable_by_batch_size=2))
+    stage: Any = LastStage(from_flags(tiny_model(), f"{GROUP} --ppd-disable-by-batch-size 2"))
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {str(i): 1 + len(drafts) * (i == 0) for i in range(requests)}
     output.scheduled_spec_decode_tokens = {"0": drafts}
-    taken = Stage.begin_step(stage, output)
-    assert stage._allowed == allowed
+    taken = stage.begin_step(output)
+    stage.batch = SimpleNamespace(req_ids=list(output.num_scheduled_tokens))
+    assert stage.is_group_step() == (allowance is not None)
+    assert allowance is None or stage.allowance.tolist() == allowance
     assert set(taken.num_scheduled_tokens.values()) == {1}
     assert (taken.total_num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == (requests, {})
 
@@ -150,7 +153,6 @@ def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
 
     runner = Runner()
     sent = runner._model_forward()
-    assert sent is runner._first_states
     for name, states in runner.memory.tensors.items():
         assert (sent[name].data_ptr() == states.data_ptr()) != graphs
         states.zero_()
