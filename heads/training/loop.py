@@ -119,7 +119,7 @@ class _Run:
             )
         self.steps = options.steps or max(1, math.ceil(options.epochs * store.num_windows() / options.batch_size))
         self.tokens_a_step = options.batch_size * options.sequence_length
-        self.order = Order(store, options.seed, options.batch_size, one_grid=recipe.cache is not None)
+        self.order = Order(store, options.seed, options.batch_size, same_grid=recipe.cache is not None)
         self.facts = RunFacts(
             options=checkpoint.essence(options, processes), step=0, seconds=0.0, before={}, smoothed=math.inf,
             best=math.inf, tokens=store.manifest.digest, held_out=Progress(),

@@ -15,8 +15,8 @@ SHIFT = 7919  # tokens that an epoch's windows lie after those of the epoch befo
 class Order:
     """Every epoch has another order, and another grid unless windows are to be read again from a cache."""
 
-    def __init__(self, store: TokenStore, seed: int, batch_size: int, one_grid: bool) -> None:
-        self.store, self.seed, self.batch_size, self.one_grid = store, seed, batch_size, one_grid
+    def __init__(self, store: TokenStore, seed: int, batch_size: int, same_grid: bool) -> None:
+        self.store, self.seed, self.batch_size, self.same_grid = store, seed, batch_size, same_grid
         self._permutation: tuple[int, torch.Tensor] | None = None
 
     def batches(self, step: int, parts: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
@@ -33,5 +33,5 @@ class Order:
         if self._permutation is None or self._permutation[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             self._permutation = (epoch, torch.randperm(self.store.num_windows(), generator=generator))
-        shift = 0 if self.one_grid else epoch * SHIFT % self.store.length
+        shift = 0 if self.same_grid else epoch * SHIFT % self.store.length
         return int(self._permutation[1][place]), shift

@@ -66,7 +66,10 @@ class Recipe(nn.Module, ABC):
         Returns:
             [chosen] int64.
         """
-        return drawn(known, share if self.training else 1.0)
+        rows = known.nonzero().squeeze(1)
+        if self.training and share < 1:
+            rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
+        return rows
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -119,11 +122,3 @@ class HeadsRecipe(Recipe):
 def base_group(base: nn.Module | None, learning_rate: float) -> list[dict[str, Any]]:
     """The optimiser's group of a base model that is trained along, by AdamW as it has embeddings (None: no group)."""
     return [] if base is None else [{"params": list(base.parameters()), "peak": learning_rate, "muon": False}]
-
-
-def drawn(known: torch.Tensor, share: float) -> torch.Tensor:
-    """A share of the known rows [rows] bool, drawn anew each time, one at least; all of them for 1: [chosen] int64."""
-    rows = known.nonzero().squeeze(1)
-    if share < 1:
-        rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
-    return rows

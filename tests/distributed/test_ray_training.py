@@ -39,7 +39,7 @@ def command(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
 
 
 def test_ray_trains_the_heads_that_torchrun_does(cluster: None, command: list[str], tmp_path: Path) -> None:
-    """Bit for bit: the same halves of every batch in as many processes (test_training.py holds these to one)."""
+    """Bit for bit: the same halves of every batch in as many processes (training/test_loop.py holds these to one)."""
     over_ray, over_torchrun = tmp_path / "ray", tmp_path / "torchrun"
     assert main([*command, "--out", str(over_ray), "--ray-workers", "2"]) == 0
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "vllm_ppd.vllm_plugins.cli.main"]

@@ -128,13 +128,7 @@ def test_chats_are_answered_and_trained_on(
 
 
 def test_cores_memory_and_precision_are_the_machines_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-
-    class Engine:
-        llm_engine = None
-
     monkeypatch.setattr(platform, "is_cpu", lambda: True)
-    monkeypatch.setattr(generation, "LLM", lambda **arguments: given.update(arguments) or Engine())
     monkeypatch.setattr(generation.os, "sched_getaffinity", lambda _: {3, 1, 2}, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
@@ -142,20 +136,18 @@ def test_cores_memory_and_precision_are_the_machines_unless_set(monkeypatch: pyt
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     options = DataOptions(model="any", out="-")
-    generation.OfflineEngine(options)
+    arguments = generation.engine_arguments(options)
     assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert given["dtype"] == "float32"
-    assert "kv_cache_memory_bytes" not in given
+    assert arguments["dtype"] == "float32" and "kv_cache_memory_bytes" not in arguments
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    generation.OfflineEngine(options.model_copy(update={"precision": "bfloat16"}))
+    arguments = generation.engine_arguments(options.model_copy(update={"precision": "bfloat16"}))
     assert generation.os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "1,2,3"
-    assert given["dtype"] == "bfloat16"
-    assert 0 < given["kv_cache_memory_bytes"] <= generation.CPU_CACHE
-    generation.OfflineEngine(options.model_copy(update={"kv_cache_gib": 0.5}))
-    assert given["kv_cache_memory_bytes"] == 1 << 29
+    assert arguments["dtype"] == "bfloat16"
+    assert 0 < arguments["kv_cache_memory_bytes"] <= generation.CPU_CACHE
+    arguments = generation.engine_arguments(options.model_copy(update={"kv_cache_gib": 0.5}))
+    assert arguments["kv_cache_memory_bytes"] == 1 << 29
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    given.clear()
-    generation.OfflineEngine(options.model_copy(update={"kv_cache_gib": 2}))
-    assert (given["kv_cache_memory_bytes"], given["gpu_memory_utilization"]) == (2 << 30, 0.01)
+    arguments = generation.engine_arguments(options.model_copy(update={"kv_cache_gib": 2}))
+    assert (arguments["kv_cache_memory_bytes"], arguments["gpu_memory_utilization"]) == (2 << 30, 0.01)

@@ -60,11 +60,11 @@ def main(
         print(f"{prog}: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
         return 130
     except (UserError, OSError) as error:
-        print(f"{prog}: error: {_one_line(error)}", file=sys.stderr)
+        print(f"{prog}: error: {_message(error)}", file=sys.stderr)
         return 2
 
 
-def _one_line(error: Exception) -> str:
+def _message(error: Exception) -> str:
     text = shortened(str(error))
     if "o space left" in text or "isk quota" in text:
         text = shortened(text, LONGEST_MESSAGE // 2)

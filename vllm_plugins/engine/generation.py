@@ -30,13 +30,7 @@ class OfflineEngine:
         self.generated = 0
         self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of requests that go on
         self._on_cpu = platform.is_cpu()
-        arguments = _cpu_arguments(options) if self._on_cpu else {"dtype": options.precision}
-        if options.kv_cache_gib is not None:
-            arguments |= platform.kv_cache(options.kv_cache_gib)
-        self._engine = LLM(
-            model=options.model, max_model_len=options.max_length, seed=options.seed, max_num_seqs=options.batch,
-            trust_remote_code=options.trust_remote_code, **arguments,
-        ).llm_engine  # fmt: skip
+        self._engine = LLM(**engine_arguments(options)).llm_engine
 
     def submit(self, request: Request) -> None:
         processed = self._on_cpu and request.temperature > 0 and request.top_p < 1
@@ -61,6 +55,17 @@ class OfflineEngine:
                 del self._written[output.request_id]
                 ended.append(Continuation(output.request_id, ids, "".join(text), str(new.finish_reason)))
         return ended
+
+
+def engine_arguments(options: DataOptions) -> dict[str, Any]:
+    """What vLLM's engine is started with."""
+    arguments: dict[str, Any] = {
+        "model": options.model, "max_model_len": options.max_length, "seed": options.seed,
+        "max_num_seqs": options.batch, "trust_remote_code": options.trust_remote_code, "dtype": options.precision,
+    }  # fmt: skip
+    if platform.is_cpu():
+        arguments |= _cpu_arguments(options)
+    return arguments if options.kv_cache_gib is None else arguments | platform.kv_cache(options.kv_cache_gib)
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
