@@ -136,7 +136,7 @@ class HeadsConfig(BaseModel, ABC):
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary in speculators' layout."""
-        own = self.model_dump(mode="json", exclude=set(HeadsConfig.model_fields))
+        fields = self.model_dump(mode="json", exclude=set(HeadsConfig.model_fields))
         return {
             "architectures": [self.architecture],
             "speculators_model_type": self.kind,
@@ -149,7 +149,7 @@ class HeadsConfig(BaseModel, ABC):
                 "verifier": {"name_or_path": self.verifier, "architectures": []},
             },
             "transformer_layer_config": self.target.model_dump(),
-            **own,
+            **fields,
             "draft_vocab_size": self.draft_vocab_size,
             "dtype": self.dtype,
             "fingerprint": self.fingerprint.model_dump(),
@@ -166,7 +166,9 @@ class HeadsConfig(BaseModel, ABC):
         """
         cls = KINDS[data["speculators_model_type"]]
         layout = Layout.model_validate(data)
-        own = {name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data}
+        fields = {
+            name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data
+        }
         return cls.model_validate(
             {
                 "verifier": layout.speculators_config.verifier.name_or_path,
@@ -176,6 +178,6 @@ class HeadsConfig(BaseModel, ABC):
                 "target": layout.transformer_layer_config,
                 "fingerprint": layout.fingerprint or TargetFingerprint(),
                 "calibration": layout.calibration,
-                **own,
+                **fields,
             }
         )

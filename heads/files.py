@@ -52,14 +52,14 @@ def regular_size(path: Path) -> int:
         HeadsError: if it is a folder, a FIFO, a device or the like, or may not be looked at.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         raise MissingFile(f"{of_folder(path)} has no {path.name}; is this the right folder?") from None
     except (OSError, ValueError) as error:
         raise HeadsError(f"{named(path)} cannot be opened ({reason(error)})") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise HeadsError(f"{named(path)} is {_kind(found.st_mode)}, not a regular file; write the heads again")
-    return found.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise HeadsError(f"{named(path)} is {_kind(status.st_mode)}, not a regular file; write the heads again")
+    return status.st_size
 
 
 def read_json(path: Path, most: int, instead: str = "write the heads again") -> Any:

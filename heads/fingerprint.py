@@ -46,10 +46,10 @@ def fingerprint(model_folder: str | Path) -> TargetFingerprint:
 def _vocabulary_hash(tokenizer: bytes) -> str | None:
     """Of a tokenizer.json; None for one that is written in another way."""
     try:
-        found = json.loads(tokenizer)
-        known, added = found["model"]["vocab"], found.get("added_tokens") or []
+        content = json.loads(tokenizer)
+        known, added = content["model"]["vocab"], content.get("added_tokens") or []
         pairs = list(known.items()) if isinstance(known, dict) else [(word, i) for i, (word, *_) in enumerate(known)]
-        pairs += [(one["content"], one["id"]) for one in added]
+        pairs += [(token["content"], token["id"]) for token in added]
         text = json.dumps(sorted({(int(number), str(word)) for word, number in pairs}))
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -74,20 +74,20 @@ def _lm_head_hashes(folder: Path) -> dict[str, Any]:
         return {}
     with safe_open(folder / files[name], framework="np") as file:
         rows = file.get_slice(name)
-        shape, own = rows.get_shape(), rows.get_dtype()
-    if own in DTYPES:
+        shape, dtype = rows.get_shape(), rows.get_dtype()
+    if dtype in DTYPES:
         stored = raw_tensors(folder / files[name], [name])[name]
         both_ends = np.concatenate([stored.bits[:SAMPLED_ROWS], stored.bits[max(0, shape[0] - SAMPLED_ROWS) :]])
         sampled = stored._replace(bits=both_ends).float32()
     else:
         sampled = _other_rows(folder / files[name], name)
 
-    def digest(dtype: str, values: np.ndarray) -> str:
-        return hashlib.sha256(f"{shape} {dtype}".encode() + values.tobytes()).hexdigest()
+    def digest(of: str, values: np.ndarray) -> str:
+        return hashlib.sha256(f"{shape} {of}".encode() + values.tobytes()).hexdigest()
 
     copies = {dtype: rounded(sampled, dtype) for dtype in DTYPES}
     return {
-        "lm_head": digest(own, sampled),
+        "lm_head": digest(dtype, sampled),
         "lm_head_bfloat16": digest("BF16", copies["BF16"]),
         "same_values": frozenset(digest(dtype, sampled) for dtype in DTYPES),
         "rounded": frozenset(digest(dtype, copies[dtype]) for dtype in DTYPES if dtype != "F32"),

@@ -35,10 +35,10 @@ class HubName(NamedTuple):
 def hub_name(name: str | os.PathLike[str]) -> HubName | None:
     """What a name means on the Hub; None for a path of this disk, and for what cannot be a name there."""
     text = os.fspath(name)
-    found = _NAME.fullmatch(text) if len(text) <= LONGEST_NAME else None
-    if found is None or os.path.lexists(text) or "--" in found[1] or ".." in text or text.endswith(".gguf"):
+    match = _NAME.fullmatch(text) if len(text) <= LONGEST_NAME else None
+    if match is None or os.path.lexists(text) or "--" in match[1] or ".." in text or text.endswith(".gguf"):
         return None
-    return HubName(found[1], found[2])
+    return HubName(match[1], match[2])
 
 
 @contextmanager
@@ -63,11 +63,11 @@ def folder_of(name: str | os.PathLike[str], file: str, *files: str, also: Iterab
         MissingFile: if heads on the Hub lack a file.
         HeadsError: if the Hub has no such heads, does not give them, or cannot be reached.
     """
-    found = hub_name(name)
-    if found is None:
+    repository = hub_name(name)
+    if repository is None:
         return os.fspath(name)
-    folder = Path(_fetched(found, file)).parent
-    commit = HubName(found.repo, folder.name)
+    folder = Path(_fetched(repository, file)).parent
+    commit = HubName(repository.repo, folder.name)
     for name in files:
         _fetched(commit, name)
     for name in also:
@@ -80,10 +80,10 @@ def cached(name: str | os.PathLike[str], file: str) -> str | None:
     """The path of a file that is in the Hub's cache; the Hub is not asked."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = hub_name(name)
-    if found is None:
+    repository = hub_name(name)
+    if repository is None:
         return None
-    path = try_to_load_from_cache(found.repo, file, revision=found.revision)
+    path = try_to_load_from_cache(repository.repo, file, revision=repository.revision)
     return path if isinstance(path, str) else None
 
 
@@ -93,8 +93,8 @@ def pinned(name: str | os.PathLike[str], file: str) -> str:
     Raises:
         HeadsError: as folder_of.
     """
-    found = hub_name(name)
-    return os.fspath(name) if found is None else str(HubName(found.repo, Path(folder_of(name, file)).name))
+    repository = hub_name(name)
+    return os.fspath(name) if repository is None else str(HubName(repository.repo, Path(folder_of(name, file)).name))
 
 
 def remote_tensors(name: str, file: str) -> dict[str, tuple[list[int], str]]:
@@ -107,33 +107,35 @@ def remote_tensors(name: str, file: str) -> dict[str, tuple[list[int], str]]:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import SafetensorsParsingError
 
-    found = hub_name(name)
-    assert found is not None
-    with _errors_in_one_line(found, file):
+    repository = hub_name(name)
+    assert repository is not None
+    with _errors_in_a_line(repository, file):
         try:
             header = HfApi(token=_token.get()).parse_safetensors_file_metadata(
-                found.repo, file, revision=found.revision
+                repository.repo, file, revision=repository.revision
             )
         except SafetensorsParsingError:
-            raise HeadsError(f"{file} of {quoted(str(found))} on the Hub is truncated or not safetensors") from None
+            raise HeadsError(
+                f"{file} of {quoted(str(repository))} on the Hub is truncated or not safetensors"
+            ) from None
     return {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in header.tensors.items()}
 
 
-def _fetched(found: HubName, file: str) -> str:
+def _fetched(repository: HubName, file: str) -> str:
     """The path of a file in the cache, fetched if it is not there or if the revision has another now."""
     from huggingface_hub import hf_hub_download
 
-    with _errors_in_one_line(found, file):
-        return hf_hub_download(found.repo, file, revision=found.revision, token=_token.get())
+    with _errors_in_a_line(repository, file):
+        return hf_hub_download(repository.repo, file, revision=repository.revision, token=_token.get())
 
 
 @contextmanager
-def _errors_in_one_line(found: HubName, file: str) -> Iterator[None]:
+def _errors_in_a_line(repository: HubName, file: str) -> Iterator[None]:
     from huggingface_hub import constants
     from huggingface_hub import errors as hub
     from huggingface_hub.utils import HfHubHTTPError
 
-    name, log_in = quoted(str(found)), "log in (`hf auth login` or HF_TOKEN)"
+    name, log_in = quoted(str(repository)), "log in (`hf auth login` or HF_TOKEN)"
     try:
         yield
     except hub.GatedRepoError:
@@ -151,7 +153,7 @@ def _errors_in_one_line(found: HubName, file: str) -> Iterator[None]:
         if constants.is_offline_mode():
             raise HeadsError(
                 f"{name} is no folder, and its {file} is not in the Hub's cache; unset HF_HUB_OFFLINE, or run "
-                f"`hf download {found.repo}` first"
+                f"`hf download {repository.repo}` first"
             ) from None
         raise HeadsError(_unreachable(name, error.__cause__ or error)) from None
     except HfHubHTTPError as error:

@@ -47,12 +47,12 @@ def raw_tensors(path: Path, names: Iterable[str]) -> dict[str, RawTensor]:
     """
     mapped = np.memmap(path, np.uint8, "r")
     start = 8 + int(mapped[:8].view(np.uint64)[0])
-    header, found = json.loads(mapped[8:start].tobytes()), {}
+    header, tensors = json.loads(mapped[8:start].tobytes()), {}
     for name in names:
         dtype, shape, (begin, end) = (header[name][key] for key in ("dtype", "shape", "data_offsets"))
         assert end - begin == math.prod(shape) * np.dtype(NUMPY[dtype]).itemsize
-        found[name] = RawTensor(dtype, mapped[start + begin : start + end].view(NUMPY[dtype]).reshape(shape))
-    return found
+        tensors[name] = RawTensor(dtype, mapped[start + begin : start + end].view(NUMPY[dtype]).reshape(shape))
+    return tensors
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -23,21 +23,21 @@ def find_target(name: str, folder: str | os.PathLike[str]) -> str:
     Returns:
         The name itself where it leads to a model from here, or nowhere (it may be a name on the Hub); else a path.
     """
-    found = _from(folder, name)
-    if found is None or (_is_model(name) and os.path.samefile(name, found)):
+    path = _from(folder, name)
+    if path is None or (_is_model(name) and os.path.samefile(name, path)):
         return name
-    return found
+    return path
 
 
 def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
     """What heads in a folder should call their target: a relative path only where it leads back from there."""
     if os.path.isabs(name) or not _is_model(name):
         return name
-    found = _from(folder, name)
-    return name if found is not None and os.path.samefile(name, found) else os.path.abspath(name)
+    path = _from(folder, name)
+    return name if path is not None and os.path.samefile(name, path) else os.path.abspath(name)
 
 
-def check_found(target: str, folder: str | os.PathLike[str], instead: str) -> None:
+def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -> None:
     """Refuse a target that is not on this disk and cannot be a name on the Hub.
 
     Args:

@@ -123,10 +123,10 @@ def check_header(config: HeadsConfig, header: dict[str, tuple[list[int], str]], 
         if list(shape) != expected:
             raise HeadsError(f"{named(path)}: tensor {quoted(name)} has shape {list(shape)}, expected {expected}")
         wanted = ("int32", "int64") if config.is_count(name) else (config.dtype,)
-        found = DTYPES.get(dtype, dtype.lower())
-        if found not in wanted:
+        stored = DTYPES.get(dtype, dtype.lower())
+        if stored not in wanted:
             raise HeadsError(
-                f"{named(path)}: tensor {quoted(name)} is of {found}, expected {' or '.join(wanted)}; write the heads "
+                f"{named(path)}: tensor {quoted(name)} is of {stored}, expected {' or '.join(wanted)}; write the heads "
                 "again"
             )
 

@@ -28,7 +28,7 @@ from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.quote import place, quoted
 from vllm_ppd.heads.target_check import check_on_disk
-from vllm_ppd.heads.target_path import check_found, find_target
+from vllm_ppd.heads.target_path import check_reachable, find_target
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
@@ -44,7 +44,7 @@ def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.T
     config, tensors = load_tensors(options.heads)
     name = options.model or find_target(config.verifier, options.heads)
     if options.model is None:
-        check_found(name, options.heads, "give its folder with --target")
+        check_reachable(name, options.heads, "give its folder with --target")
     check_on_disk(config, options.heads, name, options.trust_remote_code)
     return config, tensors, name
 

@@ -50,7 +50,7 @@ class Texts:
 
     def batches(self, size: int) -> list[tuple[slice, Batch]]:
         """The texts as batches, one text a window."""
-        found = []
+        batches = []
         for start in range(0, len(self.ids), size):
             part = slice(start, start + size)
             starts = self.starts[part] if self.starts is not None else torch.zeros(1, dtype=torch.int64)
@@ -58,8 +58,8 @@ class Texts:
             ids = self.ids[part, first:-1]  # the last token's state is read by nobody
             # A document begins at each position 0: padding has nothing to do with what follows it.
             positions = torch.arange(ids.shape[1], device=ids.device) - (starts.to(ids.device) - first)[:, None]
-            found.append((part, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
-        return found
+            batches.append((part, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
+        return batches
 
     def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
         """Of a batch's states [tokens, hidden], those that read each generated token: [texts * generated, hidden]."""
@@ -98,11 +98,11 @@ def logits_at(target: Target, states: torch.Tensor, temperature: float) -> torch
 def log_prob_of(target: Target, states: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """log p of a token [rows] at each state [rows, hidden], at a temperature (as for 1 where it is 0): [rows]."""
     size = rows_a_chunk(target.unembedding)
-    found = []
+    log_probs = []
     for part, ids in zip(states.split(size), tokens.split(size), strict=True):
         logits = logits_at(target, part, temperature)
-        found.append(logits.gather(1, ids[:, None]).squeeze(1) - torch.logsumexp(logits, dim=-1))
-    return torch.cat(found)
+        log_probs.append(logits.gather(1, ids[:, None]).squeeze(1) - torch.logsumexp(logits, dim=-1))
+    return torch.cat(log_probs)
 
 
 def take_prompts(data: Sequence[str], target: Target, count: int, length: int, report: bool = True) -> torch.Tensor:
@@ -199,7 +199,7 @@ def generate(
         mask = torch.ones_like(chunk)
         if starts is not None:
             mask = (torch.arange(chunk.shape[1], device=chunk.device) >= (starts[part] - first)[:, None]).long()
-        with _own_defaults(target.model):
+        with _without_defaults(target.model):
             out = target.model.generate(chunk, attention_mask=mask, generation_config=config)
         padded = (first, prompts.shape[1] + tokens - first - out.shape[1])
         parts.append(functional.pad(out, padded, value=padding))
@@ -213,12 +213,12 @@ def generate(
 def end_tokens(target: Target) -> list[int]:
     """Tokens that end a text, as in vLLM: the tokenizer's, and those that generation_config.json adds to it."""
     more = getattr(target.model.generation_config, "eos_token_id", None)
-    found = [target.tokenizer.eos_token_id, *(more if isinstance(more, list | tuple) else [more])]
-    return list(dict.fromkeys(token for token in found if token is not None))
+    tokens = [target.tokenizer.eos_token_id, *(more if isinstance(more, list | tuple) else [more])]
+    return list(dict.fromkeys(token for token in tokens if token is not None))
 
 
 @contextmanager
-def _own_defaults(model: Any) -> Iterator[None]:
+def _without_defaults(model: Any) -> Iterator[None]:
     """Without what the model's generation_config.json sets (penalties, banned n-grams, beams, ...).
 
     transformers fills in from it what a GenerationConfig leaves open, also one that is passed to generate().

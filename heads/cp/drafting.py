@@ -26,7 +26,7 @@ def log_gate(
     return torch.log_softmax(at_least_float32(logits), dim=-1)
 
 
-def draft_one_by_one(
+def draft_in_sequence(
     log_weights: torch.Tensor,  # [rows, r], before the first draft
     states: torch.Tensor,  # [rows, n, r, d], without what they read of drafts
     read: Callable[[torch.Tensor], torch.Tensor],  # states [rows, r, d] to logits [rows, r, vocab]
@@ -39,8 +39,8 @@ def draft_one_by_one(
     """Drafts whose states read the draft before (condition chain), as kernels.cp_mixture.draft_chain returns them."""
     tokens: list[torch.Tensor] = []
     distributions = []
-    for position, own in enumerate(states.unbind(dim=1)):
-        logits = read(own if position == 0 else own + shift(position - 1, tokens[-1])[:, None])
+    for position, unread in enumerate(states.unbind(dim=1)):
+        logits = read(unread if position == 0 else unread + shift(position - 1, tokens[-1])[:, None])
         token, probs, log_weights = chosen(draft_next, logits)(log_weights, logits, sampling, generator)
         tokens.append(token)
         distributions.append(probs)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.heads.cp.config import Condition
-from vllm_ppd.heads.cp.drafting import draft_one_by_one, log_gate
+from vllm_ppd.heads.cp.drafting import draft_in_sequence, log_gate
 from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
@@ -120,14 +120,14 @@ class CPHead(nn.Module):
         Raises:
             ValueError: if it lacks the tokens that it reads.
         """
-        states = self._own_states(hidden, context)
+        states = self._unread_states(hidden, context)
         if self.previous is None:
             return states
         before = self._read(context, self.factors)[:, 1 : self.factors].to(self.previous.dtype)
         shift = torch.bmm(before.transpose(0, 1), self.previous.transpose(1, 2)).transpose(0, 1)
         return states + functional.pad(shift, (0, 0, 1, 0))[:, :, None]
 
-    def _own_states(self, hidden: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
+    def _unread_states(self, hidden: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
         """The states without what they read of drafts."""
         assert self.transforms is not None, "full classifiers have no states"
         states = self._project(hidden, self.transforms)
@@ -221,9 +221,9 @@ class CPHead(nn.Module):
         if self.previous is None:
             logits = self.logits(hidden, unembedding, bias, context)
             return chosen(draft_chain, logits)(weights, logits, None if self.lead else first_token, sampling, generator)
-        previous, unread = self.previous, self._own_states(hidden, context)
+        previous, unread = self.previous, self._unread_states(hidden, context)
         assert unembedding is not None and embeddings is not None
-        return draft_one_by_one(
+        return draft_in_sequence(
             weights,
             unread,
             lambda states: functional.linear(states.to(unembedding.dtype), unembedding, bias),

@@ -154,16 +154,16 @@ class CPRecipe(HeadsRecipe):
         chunk = max(1, rows_a_chunk(unembedding) // (head.factors * head.rank))
         of_experts = head.log_probs(hidden, asked.clamp(min=0), unembedding, bias, context, chunk)
         known = asked[..., 0] >= 0
-        found = conditional_log_probs(log_weights, of_experts, known)
-        chain = found[..., 0] * known
+        log_probs = conditional_log_probs(log_weights, of_experts, known)
+        chain = log_probs[..., 0] * known
         loss = self.options.balance * balance_loss(log_weights) - (1 - options.distillation) * chain.sum(1).mean()
         counts: Counts = {"rows": torch.tensor(len(rows), device=rows.device), "joint": -chain.detach().sum()}
         if self.full:
-            own = -target.log_probs(hidden, tokens[:, 0])
-            loss = loss + own.mean()
-            counts["own"] = own.detach().sum()
+            next_token = -target.log_probs(hidden, tokens[:, 0])
+            loss = loss + next_token.mean()
+            counts["next_token"] = next_token.detach().sum()
         if teacher is not None:
-            distilled = -(teacher * found[..., 1:]).sum((1, 2))
+            distilled = -(teacher * log_probs[..., 1:]).sum((1, 2))
             loss = loss + options.distillation * distilled.mean()
             counts["distilled"] = distilled.detach().sum()
         counts |= {f"position.{s + 1 + head.lead}": -chain[:, s].detach().sum() for s in range(head.factors)}
@@ -194,20 +194,20 @@ class CPRecipe(HeadsRecipe):
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         rows, n, first = counts["rows"], self.options.positions, 1 + self.head.lead
         share = [counts[f"experts.{a}"] / rows for a in range(self.options.rank)]
-        found = {
+        figures = {
             "joint_nats": round(counts["joint"] / rows, 4),
             "joint_nats_a_token": round(counts["joint"] / rows / self.head.factors, 4),
             "first_position": first,
             "conditional_nats_by_position": [round(counts[f"position.{s}"] / rows, 4) for s in range(first, n + 1)],
             "share_of_experts": [round(value, 3) for value in share],
         }
-        if "own" in counts:
-            found["next_token_nats"] = round(counts["own"] / rows, 4)
+        if "next_token" in counts:
+            figures["next_token_nats"] = round(counts["next_token"] / rows, 4)
         if "distilled" in counts:
-            found["distilled_nats"] = round(counts["distilled"] / rows, 4)
+            figures["distilled_nats"] = round(counts["distilled"] / rows, 4)
         if self._vocabulary is not None:
-            found["tokens_in_vocabulary"] = round(counts["known"] / rows / self.head.factors, 4)
-        return found
+            figures["tokens_in_vocabulary"] = round(counts["known"] / rows / self.head.factors, 4)
+        return figures
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         self.token_counts = store.token_counts(self.target.vocab_size)

@@ -41,8 +41,8 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
     device = head.transforms.device
     for index, position in enumerate(range(head.lead, n)):
         blocks = [0, *([1] if tokens else []), *([position] if head.condition == "chain" and index else [])]
-        found = _solve(gram, product[:, position * d : (position + 1) * d], blocks, d)
-        matrices = [part.T.to(device, head.transforms.dtype) for part in found.split(d)]
+        solved = _solve(gram, product[:, position * d : (position + 1) * d], blocks, d)
+        matrices = [part.T.to(device, head.transforms.dtype) for part in solved.split(d)]
         head.transforms[index] += matrices[0] - torch.eye(d, device=device)
         if head.token is not None:
             head.token[index] = matrices[1]
@@ -53,6 +53,6 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
 def _solve(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:
     """Coefficients [blocks * d, d] of the states on some blocks of what is read, each penalised by its own scale."""
     index = torch.cat([torch.arange(block * d, (block + 1) * d) for block in blocks])
-    found = gram[index][:, index]
-    scale = found.diagonal().view(-1, d).mean(dim=1, keepdim=True).clamp(min=1e-12).expand(-1, d).flatten()
-    return torch.linalg.solve(found + PENALTY * scale.diag(), product[index])
+    chosen = gram[index][:, index]
+    scale = chosen.diagonal().view(-1, d).mean(dim=1, keepdim=True).clamp(min=1e-12).expand(-1, d).flatten()
+    return torch.linalg.solve(chosen + PENALTY * scale.diag(), product[index])

@@ -96,13 +96,13 @@ class CoOccurrence:
     @cached_property
     def _lookup(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """order -> (keys, eq. 3 of each n-gram float32), an entry that no n-gram has at their end."""
-        found, unigram, totals = {}, self.unigram.cpu().numpy(), self.totals.cpu().numpy()
+        lookup, unigram, totals = {}, self.unigram.cpu().numpy(), self.totals.cpu().numpy()
         for order, keys in self.keys.items():
             ratio = eq_3(unigram, totals, order, keys.cpu().numpy(), self.counts[order].cpu().numpy())
             last = torch.full((1,), torch.iinfo(torch.int64).max, device=keys.device)
             ratios = torch.from_numpy(np.append(ratio, np.float32(0))).to(keys.device)
-            found[order] = torch.cat([keys.long(), last]), ratios
-        return found
+            lookup[order] = torch.cat([keys.long(), last]), ratios
+        return lookup
 
     def to(self, device: torch.device | str) -> CoOccurrence:
         """The same counts on a device, whose mask does not wait for it."""
@@ -118,15 +118,15 @@ class CoOccurrence:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, as small as they fit."""
         most = torch.iinfo(torch.int32).max
-        found = {
+        tensors = {
             "cooccurrence.unigram": self.unigram.clamp(max=most).to(torch.int32),
             "cooccurrence.totals": self.totals,
         }
         for n, keys in self.keys.items():
             small = self.vocab_size**n < 2**31
-            found[f"cooccurrence.{n}.keys"] = keys.to(torch.int32) if small else keys
-            found[f"cooccurrence.{n}.counts"] = self.counts[n].clamp(max=most).to(torch.int32)
-        return found
+            tensors[f"cooccurrence.{n}.keys"] = keys.to(torch.int32) if small else keys
+            tensors[f"cooccurrence.{n}.counts"] = self.counts[n].clamp(max=most).to(torch.int32)
+        return tensors
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> CoOccurrence | None:

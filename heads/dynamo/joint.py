@@ -63,12 +63,12 @@ class JointChoice:
         places, result = torch.zeros_like(best), []
         for position in range(len(self.token_ids)):
             if self.token_ids[position].shape[1] == 1:  # a token that is emitted already: nothing to draw
-                found = torch.ones_like(self.token_ids[position], dtype=torch.float32)
+                distribution = torch.ones_like(self.token_ids[position], dtype=torch.float32)
             else:
-                found = truncated(self._conditional(places, position), sampling)
-                places[:, position] = torch.where(greedy, best[:, position], draw(found, generator))
+                distribution = truncated(self._conditional(places, position), sampling)
+                places[:, position] = torch.where(greedy, best[:, position], draw(distribution, generator))
             if position:
-                q = drawn_from(found, places[:, position], greedy)
+                q = drawn_from(distribution, places[:, position], greedy)
                 result.append(q * (self.order > position)[:, None])
         return self._tokens(places), result
 
@@ -119,15 +119,15 @@ class JointChoice:
     def _conditional(self, places: torch.Tensor, position: int) -> torch.Tensor:
         """The joint's distribution at a position given the tokens before it: [rows, k_i], zero past the order."""
         rows = torch.arange(len(self.order), device=self.order.device)
-        found = torch.zeros(self.token_ids[position].shape, device=self.order.device)
+        distribution = torch.zeros(self.token_ids[position].shape, device=self.order.device)
         for order, values in self.joints.items():
             if order <= position:
                 continue
             given = values[(rows, *places[:, :position].unbind(1))]
             given = given.flatten(2).sum(dim=2) if given.dim() > 2 else given
             given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            found = torch.where((self.order == order)[:, None], given, found)
-        return found
+            distribution = torch.where((self.order == order)[:, None], given, distribution)
+        return distribution
 
     def _places(self, index: dict[int, torch.Tensor]) -> torch.Tensor:
         """From places in the flattened joints to those in each head's top-k: [rows, n], 0 past the order."""
@@ -137,8 +137,8 @@ class JointChoice:
             for ids in reversed(self.token_ids[1:order]):
                 columns.append(at % ids.shape[1])
                 at = at // ids.shape[1]
-            found = torch.stack([at, *reversed(columns)], dim=1)
-            result[:, :order] = torch.where((self.order == order)[:, None], found, result[:, :order])
+            position = torch.stack([at, *reversed(columns)], dim=1)
+            result[:, :order] = torch.where((self.order == order)[:, None], position, result[:, :order])
         return result
 
     def _tokens(self, places: torch.Tensor) -> torch.Tensor:
@@ -226,11 +226,11 @@ def candidates(
     if first_token is not None:
         kept.insert(0, torch.zeros_like(kept[0][:, :1]))
         ids.insert(0, first_token[:, None])
-    found = dict(enumerate(joints(kept), start=1))
+    of_order = dict(enumerate(joints(kept), start=1))
     if cooccurrence is not None and settings.alpha_c:
-        for m in found.keys() & cooccurrence.keys.keys():
-            found[m] = apply_mask(found[m], cooccurrence.mask(ids[:m]), settings.alpha_c)
-    return Candidates(ids, found, first_token is not None)
+        for m in of_order.keys() & cooccurrence.keys.keys():
+            of_order[m] = apply_mask(of_order[m], cooccurrence.mask(ids[:m]), settings.alpha_c)
+    return Candidates(ids, of_order, first_token is not None)
 
 
 def select(

@@ -33,13 +33,13 @@ class DynaMoMeasures:
         """What the LM head reads for each head, head 1 first: [tokens, hidden] each."""
         target = self.target
         with self.autocast():
-            found = target.run(batch, stem=True)
-            assert found.stem is not None
-            args, kwargs = found.stem
+            run = target.run(batch, stem=True)
+            assert run.stem is not None
+            args, kwargs = run.stem
             others = [
                 target.norm(self.heads(token, args, kwargs)).flatten(0, 1) for token in range(2, self.heads.tokens + 1)
             ]
-        return [found.final, *others]
+        return [run.final, *others]
 
     def log_probs(
         self, states: torch.Tensor, temperature: float = 0.0, token_ids: torch.Tensor | None = None
@@ -60,8 +60,8 @@ class DynaMoMeasures:
             tokens, valid = batch.ahead(n)
             rows += int(valid.sum())
             for i, states in enumerate(self.states(batch)):
-                found = token_log_probs(states[valid], tokens[valid, i], self.target.unembedding, self.target.bias)
-                sums[i] -= float(found.sum())
+                log_probs = token_log_probs(states[valid], tokens[valid, i], self.target.unembedding, self.target.bias)
+                sums[i] -= float(log_probs.sum())
         nats = (sums / max(rows, 1)).tolist()
         return {
             "joint_nats": round(sum(nats), 4),
@@ -97,15 +97,15 @@ class DynaMoMeasures:
             walked = _walk(order, summed, valid.view(shape).cpu())
             nats -= walked[0]
             taken += walked[1]
-        return [_dynamic(*found) for found in zip(eps_b, nats.tolist(), taken, strict=True)]
+        return [_dynamic(*figures) for figures in zip(eps_b, nats.tolist(), taken, strict=True)]
 
     def _orders(self, states: list[torch.Tensor], settings: JointSettings, eps_b: Sequence[float]) -> torch.Tensor:
         """Tokens that Algorithm 1 takes from each state: [thresholds, tokens]."""
         chunk = self.chunk(settings.k, len(states))
         parts = []
         for at in range(0, len(states[0]), chunk):
-            found = candidates([self.log_probs(s[at : at + chunk]) for s in states], settings, self.counts)
-            parts.append(torch.stack([found.back_off(_at(settings, eps)).order for eps in eps_b]))
+            joint = candidates([self.log_probs(s[at : at + chunk]) for s in states], settings, self.counts)
+            parts.append(torch.stack([joint.back_off(_at(settings, eps)).order for eps in eps_b]))
         return torch.cat(parts, dim=1)
 
     @torch.no_grad()
@@ -136,11 +136,11 @@ class DynaMoMeasures:
             for at in range(0, len(tokens), size):
                 here = slice(at, at + size)
                 heads = [self.log_probs(s[here], texts.temperature, token_ids) for s in states[1:]]
-                found = candidates(heads, settings, self.counts, tokens[here, 0], token_ids)
+                joint = candidates(heads, settings, self.counts, tokens[here, 0], token_ids)
                 index = torch.arange(at, at + len(heads[0]))
                 place = index // steps, index % steps
                 for key, asked in settings_of.items():
-                    choice = found.back_off(asked, most=key[1] + 1)
+                    choice = joint.back_off(asked, most=key[1] + 1)
                     given = tokens[here, : key[1] + 1]
                     if texts.temperature:
                         chance = (choice.probabilities(given).log() - targets[here, : key[1]]).exp().clamp(max=1)

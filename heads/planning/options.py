@@ -51,14 +51,14 @@ class PlanOptions(BaseModel):
 
     @field_validator("timings")
     @classmethod
-    def _one_machine(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _single_machine(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("hardware") is not None:
             raise ValueError("a roofline says the machine, too; give one of --hardware and --timings")
         return value
 
     @field_validator("rate")
     @classmethod
-    def _one_load(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _single_load(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("batch") is not None:
             raise ValueError("a batch size says the load, too; give one of them")
         return value

@@ -17,7 +17,7 @@ from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
 from vllm_ppd.heads.io import check_folder, kind_of
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.target_path import check_found, find_target
+from vllm_ppd.heads.target_path import check_reachable, find_target
 from vllm_ppd.heads.weights import CONFIG_NAME, tensor_names
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
@@ -211,6 +211,6 @@ def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, An
         )
     another = "vllm serve TARGET --speculative-model HEADS"
     target = find_target(config.verifier, folder_of(model, CONFIG_NAME))
-    check_found(target, model, f"name it: {another}")
+    check_reachable(target, model, f"name it: {another}")
     logger.info("vllm-ppd: serving %s, the target of the heads in %s; for another: %s", target, model, another)
     return target, {**asked, "method": method, "model": model}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.drafting import draft_one_by_one, log_gate
+from vllm_ppd.heads.cp.drafting import draft_in_sequence, log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -86,7 +86,7 @@ class CPDrafter(Drafter):
             product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.previous:
-            tokens, q = draft_one_by_one(log_weights, product, self._logits, self._shift, sampling)
+            tokens, q = draft_in_sequence(log_weights, product, self._logits, self._shift, sampling)
         else:
             known = first if vocabulary is None else vocabulary.place_of[first]
             tokens, q = self.chain(log_weights, self._logits(product), None if self.lead else known, sampling)

@@ -46,14 +46,14 @@ def test_loss_is_the_formula(tiny_model: Callable[..., Path], factorised: bool) 
     joint = -torch.logsumexp(weights + seen.sum(1), dim=-1).mean()
     expected = own + joint + 0.1 * balance_loss(weights)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(counts["own"], own.detach() * len(text))
+    torch.testing.assert_close(counts["next_token"], own.detach() * len(text))
     expected.backward()
     assert set(found) == {name for name, p in recipe.named_parameters() if p.grad is not None}
     for name, parameter in recipe.named_parameters():
         if parameter.grad is not None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
     alone = recipe_of(tiny_model(), recipe="heads").loss(batch)[1]
-    assert "own" not in alone
+    assert "next_token" not in alone
 
 
 def test_from_scratch(tiny_model: Callable[..., Path]) -> None:
