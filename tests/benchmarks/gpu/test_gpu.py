@@ -11,6 +11,7 @@ import pytest
 
 from vllm_ppd.benchmarks.gpu import kernels
 from vllm_ppd.benchmarks.gpu.steps import per_step
+from vllm_ppd.heads.locking import writing_file
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,14 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(written["rows"]) == 6 * 2
     for row in written["rows"]:
         assert row["floor"] > 0 and row["torch"] > 0 and row["verdict"].startswith("not measured")
+
+
+def test_a_file_that_another_process_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "kernels.json"
+    monkeypatch.setattr("sys.argv", ["kernels", "--cpu", "--out", str(out)])
+    with writing_file(out), pytest.raises(SystemExit, match="is being written by process"):
+        kernels.main()
+    assert not out.exists()
 
 
 def test_calls_of_a_step_are_counted_by_kind() -> None:
