@@ -38,6 +38,7 @@ from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.weights import save_heads
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+REMADE = ("config.json", "curve.jsonl", "provenance.json")  # files of a model that are not copied
 NEURON_STEP = 64  # neurons are added in such steps, so that kernels meet sizes they like
 
 # How each dimension grows: repeated ("+") or filled with zeros ("0"), with what it counts; None stays.
@@ -194,7 +195,11 @@ def inflate_model(
     }
     _write_json(out / "config.json", config | sizes)
     for path in model.iterdir():
-        if path.is_file() and path.name not in ("config.json", "provenance.json") and "safetensors" not in path.name:
+        if (
+            path.is_file()
+            and path.name not in ("config.json", "curve.jsonl", "provenance.json")
+            and "safetensors" not in path.name
+        ):
             shutil.copyfile(path, out / path.name)
     _write_json(out / "provenance.json", provenance(inflated_from=str(model), parameters=total, **sizes))
     return widths, total, total / before

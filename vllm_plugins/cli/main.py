@@ -43,7 +43,8 @@ COMMANDS: dict[str, Command | Group] = {
 
 
 def make_parser(commands: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd") -> argparse.ArgumentParser:
-    parser = CommandParser(prog=prog, description="Train, measure, plan and look at heads for vllm-ppd.")
+    description = "Train, measure, plan and look at heads for vllm-ppd." if commands is COMMANDS else None
+    parser = CommandParser(prog=prog, description=description)
     add_commands(commands, parser)
     return parser
 
