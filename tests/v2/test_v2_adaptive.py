@@ -94,7 +94,9 @@ def test_confidence_is_that_of_usable_drafts(
         # Not after a chunk that leaves the prompt unfinished.
         drafted = speculator.host.staging.rows[: batch.num_reqs] >= 0
         found = speculator.draft_token_confidence_probs[: batch.num_reqs][drafted]
-        seen.append((found.clone(), speculator.host.usable[batch.idx_mapping[drafted]]))
+        seen.append(
+            (found.clone(), torch.arange(found.shape[1]) < speculator.host.usable[batch.idx_mapping[drafted], None])
+        )
         return drafts
 
     monkeypatch.setattr(speculator, "propose", propose)

@@ -8,7 +8,6 @@ verify  in the next step: vLLM's rejection sampler with q(x); what a request mus
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pkgutil import resolve_name
@@ -110,7 +109,7 @@ class DraftingHost:
         self._device_counts = DeviceCounts(("invalid_drafts", "confidence_stops"), device)
         self._warned_invalid = False
         self.draft_tokens = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
-        self.usable = torch.zeros(rows + 1, num_drafts, dtype=torch.bool, device=device)  # by request row
+        self.usable = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # drafts of each request row
         self._ordinals = torch.arange(num_drafts, device=device)
 
     def load(self, model: Any) -> None:
@@ -118,7 +117,14 @@ class DraftingHost:
         self.target = Target(model, self.vllm_config, self.device)
         self.drafter = resolve_name(self.config.spec.drafter)()
         self.drafter.load(self.config, self.target)
-        self.staging = Staging(self.rows, self.num_drafts, self.target, self.drafter, self.options)
+        self.staging = Staging(
+            self.rows,
+            self.num_drafts,
+            self.target,
+            self.drafter,
+            self.options,
+            "eps_b" in self.config.spec.request_options,
+        )
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -133,10 +139,8 @@ class DraftingHost:
             kind: how drafts are drawn.
             num_drafts: the most drafts of any request; None: K.
         """
-        inputs = dataclasses.replace(
-            self.staging.inputs(requests, kind, num_drafts or self.num_drafts),
-            shallow=self.shallow,
-            with_confidence=self.confidence is not None,
+        inputs = self.staging.inputs(
+            requests, kind, num_drafts or self.num_drafts, self.shallow, self.confidence is not None
         )
         drafts = self.drafter.propose(inputs)
         rows = self.staging.rows[:requests]
@@ -145,24 +149,22 @@ class DraftingHost:
             self._store_q(self.q_rows, drafts.probs, rows)
 
     def _store(self, drafts: Drafts, rows: torch.Tensor, inputs: DraftInputs) -> None:
-        made = drafts.token_ids.shape[1]
         counts = inputs.max_drafts
         if drafts.counts is not None:
             counts = torch.minimum(drafts.counts, counts)
-        usable = ((self._ordinals[:made] < counts[:, None]) & (drafts.token_ids >= 0)).cumprod(dim=1).bool()
-        requests = rows >= 0
-        self._device_counts.add("invalid_drafts", requests & (usable.sum(dim=1) < counts.clamp(max=made)))
+        usable = torch.minimum(counts, (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1))
+        self._device_counts.add("invalid_drafts", (rows >= 0) & (usable < counts))
         if self.shallow is not None and drafts.counts is not None:
-            self._device_counts.add("confidence_stops", requests & (counts < inputs.max_drafts))
-        self.usable[rows, :made] = usable
-        if made < self.num_drafts:
-            self.usable[rows, made:] = False
+            self._device_counts.add("confidence_stops", (rows >= 0) & (counts < inputs.max_drafts))
+        self.usable[rows] = usable
+        made = drafts.token_ids.shape[1]
         # vLLM embeds whatever stands here, so that an INVALID draft must be some token.
         self.draft_tokens[: len(rows), :made] = drafts.token_ids.clamp(min=0)
         if self.confidence is not None:
             assert drafts.confidence is not None
             # Adaptive verification leaves out first what would be rejected anyway.
-            self.confidence[: len(rows)] = torch.where(usable, drafts.confidence, 0.0)
+            known = self._ordinals[:made] < usable[:, None]
+            self.confidence[: len(rows)] = torch.where(known, drafts.confidence, 0.0)
 
     def _store_q(self, store: torch.Tensor, q: torch.Tensor, rows: torch.Tensor) -> None:
         if self.q_as_logits:

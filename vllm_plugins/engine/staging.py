@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs
 from vllm_ppd.vllm_plugins.engine.requests import RequestOptions
 from vllm_ppd.vllm_plugins.engine.target import Target
@@ -27,12 +29,20 @@ class Staging:
         num_drafts: K.
         target, drafter: loaded.
         options: of the request rows.
+        reads_eps_b: whether the drafter reads the requests' back-off thresholds.
     """
 
     def __init__(
-        self, requests: int, num_drafts: int, target: Target, drafter: Drafter, options: RequestOptions
+        self,
+        requests: int,
+        num_drafts: int,
+        target: Target,
+        drafter: Drafter,
+        options: RequestOptions,
+        reads_eps_b: bool,
     ) -> None:
-        self.num_drafts, self.vocab_size, self.options = num_drafts, target.vocab_size, options
+        self.num_drafts, self.vocab_size = num_drafts, target.vocab_size
+        self.options, self.reads_eps_b = options, reads_eps_b
         device = target.device
 
         def integers() -> torch.Tensor:
@@ -75,7 +85,6 @@ class Staging:
     ) -> None:
         """Stage a step that was verified: what drafts of a kind read."""
         n = len(rows)
-        self.clear()
         self.rows[:n], self.places[:n], self.positions[:n] = rows, places, positions
         self.newest_ids[:n], self.max_drafts[:n] = newest_ids, max_drafts
         torch.index_select(hidden, 0, places, out=self.hidden[:n])
@@ -88,10 +97,18 @@ class Staging:
             assert sampling is not None
             self.top_k[:n] = self.vocab_size if sampling.top_k is None else sampling.top_k
             self.top_p[:n] = 1.0 if sampling.top_p is None else sampling.top_p
-        self.eps_b[:n] = options["eps_b"][rows]
+        if self.reads_eps_b:
+            self.eps_b[:n] = options["eps_b"][rows]
 
-    def inputs(self, requests: int, kind: Kind, num_drafts: int) -> DraftInputs:
-        """The staged requests as a drafter reads them."""
+    def inputs(
+        self,
+        requests: int,
+        kind: Kind,
+        num_drafts: int,
+        shallow: Callable[[int, torch.Tensor], CutState] | None,
+        with_confidence: bool,
+    ) -> DraftInputs:
+        """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs'."""
         sampling = None
         if kind != GREEDY:
             limits = (self.top_k[:requests], self.top_p[:requests]) if kind == TRUNCATED else ()
@@ -103,6 +120,8 @@ class Staging:
             max_drafts=self.max_drafts[:requests],
             num_drafts=num_drafts,
             sampling=sampling,
-            options={"eps_b": self.eps_b[:requests]},
+            shallow=shallow,
+            options={"eps_b": self.eps_b[:requests]} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
+            with_confidence=with_confidence,
         )

@@ -70,6 +70,7 @@ class Proposer:
         self.config = required_config(vllm_config, self)
         self.bypass = Bypass()
         self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
+        self._request_rows: np.ndarray | None = None
 
     def bind(self, runner: Any) -> None:
         """Take the model runner that will drive this proposer."""
@@ -121,6 +122,7 @@ class Proposer:
         tokens = len(scheduled) + sum(map(len, drafts.values()))
         self.decoding = scheduler_output.total_num_scheduled_tokens == tokens
         self.bypass.begin_step(scheduler_output)
+        self._request_rows = None
         self._scheduled, self._drafts = scheduled, drafts
         came = self.rows.begin_step(scheduler_output)
         if came:
@@ -195,8 +197,8 @@ class Proposer:
             if self.host.staging.context is not None:
                 self.host.staging.context[: len(rows)] = self.context(rows)
             self.host.draft(len(rows), kind, int(most.max()))
-            usable = self.host.usable[request_rows].sum(dim=1, keepdim=True)
-            result = torch.cat([self.host.draft_tokens[: len(rows)], usable], dim=1).cpu().numpy()
+            usable = self.host.usable[request_rows]
+            result = torch.cat([self.host.draft_tokens[: len(rows)], usable[:, None]], dim=1).cpu().numpy()
         tokens[places], made[places] = result[:, :-1], result[:, -1]
         return tokens, made
 
@@ -229,8 +231,10 @@ class Proposer:
 
     @property
     def request_rows(self) -> np.ndarray:
-        """The permanent row of each row of the batch."""
-        return self.rows.of(self.batch.req_ids)
+        """The permanent row of each row of the batch, as it is in this step."""
+        if self._request_rows is None:
+            self._request_rows = self.rows.of(self.batch.req_ids)
+        return self._request_rows
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array on the device."""

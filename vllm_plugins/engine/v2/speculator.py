@@ -188,6 +188,7 @@ class Speculator(DraftModelSpeculator):
         if kind != GREEDY:
             limits = (states.top_k.gpu[rows], states.top_p.gpu[rows]) if kind == TRUNCATED else ()
             sampling = Sampling(states.temperature.gpu[rows], *limits)
+        self.host.staging.clear()  # what CUDA graphs pad the batch with
         self.host.staging.stage(
             kind,
             # A chunk that does not end its prompt sampled nothing: it is padding, too.
@@ -227,6 +228,4 @@ class Speculator(DraftModelSpeculator):
 
     def unusable(self, batch: Any) -> torch.Tensor:
         """Of the step's logits [logits] bool: whether it is of a draft that its request must not use."""
-        offset = batch.expanded_local_pos.long()
-        usable = self.host.usable[batch.expanded_idx_mapping, (offset - 1).clamp(min=0)]
-        return ~usable & (offset > 0)
+        return batch.expanded_local_pos > self.host.usable[batch.expanded_idx_mapping]
