@@ -33,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_peer_drafts_in_vllm_and_inflated_the_same(peer: str, data: Path, tmp_path: Path) -> None:
     """A few steps of training already get drafts accepted; greedy tokens are those without speculation."""
     trained = ("--model", str(DEMO), "--data", str(data), "--out", str(tmp_path / peer), "--evaluation-tokens", "4096")
-    make("peer", peer, "--steps", "24", *trained)
+    make("peer", peer, "--steps", "64", "--batch-size", "4", "--sequence-length", "256", *trained)
     large = ("--peers", str(tmp_path / peer), "--factor", "5", "--out", str(tmp_path / "large"))
     make("inflate", "--model", str(DEMO), *large)
     requests = [{"prompt_token_ids": [(11 * i + j * j) % 4000 + 2 for j in range(24)]} for i in range(8)]
