@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -94,13 +95,14 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
     calibration = open_calibration(options)
     config, path = calibration.config, Path(options.heads) / CALIBRATION_NAME
     essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
-    result = unfinished(path, {"options": essence, "heads_stamp": _stamp(options.heads), "parts": {}})
+    result = unfinished(path, {"options": essence, "heads_stamp": _stamp(options.heads), "parts": {}, "digests": {}})
     if result["parts"]:
         print(f"continues after {', '.join(result['parts'])}", flush=True)
     for name, measure in calibration_of(config.kind).PARTS.items():
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)
             result["parts"][name] = to_jsonable_python(measure(calibration))
+            result["digests"][name] = digest(result["parts"][name])
             write_text(path, json.dumps(result) + "\n")
     parts = parts_of(config, result["parts"], path)
     chosen = recommend(config, parts)
@@ -127,8 +129,13 @@ def _stamp(folder: str) -> int:
     return os.stat(Path(folder) / "model.safetensors").st_mtime_ns
 
 
+def digest(part: Any) -> str:
+    """What tells whether a measured part is as it was written."""
+    return hashlib.sha256(json.dumps(part).encode()).hexdigest()
+
+
 def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The unfinished result of the same options and heads, or the fresh result.
+    """The unfinished result of the same options and heads, with the parts that are as they were written, or the fresh.
 
     Raises:
         HeadsError: if the file is no regular file.
@@ -147,7 +154,11 @@ def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     alike = isinstance(options, dict) and fresh["options"] | options == fresh["options"]
     if stored.get("finished") or not alike or stored.get("heads_stamp") != fresh["heads_stamp"]:
         return fresh
-    return fresh | {"parts": parts if isinstance(parts, dict) else {}}
+    digests = stored.get("digests")
+    if not isinstance(parts, dict) or not isinstance(digests, dict):
+        return fresh
+    sound = {name: part for name, part in parts.items() if digests.get(name) == digest(part)}
+    return fresh | {"parts": sound, "digests": {name: digests[name] for name in sound}}
 
 
 def _warn_of_training_data(options: CalibrationOptions) -> None:

@@ -14,7 +14,7 @@ import pytest
 from conftest import DEMO
 
 from vllm_ppd.heads.calibration.report import report
-from vllm_ppd.heads.calibration.run import unfinished
+from vllm_ppd.heads.calibration.run import digest, unfinished
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.in_words import drafts_in_words, in_words, setting_in_words
 from vllm_ppd.heads.io import load_calibration
@@ -90,10 +90,14 @@ def test_values_in_words() -> None:
 
 
 def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) -> None:
-    path, fresh = tmp_path / "calibration.json", {"options": {"seed": 1}, "heads_stamp": 1, "parts": {}}
-    stored = fresh | {"parts": {"acceptance": {"length": 1.5}}}
+    path = tmp_path / "calibration.json"
+    fresh: dict[str, Any] = {"options": {"seed": 1}, "heads_stamp": 1, "parts": {}, "digests": {}}
+    part = {"length": 1.5}
+    stored = fresh | {"parts": {"acceptance": part}, "digests": {"acceptance": digest(part)}}
     path.write_text(json.dumps(stored))
     assert unfinished(path, fresh) == stored
+    path.write_text(json.dumps(stored | {"parts": {"acceptance": {"length": 2.5}}}))  # edited by hand
+    assert unfinished(path, fresh) == fresh
     for other in ({"heads_stamp": 2}, {"options": {"seed": 2}}, {"finished": True}):
         path.write_text(json.dumps(stored | other))
         assert unfinished(path, fresh) == fresh
