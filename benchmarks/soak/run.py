@@ -36,6 +36,7 @@ from vllm_ppd.heads.training.provenance import provenance
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, HEADS = str(ROOT / "demo" / "model"), ROOT / "demo" / "heads"
 REQUESTS, GROUP_REQUESTS, CORES = 10_000, 1_000, 2
+FEW_AT_ONCE = f"{BASE}, 3 at once"
 # The KV cache holds fewer tokens than the running requests ask for, so that some are preempted.
 ARGUMENTS = {
     "dtype": "float32", "max_model_len": 384, "max_num_seqs": 32, "max_num_batched_tokens": 4096, "block_size": 32,
@@ -59,7 +60,8 @@ def methods() -> list[Method]:
 
     Drafting is not adaptive at 48 requests at once, where drafts do not pay on one core and would be off nearly always.
     Lookup and the group are asked for a few at once: a step takes looked-up drafts only where each of its requests has
-    one, and the group's stages draft for a batch without prompts.
+    one, and the group's stages draft for a batch without prompts. The memory of the lookup is compared with that of a
+    second control, which is asked for as few.
     """
 
     def heads(kind: str, drafts: int, **options: Any) -> Method:
@@ -72,7 +74,8 @@ def methods() -> list[Method]:
     lookup = Contender("cp + lookup", {**cp, "prompt_lookup_min": 3}, few)
     group = Contender("group", {**early, "candidates": 2}, {**few, "pipeline_parallel_size": 2, "max_num_seqs": 8})
     return [
-        Method(Contender(BASE)), heads("early", 2, exit_layer=5), heads("cp", 3), heads("dynamo", 2),
+        Method(Contender(BASE)), Method(Contender(FEW_AT_ONCE, None, few), at_once=3),
+        heads("early", 2, exit_layer=5), heads("cp", 3), heads("dynamo", 2),
         Method(lookup, 3, at_once=3), Method(group, 3, at_once=5, requests=GROUP_REQUESTS, cores=CORES),
     ]  # fmt: skip
 
@@ -131,13 +134,14 @@ class Soak:
     def report(self, out: Path) -> bool:
         """Print what those that are complete come to, and write it once all are; whether there is no fault."""
         everyone = methods()
-        control = self.records(everyone[0])
+        control, few_at_once = (self.records(method) for method in everyone[:2])
         rows: list[Row] = []
         faults: dict[str, list[str]] = {}
         for method in everyone:
             mine = self.records(method)
             if mine is not None and control is not None:
-                row, faults[method.contender.name] = row_of(method, mine, control, self.workload.request)
+                alike = few_at_once if method.at_once == everyone[1].at_once else control
+                row, faults[method.contender.name] = row_of(method, mine, control, alike, self.workload.request)
                 rows.append(row)
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
         for name, lines in faults.items():
@@ -149,9 +153,13 @@ class Soak:
 
 
 def row_of(
-    method: Method, mine: checks.Records, control: checks.Records, request: Callable[[int], Request]
+    method: Method,
+    mine: checks.Records,
+    control: checks.Records,
+    alike: checks.Records | None,
+    request: Callable[[int], Request],
 ) -> tuple[Row, list[str]]:
-    """A server's line of the report, and its faults."""
+    """A server's line of the report, and its faults; alike: the control that was asked for as many at once."""
     asked = [request(index) for index in sorted(mine.answers)]
     greedy = checks.compare(((each.index,) * 2 for each in asked if each.greedy), mine.answers, control.answers)
     seeded = checks.compare(((each.index,) * 2 for each in asked if each.seeded), mine.answers, control.answers)
@@ -165,8 +173,8 @@ def row_of(
         faults.append(f"request {index}, greedy: {where}")
     faults += [f"request {index}, seeded, differs from vLLM's" for index in seeded.unlike]
     faults += [f"request {index} differs from {request(index).repeats}, which it repeats" for index in repeats.unlike]
-    if len(mine.answers) == len(control.answers):
-        faults += checks.memory_faults(grown, checks.growth(control))
+    if alike is not None and len(mine.answers) == len(alike.answers):
+        faults += checks.memory_faults(grown, checks.growth(alike))
     looks_up = "prompt_lookup_min" in (method.contender.speculative_config or {})
     happened = {
         "no request was preempted": preempted > 0,
@@ -193,7 +201,8 @@ def main() -> int:
     options = parser.parse_args()
     with writing_folder(options.folder, "--folder"):
         soak = Soak(options.folder, options.requests)
-        chosen = [method for method in methods() if method.contender.name in (BASE, *options.only)]
+        controls = (BASE, FEW_AT_ONCE) if "cp + lookup" in options.only else (BASE,)
+        chosen = [method for method in methods() if method.contender.name in (*controls, *options.only)]
         missing = [method for method in chosen if soak.records(method) is None]
         alone = [method for method in missing if method.cores < CORES]
         for first in range(0, len(alone), CORES):

@@ -153,10 +153,10 @@ def test_every_fault_of_a_server_is_in_its_row() -> None:
     control, right = soaked(), soaked()
     wrong = soaked({checks.ACCEPTED: 0, checks.BY_POSITION: 0, checks.PREEMPTIONS: 0})
     wrong.answers[0] |= {"ids": [70] * 5 + [71], "error": "HTTP 500"}
-    row, faults = run.row_of(method, right, control, body)
+    row, faults = run.row_of(method, right, control, control, body)
     assert row["greedy unlike vLLM"] == "0 of 2" and row["accepted"] == 4 and row["hung up"] == 1
     assert faults == []
-    row, faults = run.row_of(method, wrong, control, body)
+    row, faults = run.row_of(method, wrong, control, control, body)
     assert row["greedy unlike vLLM"] == "1 of 2" and row["faults"] == len(faults) == 4
     assert (
         faults[0] == "request 0: HTTP 500"
@@ -168,8 +168,8 @@ def test_every_fault_of_a_server_is_in_its_row() -> None:
 
 def test_a_soak_without_what_it_is_for_is_a_fault() -> None:
     method = next(method for method in run.methods() if method.contender.name == "cp + lookup")
-    assert run.row_of(method, soaked(), soaked(), body)[1] == ["no draft was looked up"]
-    assert run.row_of(method, soaked({"ppd:lookup_steps_total": 1}), soaked(), body)[1] == []
+    assert run.row_of(method, soaked(), soaked(), soaked(), body)[1] == ["no draft was looked up"]
+    assert run.row_of(method, soaked({"ppd:lookup_steps_total": 1}), soaked(), soaked(), body)[1] == []
 
 
 def test_two_soaks_of_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

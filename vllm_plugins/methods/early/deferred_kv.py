@@ -117,6 +117,7 @@ class DeferredKV:
         """
         # The newest token and the drafts, and nothing else: each has logits.
         known = self.drafted[step.rows] & ~step.prefilling & (step.tokens == step.drafts + 1)
+        known &= step.drafts < self.width  # looked-up drafts may be more, while steps are timed
         self.drafted[step.rows] = False
         self.mode = "deep" if known.all() else "mixed" if known.any() and may_mix else "full"
         self.host.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")

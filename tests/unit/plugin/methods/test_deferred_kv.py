@@ -55,6 +55,7 @@ def test_requests_that_were_drafted_for_run_deep(deferred: DeferredKV) -> None:
         ([0, 3], [1, 1], [0, 0], ()),  # a request without states
         ([0, 1], [1, 5], [0, 0], ()),  # more tokens than the newest and its drafts
         ([0, 1], [1, 1], [0, 0], (1,)),  # a chunk of a prompt that is one token long
+        ([0, 1], [1, 4], [0, 3], ()),  # more drafts than there are states of
     ],
 )
 def test_others_join_by_the_first_stack(
