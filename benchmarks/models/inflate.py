@@ -29,6 +29,7 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.heads.calibration.run import digest
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.fingerprint import fingerprint
@@ -281,6 +282,7 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     result["heads_stamp"] = (out / "model.safetensors").stat().st_mtime_ns
     result["finished"] = False
     result["parts"].pop("timing", None)
+    result["digests"] = {name: digest(part) for name, part in result["parts"].items()}
     result.pop("recommendation", None)  # it weighs acceptance against seconds
     write_text(out / path.name, json.dumps(result, indent=1) + "\n")
 
