@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to damage a heads folder at random; each says what it did."""
+"""Damage to files: what it makes of bytes, and what it does to a heads folder at random, each saying so."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut in half": lambda data: data[: len(data) // 2],
+    "cut by one": lambda data: data[:-1],
+    "empty": lambda _: b"",
+    "longer": lambda data: data + b"\0" * 8,
+    "a byte flipped": lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:],
+    "zeros": lambda data: b"\0" * len(data),
+}
 ODD: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 3, 1.5, math.nan, math.inf, 10**30, "", "x" * 5000, "\ud800", "a\n\x1b[31mb", [], {},
     [[]], [None], {"a": 1}, [1, 1], [3.0], ["3"], list(range(5000)),

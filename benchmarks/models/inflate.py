@@ -29,12 +29,12 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.heads.calibration.run import digest
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.fingerprint import fingerprint
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.provenance import provenance
 from vllm_ppd.heads.weights import save_heads
 
@@ -196,11 +196,7 @@ def inflate_model(
     }
     _write_json(out / "config.json", config | sizes)
     for path in model.iterdir():
-        if (
-            path.is_file()
-            and path.name not in ("config.json", "curve.jsonl", "provenance.json")
-            and "safetensors" not in path.name
-        ):
+        if path.is_file() and path.name not in REMADE and "safetensors" not in path.name:
             shutil.copyfile(path, out / path.name)
     _write_json(out / "provenance.json", provenance(inflated_from=str(model), parameters=total, **sizes))
     return widths, total, total / before
@@ -282,7 +278,7 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     result["heads_stamp"] = (out / "model.safetensors").stat().st_mtime_ns
     result["finished"] = False
     result["parts"].pop("timing", None)
-    result["digests"] = {name: digest(part) for name, part in result["parts"].items()}
+    result["digests"] = {name: digest_of_value(part) for name, part in result["parts"].items()}
     result.pop("recommendation", None)  # it weighs acceptance against seconds
     write_text(out / path.name, json.dumps(result, indent=1) + "\n")
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.quote import place, quoted
 from vllm_ppd.heads.target_check import check_on_disk
 from vllm_ppd.heads.target_path import check_reachable, find_target
+from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
@@ -102,7 +102,7 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
         if name not in result["parts"]:
             print(f"measuring {name} ...", flush=True)
             result["parts"][name] = to_jsonable_python(measure(calibration))
-            result["digests"][name] = digest(result["parts"][name])
+            result["digests"][name] = digest_of_value(result["parts"][name])
             write_text(path, json.dumps(result) + "\n")
     parts = parts_of(config, result["parts"], path)
     chosen = recommend(config, parts)
@@ -129,11 +129,6 @@ def _stamp(folder: str) -> int:
     return os.stat(Path(folder) / "model.safetensors").st_mtime_ns
 
 
-def digest(part: Any) -> str:
-    """What tells whether a measured part is as it was written."""
-    return hashlib.sha256(json.dumps(part).encode()).hexdigest()
-
-
 def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     """The unfinished result of the same options and heads, with the parts that are as they were written, or the fresh.
 
@@ -157,7 +152,7 @@ def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     digests = stored.get("digests")
     if not isinstance(parts, dict) or not isinstance(digests, dict):
         return fresh
-    sound = {name: part for name, part in parts.items() if digests.get(name) == digest(part)}
+    sound = {name: part for name, part in parts.items() if digests.get(name) == digest_of_value(part)}
     return fresh | {"parts": sound, "digests": {name: digests[name] for name in sound}}
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"  # as modules and parameters are named
 
-Power = Annotated[str, Field(pattern=r"^(0|1|0\.[0-9]{1,6})$")]  # from 0 to 1
 LayerTensors = Annotated[
     dict[
         Annotated[str, Field(pattern=LAYER_TENSOR, max_length=200)],

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and hashes of the files of an unfinished run, by which damage is noticed before it is read."""
+"""Hashes by which unfinished work tells what is damaged, or was made of something else."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -23,6 +25,11 @@ def digest_of(path: Path) -> FileDigest:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return FileDigest(size=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def digest_of_value(value: Any) -> str:
+    """Of what JSON holds."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def first_damaged(folder: Path, digests: Mapping[str, FileDigest]) -> Path | None:

@@ -6,7 +6,6 @@ A recipe says in `reads` what it learns from, and asks `Recipe.states(batch)` fo
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -21,6 +20,7 @@ from tqdm import tqdm
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.quote import place
+from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
@@ -89,7 +89,7 @@ class StatesCache:
         facts = {
             "format": FORMAT, "target": target.digest(), "tokens": store.manifest.digest, "length": store.length,
         }  # fmt: skip
-        self.folder = folder / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        self.folder = folder / digest_of_value(facts)[:16]
         self._make_room(folder, most_bytes)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / DESCRIPTION, json.dumps({**facts, "model": target.name}, indent=1) + "\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training.digests import FileDigest, digest_of, first_damaged
+from vllm_ppd.heads.training.digests import FileDigest, digest_of, digest_of_value, first_damaged
 
 SPLITS = ("train", "held_out")
 FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("ids", "starts", "counted"))
@@ -270,4 +269,4 @@ def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float,
     words = backend.to_str() if backend is not None else len(tokenizer)
     template = getattr(tokenizer, "chat_template", None)
     facts = [FORMAT, stamp, held_out, vocab_size, words, template, train_on_prompts]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return digest_of_value(facts)

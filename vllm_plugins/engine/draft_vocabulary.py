@@ -44,7 +44,3 @@ class DraftVocabulary:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, size]"""
         return self.linear(hidden) + self.bias
-
-    def spread(self, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Distributions [rows, n, size] over the whole vocabulary, into out [rows, n, vocabulary]."""
-        return out.zero_().index_copy_(2, self.token_ids, q.to(out.dtype))

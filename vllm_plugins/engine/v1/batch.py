@@ -75,12 +75,6 @@ class Batch:
         return starts
 
     @property
-    def input_ids(self) -> np.ndarray:
-        """The step's tokens, as the host knows them."""
-        ids: np.ndarray = self._runner.input_ids.np
-        return ids
-
-    @property
     def emitting(self) -> np.ndarray:
         """[rows] bool, whether the row's prompt ends in this step or has ended: only such rows emit tokens."""
         discarded: np.ndarray = self._rows(self._runner.discard_request_mask.np)

@@ -14,11 +14,12 @@ import pytest
 from conftest import DEMO
 
 from vllm_ppd.heads.calibration.report import report
-from vllm_ppd.heads.calibration.run import digest, unfinished
+from vllm_ppd.heads.calibration.run import unfinished
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.in_words import drafts_in_words, in_words, setting_in_words
 from vllm_ppd.heads.io import load_calibration
 from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
@@ -93,7 +94,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) ->
     path = tmp_path / "calibration.json"
     fresh: dict[str, Any] = {"options": {"seed": 1}, "heads_stamp": 1, "parts": {}, "digests": {}}
     part = {"length": 1.5}
-    stored = fresh | {"parts": {"acceptance": part}, "digests": {"acceptance": digest(part)}}
+    stored = fresh | {"parts": {"acceptance": part}, "digests": {"acceptance": digest_of_value(part)}}
     path.write_text(json.dumps(stored))
     assert unfinished(path, fresh) == stored
     path.write_text(json.dumps(stored | {"parts": {"acceptance": {"length": 2.5}}}))  # edited by hand

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import patterned_texts, write_texts
+from damages import DAMAGE
 from torch import nn
 
 from vllm_ppd.heads.errors import TrainingError
@@ -18,14 +19,6 @@ from vllm_ppd.heads.training.checkpoint import FACTS, STATE, WORK, RunFacts, loa
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.vllm_plugins.cli.main import main
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "cut in half": lambda data: data[: len(data) // 2],
-    "cut by one": lambda data: data[:-1],
-    "empty": lambda _: b"",
-    "longer": lambda data: data + b"\0" * 8,
-    "a byte flipped": lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:],
-    "zeros": lambda data: b"\0" * len(data),
-}
 FILES = ("model.safetensors", "optimizer.bin", FACTS)
 RUN = RunFacts(options={"kind": "early"}, step=3, seconds=1.5, before={}, smoothed=1.0, best=0.5, tokens="abc")
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import tiny
 import torch
 from conftest import write_texts
+from damages import DAMAGE
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.tokens import FILES, TokenStore
@@ -95,14 +95,6 @@ def test_bad_data(tmp_path: Path, tokenizer: Any, texts: list[str], changes: dic
         store(tmp_path, texts, tokenizer, **changes)
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
-    "cut in half": lambda data: data[: len(data) // 2],
-    "cut by one": lambda data: data[:-1],
-    "empty": lambda _: b"",
-    "longer": lambda data: data + b"\0" * 8,
-    "a byte flipped": lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:],
-    "zeros": lambda data: b"\0" * len(data),
-}
 ODD_JSON = ["", "{", "null", "[]", "3", '{"key": 1}', '{"key": "x"}', "\ufeff{}", "[" * 5000]
 
 
