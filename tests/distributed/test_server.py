@@ -129,7 +129,7 @@ def refused(model: Path, *args: str) -> str:
     [
         (
             ["--speculative-model", "ppd", "--ppd-exit-layer", "9"],
-            "vllm-ppd: error: speculative_config: exit_layer=9 is outside 1..5; this model has 6 layers",
+            "vllm-ppd: error: exit_layer=9 is outside 1..5; this model has 6 layers",
         ),
         pytest.param(
             ["-sc", '{"method": "ppd", "model": "./no-heads"}'],
