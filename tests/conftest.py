@@ -38,6 +38,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "benchmarks" / "demo" / "model"
+Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is asked for
 
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:
@@ -80,7 +81,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session")
-def tiny_model(made_once: Callable[..., Path]) -> Callable[..., Path]:
+def tiny_model(made_once: Factory) -> Callable[..., Path]:
     """A tiny random model of a family, made once a session."""
     return lambda family="llama": made_once(family, lambda folder: tiny.make_model(folder, family))
 
@@ -173,7 +174,7 @@ _ALIVE: list[Any] = []
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
+def engine(tiny_model: Factory) -> Callable[..., Any]:
     """engine(speculative_config, **settings) on a tiny model; the same arguments give the same engine."""
     started: dict[str, Any] = {}
 
@@ -187,7 +188,7 @@ def engine(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def alone(engine: Callable[..., Any]) -> Callable[..., Any]:
+def alone(engine: Factory) -> Callable[..., Any]:
     """alone(case, **settings): what vLLM says to a case without speculation; it is asked once."""
     from cases import CASES
 
@@ -225,7 +226,7 @@ def counter(llm: Any, name: str) -> float:
 
 
 @pytest.fixture(scope="session")
-def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def heads_folder(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
     import torch
 
@@ -259,7 +260,7 @@ def heads_folder(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def whole_heads(tiny_model: Callable[..., Path], made_once: Callable[..., Path]) -> Callable[[str], Path]:
+def whole_heads(tiny_model: Factory, made_once: Factory) -> Callable[[str], Path]:
     """whole_heads(kind): a sound heads folder for the tiny llama with a calibration; to be copied, not changed."""
     import heads_folders
 
@@ -271,7 +272,7 @@ def whole_heads(tiny_model: Callable[..., Path], made_once: Callable[..., Path])
 
 
 @pytest.fixture(scope="session")
-def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
+def said(engine: Factory) -> Callable[..., list[list[int]]]:
     """said(family): prompts of the exactness suite with what the tiny model answers, greedy and sampled."""
     from cases import greedy, prompts
     from vllm import SamplingParams
@@ -294,9 +295,7 @@ def said(engine: Callable[..., Any]) -> Callable[..., list[list[int]]]:
 
 
 @pytest.fixture(scope="session")
-def fitted_heads(
-    tiny_model: Callable[..., Path], said: Callable[..., Any], made_once: Callable[..., Path]
-) -> Callable[..., str]:
+def fitted_heads(tiny_model: Factory, said: Factory, made_once: Factory) -> Callable[..., str]:
     """fitted_heads(kind, family, **options): heads fitted to what a tiny model says, made once a session."""
     import overfitted
 

@@ -37,26 +37,26 @@ def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **cha
         return EarlyConfig(**shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes)
     if kind == "cp":
         return CPConfig(**shared | {"positions": 3, "rank": 2, "token_counts": True} | changes)
-    own = {
+    layers_of_heads = {
         "tokens": 3,
         "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
         "cooccurrence_entries": {2: 4, 3: 4},
     }
-    return DynaMoConfig(**shared | own | changes)
+    return DynaMoConfig(**shared | layers_of_heads | changes)
 
 
 def blank_tensors(config: HeadsConfig, fill: float = 0.0) -> dict[str, torch.Tensor]:
     """Weights of one value, and the counts of a corpus that has every token once and each n-gram once."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, shape in config.shapes().items():
         if not config.is_count(name):
-            found[name] = torch.full(shape, fill)
+            tensors[name] = torch.full(shape, fill)
         elif name.endswith(".keys"):
-            found[name] = torch.arange(shape[0])
+            tensors[name] = torch.arange(shape[0])
         else:
             count = config.target.vocab_size if name.endswith("totals") else 1
-            found[name] = torch.full(shape, count, dtype=torch.int32)
-    return found
+            tensors[name] = torch.full(shape, count, dtype=torch.int32)
+    return tensors
 
 
 def make_heads(folder: Path, kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> Path:

@@ -39,9 +39,9 @@ class Hub:
     def commit(self, repo: str, revision: str) -> str | None:
         """The commit of a branch, a tag or a commit itself; None if there is none."""
         for name in self.revisions[repo]:
-            found = hashlib.sha1(f"{repo}@{name}".encode()).hexdigest()
-            if revision in (name, found):
-                return found
+            commit = hashlib.sha1(f"{repo}@{name}".encode()).hexdigest()
+            if revision in (name, commit):
+                return commit
         return None
 
     def folder(self, repo: str, commit: str) -> Path:
@@ -95,11 +95,11 @@ class _Handler(BaseHTTPRequestHandler):
         folder = self.hub.folder(repo, commit)
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         if verb == "tree":
-            found: Any = [{"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": "0" * 40}
+            answer: Any = [{"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": "0" * 40}
                           for name in files]  # fmt: skip
         else:
-            found = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
-        self.send(200, {"Content-Type": "application/json"}, json.dumps(found).encode())
+            answer = {"id": repo, "sha": commit, "siblings": [{"rfilename": name} for name in files]}
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode())
 
     def send_file(self, path: Path, commit: str, body: bool) -> None:
         data = path.read_bytes()

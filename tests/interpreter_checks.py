@@ -84,9 +84,9 @@ def reader() -> None:
         same(lambda exits=exits: exits.greedy(2, state, with_confidence=True)[:2], "unembed_topk")
         same(lambda exits=exits: exits.candidates(4, state, 3), "unembed_topk")
         same(lambda exits=exits: exits.greedy_together(several, with_confidence=True)[:2], "unembed_topk")
-        one_by_one = [exits.greedy(*part, with_confidence=False).token_ids for part in several[:2]]
+        in_turn = [exits.greedy(*part, with_confidence=False).token_ids for part in several[:2]]
         together = exits.greedy_together(several, with_confidence=False).token_ids
-        assert torch.cat(one_by_one).tolist() == together[:10].tolist()
+        assert torch.cat(in_turn).tolist() == together[:10].tolist()
         used.clear()
 
     ranks = [EarlyReader(adapter, Head(*shard), None) for shard in ((0, 170), (170, 300))]
@@ -152,8 +152,8 @@ def candidates() -> None:
         input_batch=batch, device=torch.device("cpu"), kv_cache_config=cache_config, max_model_len=96,
         compilation_config=SimpleNamespace(static_forward_context=context),
     )  # fmt: skip
-    found = Candidates(Batch(runner), KVBlocks(runner, list), count=3, requests=4)
-    found.reserve(cache_config)
+    candidates = Candidates(Batch(runner), KVBlocks(runner, list), count=3, requests=4)
+    candidates.reserve(cache_config)
 
     def choose() -> list[torch.Tensor]:
         torch.manual_seed(2)
@@ -161,17 +161,17 @@ def candidates() -> None:
             # The backend's blocks are half the scheduler's.
             context[name].kv_cache = torch.randn(2 * cache_config.num_blocks, 2, 8, 6)
         before = [context[name].kv_cache.clone() for name in names]
-        found.warm_up()
+        candidates.warm_up()
         assert all(torch.equal(context[name].kv_cache, kept) for name, kept in zip(names, before, strict=True))
-        found._copy(np.array([0, 2, 3]), np.array([40, 3, 95]), np.array([2, 0, 1]), whole=True)  # as off the CPU
+        candidates._copy(np.array([0, 2, 3]), np.array([40, 3, 95]), np.array([2, 0, 1]), whole=True)  # as off the CPU
         return [context[name].kv_cache for name in names]
 
     caches = same(choose, "copy_blocks")
     row, winner = 0, 2
     blocks = caches[0].unflatten(0, (-1, 2))
-    own, tails = tables[0].block_table.np[row, 40 // 16], found.tails[row, :, 0]
-    assert torch.equal(blocks[own], blocks[tails[winner - 1]])
-    assert torch.equal(blocks[own], blocks[tails[0]])
+    block, tails = tables[0].block_table.np[row, 40 // 16], candidates.tails[row, :, 0]
+    assert torch.equal(blocks[block], blocks[tails[winner - 1]])
+    assert torch.equal(blocks[block], blocks[tails[0]])
 
 
 def engines(model: str, options: list[dict[str, Any]]) -> None:

@@ -34,10 +34,10 @@ def _four_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _packed(numbers: torch.Tensor, dim: int, order: list[int] | None = None) -> torch.Tensor:
     """Eight numbers of a dimension in an int32."""
     parts = numbers.unflatten(dim, (-1, 8)).unbind(dim + 1 if dim >= 0 else dim)
-    found = torch.zeros_like(parts[0])
+    packed = torch.zeros_like(parts[0])
     for place, part in enumerate(order or range(8)):
-        found |= parts[part] << (4 * place)
-    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32).contiguous()
+        packed |= parts[part] << (4 * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32).contiguous()
 
 
 def awq(name: str, weight: torch.Tensor) -> Tensors:

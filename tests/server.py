@@ -59,9 +59,9 @@ class Server:
         """Each series of /metrics, summed over its labels."""
         values: dict[str, float] = {}
         for line in self.http.get("/metrics").text.splitlines():
-            found = re.match(r"((?:vllm|ppd):\w+)(?:\{[^}]*\})? (\S+)$", line)
-            if found:
-                values[found[1]] = values.get(found[1], 0.0) + float(found[2])
+            sample = re.match(r"((?:vllm|ppd):\w+)(?:\{[^}]*\})? (\S+)$", line)
+            if sample:
+                values[sample[1]] = values.get(sample[1], 0.0) + float(sample[2])
         return values
 
     def stop(self) -> None:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import preempted
 import pytest
 from cases import CASES, SCHEMA, generate, greedy, prompts
-from conftest import DEMO, end_workers, our_counter, start_engine
+from conftest import DEMO, Factory, end_workers, our_counter, start_engine
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
@@ -38,7 +37,7 @@ SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
 
 
 @pytest.fixture(scope="module")
-def group(tiny_model: Callable[..., Path]) -> Iterator[Callable[..., Any]]:
+def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
     """group(speculative_config, **settings): an engine of two stages; the same arguments give the same engine."""
     started: dict[str, Any] = {}
 
@@ -68,21 +67,19 @@ def counted(run: Callable[[], Any], *names: str) -> tuple[Any, list[float]]:
         for case in CASES
     ],
 )
-def test_same_tokens(alone: Callable[..., Any], group: Callable[..., Any], name: str, case: str) -> None:
+def test_same_tokens(alone: Factory, group: Factory, name: str, case: str) -> None:
     assert CASES[case](group(VARIANTS[name])) == alone(case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", ["batch_1", "batch_16"])
-def test_same_tokens_as_stages_without_speculation(
-    engine: Callable[..., Any], group: Callable[..., Any], case: str
-) -> None:
+def test_same_tokens_as_stages_without_speculation(engine: Factory, group: Factory, case: str) -> None:
     """vLLM's own pipeline of the same split, which an eager CPU engine of 0.32 cannot start."""
     compiled = {"enforce_eager": False}
     assert CASES[case](group(VARIANTS["one candidate"], **compiled)) == CASES[case](group(None, **compiled))
 
 
-def test_group_works_in_small_batches_alone(group: Callable[..., Any]) -> None:
+def test_group_works_in_small_batches_alone(group: Factory) -> None:
     """The suite above would pass without a micro-step: hits and misses of every kind must have been seen."""
     llm = group(VARIANTS["candidates"])
     names = (
@@ -91,8 +88,8 @@ def test_group_works_in_small_batches_alone(group: Callable[..., Any]) -> None:
     )  # fmt: skip
     generate(llm, prompts(1), greedy())  # what a step's last frame was too early for comes with the next step
     before = llm.counts.copy()
-    found = counted(lambda: generate(llm, prompts(1), greedy()), *names)[1]
-    micro_steps, hits, misses, candidates, discarded, tokens, first, last = found
+    counts = counted(lambda: generate(llm, prompts(1), greedy()), *names)[1]
+    micro_steps, hits, misses, candidates, discarded, tokens, first, last = counts
     seen = llm.counts - before
     # Every token but the prompt's own comes from a micro-step, and the last one needs no candidates.
     assert micro_steps == 39
@@ -110,7 +107,7 @@ def test_group_works_in_small_batches_alone(group: Callable[..., Any]) -> None:
     assert micro_steps > 0 and hits > 0 and misses > 0
 
 
-def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_seeded_requests_draw_as_without_speculation(engine: Factory, group: Factory) -> None:
     """A token is sampled once, from the target's own logits: with a seed nothing differs at all."""
     params = [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, seed=i, ignore_eos=True) for i in range(6)]
     expected = generate(engine(), SHORT[:6], params)
@@ -121,7 +118,7 @@ def test_seeded_requests_draw_as_without_speculation(engine: Callable[..., Any],
     assert hits > 0 and misses > 0
 
 
-def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Factory, group: Factory) -> None:
     """Chunks of 96 tokens: vLLM would take a draw of each back, which the generators of a CPU cannot."""
     params = [SamplingParams(temperature=1.0, max_tokens=12, seed=5 + i, ignore_eos=True) for i in range(3)]
     expected = generate(engine(max_num_batched_tokens=512), prompts(3, 150), params)
@@ -151,7 +148,7 @@ BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
 BLOCKS = 28  # enough for ten requests of two blocks and one of four, and too few for the batch that is preempted
 
 
-def _with_prefix_cache(engine: Callable[..., Any], group: Callable[..., Any]) -> tuple[Any, Any]:
+def _with_prefix_cache(engine: Factory, group: Factory) -> tuple[Any, Any]:
     """One rank alone and a group, both of which keep prefixes and know where a thought begins and ends.
 
     Their KV caches are small; the first stage has four of the six layers.
@@ -189,9 +186,7 @@ def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
     ],
     ids=["penalties", "structured output", "logprobs", "above the cut-off"],
 )
-def test_prompts_of_one_token_join(
-    engine: Callable[..., Any], group: Callable[..., Any], running: int, params: SamplingParams
-) -> None:
+def test_prompts_of_a_single_token_join(engine: Factory, group: Factory, running: int, params: SamplingParams) -> None:
     """vLLM's own padding of such prompts does not say that a step may go on."""
     alone, stages = _with_prefix_cache(engine, group)
     got, (micro_steps,) = counted(lambda: _joined(stages, running, params), "group_micro_steps")
@@ -199,7 +194,7 @@ def test_prompts_of_one_token_join(
     assert (micro_steps > 0) == (running <= 8)
 
 
-def test_logprobs_of_some_tokens(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_logprobs_of_some_tokens(engine: Factory, group: Factory) -> None:
     """Beside a request that wants none: no step of the batch goes on."""
     params = [greedy(20), greedy(20, logprob_token_ids=[5, 9])]
     results = []
@@ -212,7 +207,7 @@ def test_logprobs_of_some_tokens(engine: Callable[..., Any], group: Callable[...
     assert results[1] == results[0]
 
 
-def test_thinking_budget(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_thinking_budget(engine: Factory, group: Factory) -> None:
     """Where a budget is spent the end of the thought is forced, in that request and in no other."""
     alone, stages = _with_prefix_cache(engine, group)
     start, end = (alone.get_tokenizer().encode(text, add_special_tokens=False) for text in ("<t>", "</t>"))
@@ -224,7 +219,7 @@ def test_thinking_budget(engine: Callable[..., Any], group: Callable[..., Any]) 
     assert ended == [False, False, False, True, False]
 
 
-def test_prefix_cache_hits(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_prefix_cache_hits(engine: Factory, group: Factory) -> None:
     """What the group wrote is good for later requests, emitted tokens included."""
     results = []
     for llm in _with_prefix_cache(engine, group):
@@ -238,7 +233,7 @@ def test_prefix_cache_hits(engine: Callable[..., Any], group: Callable[..., Any]
     assert results[0][-1][1] >= 128
 
 
-def test_preemption(engine: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_preemption(engine: Factory, group: Factory) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed, candidates and all."""
     outputs = []
     for llm in _with_prefix_cache(engine, group):
@@ -250,7 +245,7 @@ def test_preemption(engine: Callable[..., Any], group: Callable[..., Any]) -> No
 @pytest.mark.parametrize(
     "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.full) for f in ("qwen2", "qwen3", "mistral", "phi3"))]
 )
-def test_families(engine: Callable[..., Any], group: Callable[..., Any], family: str) -> None:
+def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its norms are of another kind."""
     expected = CASES["batch_1"](engine(family=family)), generate(engine(family=family), prompts(6), greedy())
     llm = group({"method": "ppd", "candidates": 3, "exit_layer": 4}, family=family)
@@ -259,9 +254,7 @@ def test_families(engine: Callable[..., Any], group: Callable[..., Any], family:
     assert hits > 0
 
 
-def test_heads_on_the_first_stage(
-    alone: Callable[..., Any], group: Callable[..., Any], fitted_heads: Callable[..., str]
-) -> None:
+def test_heads_on_the_first_stage(alone: Factory, group: Factory, fitted_heads: Factory) -> None:
     """Trained heads are right more often than the bare exit."""
     rates = []
     for options in (
@@ -277,7 +270,7 @@ def test_heads_on_the_first_stage(
 
 
 @pytest.mark.full
-def test_two_by_two_ranks(alone: Callable[..., Any], group: Callable[..., Any]) -> None:
+def test_two_by_two_ranks(alone: Factory, group: Factory) -> None:
     """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to the rank of its own number."""
     llm = group(VARIANTS["candidates"], tensor_parallel_size=2)
     got, (hits,) = counted(lambda: (CASES["batch_1"](llm), CASES["arrivals_and_aborts"](llm)), "group_hits")

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import ray
 from cases import CASES
-from conftest import end_workers, our_counter, start_engine
+from conftest import Factory, end_workers, our_counter, start_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks, pytest.mark.full]
 
@@ -34,7 +33,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_same_tokens(engine: Callable[..., Any], tiny_model: Callable[..., Any], cluster: None) -> None:
+def test_same_tokens(engine: Factory, tiny_model: Factory, cluster: None) -> None:
     expected = {case: CASES[case](engine()) for case in ("batch_1", "batch_16", "structured_output")}
     before = our_counter("group_hits")
     llm = start_engine(

@@ -8,12 +8,12 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from conftest import Factory
 from server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
@@ -27,13 +27,13 @@ def family_of(root: int) -> dict[int, str]:
             parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, IndexError):  # it ended meanwhile
             continue
-    found, waiting = {root}, [root]
+    members, waiting = {root}, [root]
     while waiting:
         parent = waiting.pop()
         children = [pid for pid, its in parents.items() if its == parent]
-        found.update(children)
+        members.update(children)
         waiting += children
-    return {pid: _command(pid) for pid in found}
+    return {pid: _command(pid) for pid in members}
 
 
 def _command(pid: int) -> str:
@@ -46,14 +46,14 @@ def _command(pid: int) -> str:
 def shared_memory() -> set[str]:
     """Without what the OpenMP runtimes of living processes hold: those of the server's are to be dead."""
     held = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_")
-    found = {name: held.match(name) for name in os.listdir("/dev/shm")}
-    return {name for name, match in found.items() if match is None or not Path(f"/proc/{match[1]}").exists()}
+    runtimes = {name: held.match(name) for name in os.listdir("/dev/shm")}
+    return {name for name, match in runtimes.items() if match is None or not Path(f"/proc/{match[1]}").exists()}
 
 
 @pytest.mark.parametrize(
     "stage", ["Worker_PP0", pytest.param("Worker_PP1", marks=pytest.mark.full)], ids=["first", "last"]
 )
-def test_a_stage_that_dies_ends_the_server(tiny_model: Callable[..., Path], tmp_path: Path, stage: str) -> None:
+def test_a_stage_that_dies_ends_the_server(tiny_model: Factory, tmp_path: Path, stage: str) -> None:
     """Killed in mid-decode: an error to the client, the end of every process, nothing left in shared memory."""
     before = shared_memory()
     server = Server(

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 import torch
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -29,7 +29,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def command(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
+def command(tiny_model: Factory, tmp_path: Path) -> list[str]:
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6))
     return [
         "train", "early", "--model", str(tiny_model()), "--data", str(data), "--steps", "6", "--batch-size", "4",
@@ -49,7 +49,7 @@ def test_ray_trains_the_heads_that_torchrun_does(cluster: None, command: list[st
     assert all(torch.equal(heads[name], tensor) for name, tensor in expected.items())
 
 
-def test_what_a_worker_refuses_is_one_line(
+def test_what_a_worker_refuses_is_a_single_line(
     cluster: None, command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--batch-size", "3", "--out", str(tmp_path / "out"), "--ray-workers", "2"]) == 2

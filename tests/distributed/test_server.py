@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Factory
 from server import VLLM, Server, environment
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
     options = ["--speculative-model", "ppd", "--ppd-exit-layer", "4", "--spec-tokens", "2", "--ppd-adaptive", "false"]
     options += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
@@ -138,5 +139,5 @@ def refused(model: Path, *args: str) -> str:
         ),
     ],
 )
-def test_bad_start_is_one_line(tiny_model: Callable[..., Path], args: list[str], line: str) -> None:
+def test_a_bad_start_ends_in_a_single_line(tiny_model: Factory, args: list[str], line: str) -> None:
     assert refused(tiny_model(), *args) == line

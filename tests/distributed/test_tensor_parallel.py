@@ -7,13 +7,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import CASES
-from conftest import ROOT
+from conftest import ROOT, Factory
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -74,9 +73,7 @@ def as_json(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def test_two_ranks(
-    tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], alone: Callable[..., Any]
-) -> None:
+def test_two_ranks(tiny_model: Factory, heads_folder: Factory, alone: Factory) -> None:
     """With heads and two exits over gamma, so that values, ids and probabilities are all exchanged."""
     options = {
         "method": "ppd",
@@ -93,7 +90,7 @@ def test_two_ranks(
 
 @pytest.mark.full
 @pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_min": 1, "prompt_lookup_drafts": 6}], ids=["", "lookup"])
-def test_two_ranks_adaptive(tiny_model: Callable[..., Path], alone: Callable[..., Any], lookup: dict[str, Any]) -> None:
+def test_two_ranks_adaptive(tiny_model: Factory, alone: Factory, lookup: dict[str, Any]) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ["batch_16", "more_than_fit", "arrivals_and_aborts"]
     options = {"method": "ppd", "exit_layer": 5, "adaptive": True, "step_costs": "measure", **lookup}
@@ -113,11 +110,7 @@ def test_two_ranks_adaptive(tiny_model: Callable[..., Path], alone: Callable[...
     ],
 )
 def test_two_ranks_with_heads(
-    tiny_model: Callable[..., Path],
-    fitted_heads: Callable[..., str],
-    alone: Callable[..., Any],
-    kind: str,
-    how: dict[str, Any],
+    tiny_model: Factory, fitted_heads: Factory, alone: Factory, kind: str, how: dict[str, Any]
 ) -> None:
     """Each rank holds its part of the heads: layers and classifiers are sharded as the target's are."""
     options = {"model": fitted_heads(kind, **how), "num_speculative_tokens": 2}
@@ -127,9 +120,7 @@ def test_two_ranks_with_heads(
 
 
 @pytest.mark.full
-def test_two_ranks_that_skip_the_draft_layers(
-    tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], alone: Callable[..., Any]
-) -> None:
+def test_two_ranks_that_skip_the_draft_layers(tiny_model: Factory, fitted_heads: Factory, alone: Factory) -> None:
     """Both agree on which steps do, and on who drafts after them."""
     options = {"model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": 2}
     cases = ["crowd_that_ends", "batch_1"]
@@ -141,7 +132,7 @@ def test_two_ranks_that_skip_the_draft_layers(
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"method": "ppd"}, {"method": "ppd", "draft_sample_method": "greedy"}])
-def test_two_ranks_all_cases(tiny_model: Callable[..., Path], options: dict[str, Any]) -> None:
+def test_two_ranks_all_cases(tiny_model: Factory, options: dict[str, Any]) -> None:
     cases = list(CASES)
     expected, _, _ = two_ranks(tiny_model(), None, cases)
     got, accepted, _ = two_ranks(tiny_model(), options, cases)

@@ -3,19 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from cases import generate, greedy, prompts
-from conftest import our_log
+from conftest import Factory, our_log
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
 
 pytestmark = pytest.mark.engine
 
 
-def test_hardly_any_accepted_draft_is_a_warning(engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardly_any_accepted_draft_is_a_warning(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine({"method": "ppd", "exit_layer": 5})
     monkeypatch.setattr(acceptance_watch, "WINDOW", 20)
     with our_log() as messages:

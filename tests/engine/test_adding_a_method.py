@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 from cases import greedy
-from conftest import ROOT
+from conftest import ROOT, Factory
 
 from vllm_ppd.vllm_plugins import methods
 from vllm_ppd.vllm_plugins.registry import METHODS, MethodSpec
@@ -34,13 +32,13 @@ def repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(record, {"METHODS": METHODS, "MethodSpec": MethodSpec})
 
 
-def test_the_example_drafts_exactly(repeat: None, engine: Callable[..., Any]) -> None:
+def test_the_example_drafts_exactly(repeat: None, engine: Factory) -> None:
     # Some of these requests go on with what was said before, so that repetition is right at times.
     requests = [{"prompt_token_ids": [5 + i] * 20} for i in range(8)]
     llm = engine({"method": "repeat", "num_speculative_tokens": 2})
     texts = [
-        [list(output.outputs[0].token_ids) for output in one.generate(requests, greedy(), use_tqdm=False)]
-        for one in (engine(), llm)
+        [list(output.outputs[0].token_ids) for output in each.generate(requests, greedy(), use_tqdm=False)]
+        for each in (engine(), llm)
     ]
     assert texts[0] == texts[1]
     assert 0 < llm.counts["accepted"] < llm.counts["drafted"]

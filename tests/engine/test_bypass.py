@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import CASES, generate, greedy, prompts
-from conftest import drafter_of, runner_of
+from conftest import Factory, drafter_of, runner_of
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
@@ -75,7 +74,7 @@ def with_costs(llm: Any, share: float) -> DraftLengthController:
 @pytest.mark.engine
 @pytest.mark.parametrize("method", ["early", "dynamo"])
 def test_bypassed_steps_are_those_of_an_engine_without_speculation(
-    method: str, engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    method: str, engine: Factory, fitted_heads: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafts that cost nine steps each never pay: most steps are bypassed, and counted all the same."""
     llm = engine(ADAPTIVE if method == "early" else {"method": method, "model": fitted_heads(method), "adaptive": True})
@@ -104,9 +103,7 @@ def test_bypassed_steps_are_those_of_an_engine_without_speculation(
 
 
 @pytest.mark.engine
-def test_requests_that_come_and_go_in_bypassed_steps_say_the_same(
-    engine: Callable[..., Any], alone: Callable[..., Any]
-) -> None:
+def test_requests_that_come_and_go_in_bypassed_steps_say_the_same(engine: Factory, alone: Factory) -> None:
     expected, llm = alone("arrivals_and_aborts"), engine(ADAPTIVE)
     with_costs(llm, 9.0)
     assert CASES["arrivals_and_aborts"](llm) == expected

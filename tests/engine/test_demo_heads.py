@@ -12,7 +12,7 @@ import overfitted
 import pytest
 import torch
 from cases import greedy
-from conftest import DEMO, ROOT, start_engine, write_texts
+from conftest import DEMO, ROOT, Factory, start_engine, write_texts
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
@@ -42,8 +42,8 @@ def test_model_and_heads_fit_the_repository() -> None:
 
 
 def test_trained_beats_untrained_at_every_exit_and_k() -> None:
-    found = measured("early")["matches"]
-    for rates in found["match"].values():
+    matches = measured("early")["matches"]
+    for rates in matches["match"].values():
         assert len(rates["N"]) == 11
         assert all(trained > untrained for trained, untrained in zip(rates["Y"], rates["N"], strict=True))
 
@@ -109,7 +109,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
 @pytest.mark.parametrize(
     "variant", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in OPTIONS]
 )
-def test_engine_counts_what_calibration_expects(calibration: Callable[[str], Calibration], variant: str) -> None:
+def test_engine_counts_what_calibration_expects(calibration: Factory, variant: str) -> None:
     """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
     made = calibration(variant)
     requests = [{"prompt_token_ids": ids} for ids in made.prompts.ids.tolist()]

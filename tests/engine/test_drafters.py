@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, generate, prompts
-from conftest import drafter_of
+from conftest import Factory, drafter_of
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -63,11 +63,7 @@ class Watch:
     ids=["early", "cp", "cp-chain", "dynamo"],
 )
 def test_propose_never_waits_for_the_device(
-    engine: Callable[..., Any],
-    fitted_heads: Callable[..., str],
-    kind: str,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Factory, fitted_heads: Factory, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = {"condition": options["condition"]} if "condition" in options else {}
     llm = engine(

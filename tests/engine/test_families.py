@@ -7,15 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import ROOT, drafter_of, start_engine
+from conftest import ROOT, Factory, drafter_of, start_engine
 
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS, adapter_path
 from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
@@ -27,16 +25,16 @@ pytestmark = pytest.mark.engine
 # serves a family through transformers, it changes transformers' classes for the rest of the process.
 EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss", "llama4"}
 TRANSFORMERS_BACKEND = {"gpt_neox", "olmo2", "olmo3", "smollm3"}
-OWN_PROCESS = EXPERTS | TRANSFORMERS_BACKEND
-OWN_PROCESS_FLAG = "PPD_TEST_OWN_PROCESS"
+SEPARATE_PROCESS = EXPERTS | TRANSFORMERS_BACKEND
+SEPARATE_PROCESS_FLAG = "PPD_TEST_OWN_PROCESS"
 
 
 def ran_elsewhere(request: pytest.FixtureRequest) -> bool:
     """Run the present test in a process of its own, unless this is that process."""
-    if OWN_PROCESS_FLAG in os.environ:
+    if SEPARATE_PROCESS_FLAG in os.environ:
         return False
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
-    environment = {**os.environ, OWN_PROCESS_FLAG: "1"}
+    environment = {**os.environ, SEPARATE_PROCESS_FLAG: "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-3000:]
     return True
@@ -70,13 +68,9 @@ CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite", "gpt_oss"}
     "family", [pytest.param(f, marks=[] if f in CUT_QUICKLY else [pytest.mark.full]) for f in tiny.FAMILIES]
 )
 def test_cut_is_exact(
-    family: str,
-    tiny_model: Callable[..., Any],
-    engine: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    family: str, tiny_model: Factory, engine: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if family in OWN_PROCESS and ran_elsewhere(request):
+    if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
     model = tiny_model(family)
     expected = generate(engine(family=family), prompts(6), greedy(24))
@@ -118,14 +112,10 @@ QUICK = {"gemma3"}  # two KV cache groups
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.full]) for f in DYNAMO])
 def test_token_heads_of_every_family(
-    family: str,
-    engine: Callable[..., Any],
-    alone: Callable[..., Any],
-    fitted_heads: Callable[..., str],
-    request: pytest.FixtureRequest,
+    family: str, engine: Factory, alone: Factory, fitted_heads: Factory, request: pytest.FixtureRequest
 ) -> None:
     """DynaMo's layers are of the family's own class, take its checkpoint's names, and write KV of their own."""
-    if family in OWN_PROCESS and ran_elsewhere(request):
+    if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
     expected = alone("batch_16", family=family), alone("arrivals_and_aborts", family=family)
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo", family), "eps_b": 0.0}, family=family)
@@ -160,15 +150,15 @@ def fitted_elsewhere(model: Path, sequences: list[list[int]], folder: Path) -> s
 )
 def test_cp_heads_need_no_adapter(
     family: str,
-    tiny_model: Callable[..., Path],
-    engine: Callable[..., Any],
-    alone: Callable[..., Any],
-    said: Callable[..., Any],
-    fitted_heads: Callable[..., str],
+    tiny_model: Factory,
+    engine: Factory,
+    alone: Factory,
+    said: Factory,
+    fitted_heads: Factory,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    if family in OWN_PROCESS and ran_elsewhere(request):
+    if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
     cases = "batch_16", "arrivals_and_aborts"
     expected = {case: alone(case, family=family) for case in cases}
@@ -182,7 +172,7 @@ def test_cp_heads_need_no_adapter(
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "granite"])
-def test_token_heads_are_refused_where_layers_cannot_be_added(family: str, tiny_model: Callable[..., Any]) -> None:
+def test_token_heads_are_refused_where_layers_cannot_be_added(family: str, tiny_model: Factory) -> None:
     from vllm_ppd.vllm_plugins.config.options import OptionError
 
     with pytest.raises(OptionError, match=r"ForCausalLM is (served by|not supported with) .* use early or CP heads"):

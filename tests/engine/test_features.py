@@ -12,7 +12,7 @@ import adapters
 import pytest
 import torch
 from cases import CASES, greedy, prompts
-from conftest import drafter_of, runner_of, start_engine
+from conftest import Factory, drafter_of, runner_of, start_engine
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
@@ -34,12 +34,12 @@ CHAIN = {"rank": 3, "condition": "chain"}  # reads input embeddings and the LM h
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
+def adapter(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> LoRARequest:
     folder = adapters.make_adapter(tmp_path_factory.mktemp("lora"), tiny_model())
     return LoRARequest("random", 1, str(folder))
 
 
-def test_lora(engine: Callable[..., Any], fitted_heads: Callable[..., str], adapter: LoRARequest) -> None:
+def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest) -> None:
     """Requests with an adapter beside others without."""
     # vLLM's CPU build gives requests without an adapter the last one's place, which must be empty.
     settings = {"enable_lora": True, "max_lora_rank": adapters.RANK, "max_loras": 2}
@@ -49,19 +49,19 @@ def test_lora(engine: Callable[..., Any], fitted_heads: Callable[..., str], adap
     def said(llm: Any, draft: bool = True) -> tuple[list[list[int]], Any]:
         """Output and counts; without draft, adapted requests do not."""
         before = llm.counts.copy()
-        params = [greedy(extra_args={"ppd_draft": draft or one is None}) for one in chosen]
+        params = [greedy(extra_args={"ppd_draft": draft or request is None}) for request in chosen]
         outputs = llm.generate(prompts(16), params, use_tqdm=False, lora_request=chosen)
         return [list(output.outputs[0].token_ids) for output in outputs], llm.counts - before
 
     expected, llm, base = said(engine(**settings))[0], engine(options, **settings), engine(options)
     plain = CASES["batch_16"](engine())
     assert [tokens == expected[i] for i, tokens in enumerate(plain)] == [i % 2 == 0 for i in range(16)]
-    found, counts = said(llm)
-    assert found == expected
+    tokens, counts = said(llm)
+    assert tokens == expected
     assert counts["accepted"] > 0
     # Drafts are those of an engine without adapters.
-    found, counts = said(llm, draft=False)
-    assert found == expected
+    tokens, counts = said(llm, draft=False)
+    assert tokens == expected
     base.counts.clear()
     base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
     assert counts == base.counts
@@ -73,7 +73,7 @@ def test_lora(engine: Callable[..., Any], fitted_heads: Callable[..., str], adap
 
 
 @pytest.fixture(scope="module")
-def variant(fitted_heads: Callable[..., str]) -> Callable[[str], dict[str, Any]]:
+def variant(fitted_heads: Factory) -> Callable[[str], dict[str, Any]]:
     def get(name: str) -> dict[str, Any]:
         options, how = VARIANTS[name]
         return options if name == "early" else {**options, "model": fitted_heads(name, **how)}
@@ -83,7 +83,7 @@ def variant(fitted_heads: Callable[..., str]) -> Callable[[str], dict[str, Any]]
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kv_connector(
-    engine: Callable[..., Any], variant: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path,
+    engine: Factory, variant: Factory, tiny_model: Factory, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:  # fmt: skip
     """KV of prompts is stored and loaded, that of draft layers included; drafts are never stored."""
@@ -119,9 +119,11 @@ class Pool:
 
     @staticmethod
     def alive() -> dict[int, torch.UntypedStorage]:
-        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.layout == torch.strided]
-        storages = [one.untyped_storage() for one in tensors if one.device.type == "cpu"]
-        return {one.data_ptr(): one for one in storages if one.nbytes()}
+        tensors = [
+            tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        ]
+        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+        return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
     def suspend(self) -> None:
         for address, storage in self.storages.items():
@@ -135,11 +137,7 @@ class Pool:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sleep_level_1(
-    engine: Callable[..., Any],
-    variant: Callable[..., Any],
-    tiny_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    engine: Factory, variant: Factory, tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """What was allocated while loading comes back, the KV cache does not. (The CPU build has no sleep mode of its own:
     the worker does to this memory what vLLM's allocator does on a GPU.)"""
@@ -148,7 +146,7 @@ def test_sleep_level_1(
     def load_model(self: Any, **kwargs: Any) -> None:
         before = Pool.alive()
         load(self, **kwargs)
-        pool.storages = {address: one for address, one in Pool.alive().items() if address not in before}
+        pool.storages = {address: storage for address, storage in Pool.alive().items() if address not in before}
 
     def sleep(self: Any, level: int = 1) -> None:
         pool.suspend()

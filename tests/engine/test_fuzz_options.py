@@ -7,11 +7,11 @@ import json
 import random
 import string
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import greedy, prompts
+from conftest import Factory
 from vllm import EngineArgs
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
@@ -35,7 +35,7 @@ FITTING: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def one_line(error: BaseException) -> str:
+def single_line(error: BaseException) -> str:
     text = str(error)
     assert len(text) <= LONGEST and "\n" not in text, text[:1000]
     return text
@@ -84,7 +84,7 @@ def odd_value_as_key(rng: random.Random) -> Any:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Path]) -> Any:
+def target(tiny_model: Factory) -> Any:
     return EngineArgs(
         model=str(tiny_model()), dtype="float32", kv_cache_memory_bytes=1 << 24
     ).create_engine_config()  # fmt: skip
@@ -118,7 +118,7 @@ def as_meant(given: Any, got: Any) -> bool:
     return given == got and (type(given) is type(got) or (type(given) is int and type(got) is float))
 
 
-def test_dictionaries(tiny_model: Callable[..., Path], activated: Callable[[Any], DraftingConfig | None]) -> None:
+def test_dictionaries(tiny_model: Factory, activated: Factory) -> None:
     rng = random.Random(34)
     accepted = refused = 0
     args = EngineArgs(model=str(tiny_model()))
@@ -131,7 +131,7 @@ def test_dictionaries(tiny_model: Callable[..., Path], activated: Callable[[Any]
         try:
             config = activated(args)
         except OptionError as error:
-            one_line(error)
+            single_line(error)
             refused += 1
             continue
         if config is None:
@@ -145,7 +145,7 @@ def test_dictionaries(tiny_model: Callable[..., Path], activated: Callable[[Any]
     assert accepted > DICTIONARIES // 10 and refused > DICTIONARIES // 4, (accepted, refused)
 
 
-def test_command_lines(tiny_model: Callable[..., Path], activated: Callable[[Any], DraftingConfig | None]) -> None:
+def test_command_lines(tiny_model: Factory, activated: Factory) -> None:
     rng = random.Random(35)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     accepted = refused = 0
@@ -166,7 +166,7 @@ def test_command_lines(tiny_model: Callable[..., Path], activated: Callable[[Any
         try:
             config = activated(EngineArgs.from_cli_args(args))
         except OptionError as error:
-            one_line(error)
+            single_line(error)
             refused += 1
         else:
             assert config is not None
@@ -214,7 +214,7 @@ def parameters(given: dict[str, Any]) -> Any:
 
 
 @pytest.mark.engine
-def test_requests(engine: Callable[..., Any]) -> None:
+def test_requests(engine: Factory) -> None:
     """Each ends in an answer or in HTTP 400; those beside it are answered as by vLLM alone, and so is it if greedy."""
     rng = random.Random(36)
     llm, alone = engine({"method": "ppd"}), engine()

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import keep_alive
+from conftest import Factory, keep_alive
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from vllm_ppd.heads.generation.options import DataOptions
@@ -29,7 +28,7 @@ PROMPT = list(range(40, 60))
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = shutil.copytree(tiny_model(), tmp_path_factory.mktemp("chatty") / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cases import CASES
-from conftest import drafter_of, start_engine
+from conftest import Factory, drafter_of, start_engine
 from hub import running_hub, use
 
 pytestmark = pytest.mark.engine
 
 
 def test_heads_and_target_by_name(
-    tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], engine: Callable[..., object],
+    tiny_model: Factory, fitted_heads: Factory, engine: Factory,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """`vllm serve acme/heads@v1`: the revision of the heads, the target that they name, drafts, and vLLM's output."""

@@ -10,14 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, runner_of
+from conftest import ROOT, Factory, runner_of
 
 from vllm_ppd.kernels.dispatch import SWITCH
 
@@ -38,7 +36,7 @@ def test_parts_draft_the_same() -> None:
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_engines_draft_the_same(tiny_model: Callable[..., Path], fitted_heads: Callable[..., str]) -> None:
+def test_engines_draft_the_same(tiny_model: Factory, fitted_heads: Factory) -> None:
     classifiers = fitted_heads("early", head="classifier")
     options: list[dict[str, Any]] = [
         {"method": "ppd"},
@@ -56,7 +54,7 @@ def test_engines_draft_the_same(tiny_model: Callable[..., Path], fitted_heads: C
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_a_group_starts_the_same_lanes(tiny_model: Callable[..., Path]) -> None:
+def test_a_group_starts_the_same_lanes(tiny_model: Factory) -> None:
     results = []
     for switch in ("0", "always"):
         lines = in_interpreter("group", str(tiny_model()), **{SWITCH: switch}).splitlines()
@@ -66,8 +64,8 @@ def test_a_group_starts_the_same_lanes(tiny_model: Callable[..., Path]) -> None:
 
 
 @pytest.mark.engine
-def test_the_lm_head_is_read_as_a_matrix_only_where_it_is_one(
-    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def test_the_lm_head_is_read_as_a_matrix_where_vllm_multiplies_by_it(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
 

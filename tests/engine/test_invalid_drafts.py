@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import our_counter, start_engine
+from conftest import Factory, our_counter, start_engine
 from test_sampling import LEVEL, sample, worst
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions
@@ -27,7 +25,7 @@ SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
 
 
 @pytest.fixture(scope="module")
-def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+def expected(engine: Factory) -> list[tuple[int, ...]]:
     return sample(engine(**SETTINGS))
 
 
@@ -38,16 +36,16 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     stock = module.load_tensors
 
     def load(*args: Any) -> Any:
-        config, found = stock(*args)
+        config, tensors = stock(*args)
         if kind == "early":
-            for weight in found.values():
+            for weight in tensors.values():
                 weight[1, 2] = value
         else:
-            tensor = found["cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"]
+            tensor = tensors["cp.transforms" if kind == "cp" else "head.2.input_layernorm.weight"]
             tensor[(config.factors - config.positions + 1, 0, 2, 3) if kind == "cp" else (3,)] = (
                 value  # the first draft's
             )
-        return config, found
+        return config, tensors
 
     monkeypatch.setattr(module, "load_tensors", load)
 
@@ -69,10 +67,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_damaged_heads_change_nothing(
-    engine: Callable[..., Any],
+    engine: Factory,
     expected: list[tuple[int, ...]],
-    tiny_model: Callable[..., Path],
-    fitted_heads: Callable[..., str],
+    tiny_model: Factory,
+    fitted_heads: Factory,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: str,
@@ -115,7 +113,7 @@ def test_a_reading_of_logits_that_are_not_finite_or_overflow() -> None:
         assert valid == [True, False, False, True, bool(temperature[0] == 0)]
 
 
-def test_drafts_before_an_invalid_one_are_used() -> None:
+def test_drafts_before_an_invalid_draft_are_used() -> None:
     config = DraftingConfig(method="cp", num_layers=6)
     host = DraftingHost(config, None, torch.device("cpu"), rows=4, num_drafts=3)
     tokens = np.array([[5, 6, 7], [5, INVALID, 7], [5, 6, INVALID], [INVALID, 6, 7]])

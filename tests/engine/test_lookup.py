@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from cases import CASES, generate, greedy
-from conftest import our_counter
+from conftest import Factory, our_counter
 from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shallow
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Lookup, find
 
 
-def found(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:
+def drafts_of(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:
     token_ids = np.zeros((len(texts), 200), dtype=np.int32)
     for row, text in enumerate(texts):
         token_ids[row, : len(text)] = text
@@ -26,18 +25,18 @@ def found(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int
     return [ids[:count].tolist() for ids, count in zip(tokens, counts, strict=True)]
 
 
-def test_what_followed_the_same_tokens_is_found() -> None:
+def test_what_followed_the_same_tokens_is_drafted() -> None:
     texts = [[5, 6, 7, 8, 9, 1, 5, 6], [5, 6, 7, 8, 9, 1, 4, 6], [3, 1, 3], [], [4]]
-    assert found(texts, 2) == [[7, 8, 9], [], [], [], []]
-    assert found(texts, 1) == [[7, 8, 9], [7, 8, 9], [1, 3], [], []]
+    assert drafts_of(texts, 2) == [[7, 8, 9], [], [], [], []]
+    assert drafts_of(texts, 1) == [[7, 8, 9], [7, 8, 9], [1, 3], [], []]
 
 
 def test_the_longest_agreement_counts() -> None:
     same = list(range(50, 50 + LONGEST_LOOKUP))
     text = [1, 2, 99, *same, 7, 8, 51, 81, 11, *same]
-    assert found([text], 2) == [[7, 8, 51]]
-    assert found([[80, 81, 3, *text]], LONGEST_LOOKUP) == [[7, 8, 51]]
-    assert found([text[1:]], LONGEST_LOOKUP + 1) == [[]]
+    assert drafts_of([text], 2) == [[7, 8, 51]]
+    assert drafts_of([[80, 81, 3, *text]], LONGEST_LOOKUP) == [[7, 8, 51]]
+    assert drafts_of([text[1:]], LONGEST_LOOKUP + 1) == [[]]
 
 
 def naive(text: list[int], shortest: int, most: int) -> list[int]:
@@ -52,12 +51,12 @@ def naive(text: list[int], shortest: int, most: int) -> list[int]:
     return text[follows : follows + most] if longest >= shortest else []
 
 
-def test_it_is_vllms_own_n_gram_method() -> None:
+def test_it_is_vllms_n_gram_method() -> None:
     rng = np.random.default_rng(0)
     for tokens in (2, 3, 8):
         texts = [rng.integers(1, tokens + 1, size=rng.integers(1, 190)).tolist() for _ in range(40)]
         for shortest in (1, 3, 5):
-            assert found(texts, shortest, 4) == [naive(text, shortest, 4) for text in texts]
+            assert drafts_of(texts, shortest, 4) == [naive(text, shortest, 4) for text in texts]
 
 
 # ---- which source drafts
@@ -147,7 +146,7 @@ def test_a_source_that_does_not_pay_leaves_the_other_alone(requests: int) -> Non
     assert engine.speed(3000, 0.8) > 0.94 * max(predicted(0.8, 0.2))
 
 
-def test_without_measurements_all_must_have_found_something() -> None:
+def test_without_measurements_every_request_must_have_a_match() -> None:
     sources = DraftSources(1, MOST, None)
     batch = SimpleNamespace(lengths=np.array([5, 4]), token_ids=np.array([[1, 2, 3, 1, 2]] * 2))
     most, no = np.array([MOST, MOST]), np.zeros(2, dtype=bool)
@@ -168,8 +167,8 @@ def test_agreements_of_different_lengths_are_known_apart() -> None:
     for _ in range(3000):
         sources.observe(["r"], 1 + (drafts if lengths == 10 else 0 * drafts))
         lengths = int(rng.choice([1, 10]))
-        found = Lookup(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
-        sources.find = lambda *_, found=found: found  # type: ignore[method-assign]
+        match = Lookup(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
+        sources.find = lambda *_, match=match: match  # type: ignore[method-assign]
         drafts, _ = sources.choose(None, np.array([MOST]), np.array([0]), 1, no)
         chosen[lengths == 10].append(int(drafts[0]))
     assert np.mean(chosen[0][-500:]) < 0.2 and np.mean(chosen[1][-500:]) > 3.5
@@ -182,7 +181,7 @@ OPTIONS = {"method": "ppd", "prompt_lookup_min": 1}
 
 
 @pytest.mark.engine
-def test_lookups_are_drafted_and_accepted(engine: Callable[..., Any]) -> None:
+def test_lookups_are_drafted_and_accepted(engine: Factory) -> None:
     """The exactness suite would pass without them; a loop is found after its first turn."""
     llm, params = engine(OPTIONS), greedy(40)
     loop = {"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}
@@ -194,6 +193,6 @@ def test_lookups_are_drafted_and_accepted(engine: Callable[..., Any]) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_same_tokens_with_lookups(engine: Callable[..., Any], adaptive: bool) -> None:
+def test_same_tokens_with_lookups(engine: Factory, adaptive: bool) -> None:
     case = CASES["more_than_fit"]
     assert case(engine({**OPTIONS, "adaptive": adaptive})) == case(engine())

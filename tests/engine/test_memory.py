@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
 from cases import CASES
-from conftest import drafter_of, runner_of, start_engine
+from conftest import Factory, drafter_of, runner_of, start_engine
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
@@ -19,9 +17,7 @@ from vllm_ppd.vllm_plugins.methods.early.proposer import DeferredKVProposer
 pytestmark = pytest.mark.engine
 
 
-def test_allocated_before_the_kv_cache_is_sized(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_allocated_before_the_kv_cache_is_sized(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker
 
     order: list[str] = []

@@ -11,7 +11,7 @@ import overfitted
 import pytest
 import tiny_multimodal
 from cases import CASES, greedy, prompts
-from conftest import drafter_of, start_engine
+from conftest import Factory, drafter_of, start_engine
 
 pytestmark = pytest.mark.engine
 
@@ -23,24 +23,22 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Path], made_once: Callable[..., Path]) -> Path:
+def target(tiny_model: Factory, made_once: Factory) -> Path:
     return made_once("multimodal", lambda folder: tiny_multimodal.make(folder, tiny_model(tiny_multimodal.TEXT)))
 
 
 @pytest.fixture(scope="module")
-def started(
-    target: Path, fitted_heads: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Any]:
+def started(target: Path, fitted_heads: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """started(method): an engine; its heads were fitted to the text model that the language model is."""
     engines: dict[str | None, Any] = {}
 
     def options(method: str) -> dict[str, Any]:
-        found = dict(METHODS[method])
-        how = found.pop("heads", None)
+        options = dict(METHODS[method])
+        how = options.pop("heads", None)
         if how is not None:
             heads = fitted_heads(method, tiny_multimodal.TEXT, **how)
-            found["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
-        return found
+            options["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
+        return options
 
     def get(method: str | None = None) -> Any:
         if method not in engines:
@@ -65,7 +63,7 @@ def with_sounds(llm: Any, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("method", ["early", "cp", pytest.param("dynamo", marks=pytest.mark.full)])
-def test_same_tokens(started: Callable[..., Any], method: str) -> None:
+def test_same_tokens(started: Factory, method: str) -> None:
     stock, llm = started(), started(method)
     expected = with_sounds(stock)
     assert with_sounds(llm) == expected
@@ -80,5 +78,5 @@ def test_same_tokens(started: Callable[..., Any], method: str) -> None:
 @pytest.mark.full
 def test_compiled(target: Path) -> None:
     """Stacks that start from embeddings are compiled, too."""
-    found = [with_sounds(start_engine(target, options, enforce_eager=False)) for options in (None, METHODS["early"])]
-    assert found[0] == found[1]
+    outputs = [with_sounds(start_engine(target, options, enforce_eager=False)) for options in (None, METHODS["early"])]
+    assert outputs[0] == outputs[1]

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import drafter_of, our_counter
+from conftest import Factory, drafter_of, our_counter
 from torch.nn import functional
 
 from vllm_ppd.kernels.batched_linear import batched_linear
@@ -74,24 +73,22 @@ def test_plain_weights_puts_vllm_back() -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_are_views_of_one_storage(engine: Callable[..., Any], family: str) -> None:
+def test_layers_are_views_of_a_single_storage(engine: Factory, family: str) -> None:
     stacked = drafter_of(engine(PARALLEL, family=family)).schedule.layers.stacked
     assert len(stacked.layers) == LAYERS
     assert ("self_attn.qkv_proj.bias" in stacked.weights) == (family == "qwen2")
     assert ("self_attn.q_norm.weight" in stacked.weights) == (family == "qwen3")
     for name, stack in stacked.weights.items():
-        for own, layer in zip(stack, stacked.layers, strict=True):
+        for matrix, layer in zip(stack, stacked.layers, strict=True):
             parameter = layer.get_parameter(name)
-            assert parameter.data_ptr() == own.data_ptr() and parameter.shape == own.shape
+            assert parameter.data_ptr() == matrix.data_ptr() and parameter.shape == matrix.shape
         pairs = stack[1 :: LAYERS // 2]
         assert [pair.data_ptr() for pair in pairs] == [stacked.layers[i].get_parameter(name).data_ptr() for i in (1, 4)]
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batched_layer_is_the_layers_one_by_one(
-    engine: Callable[..., Any], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batched_layer_is_its_layers_in_turn(engine: Factory, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batched layer of a real run against vLLM's own layers, in the same context; and the output is vLLM's."""
     expected = CASES["batch_16"](engine(family=family))
     llm = engine(PARALLEL, family=family)
@@ -102,9 +99,9 @@ def test_a_batched_layer_is_the_layers_one_by_one(
         inputs = hidden.clone(), residual.clone()
         outputs = original(which, rows, positions, hidden, residual)
         for i, layer in enumerate(stacked.layers[which]):
-            own = [part[i, : rows[i]].clone() for part in inputs]
+            state = [part[i, : rows[i]].clone() for part in inputs]
             # The layer writes the same KV again.
-            alone = layer(positions[i, : rows[i]], *own)
+            alone = layer(positions[i, : rows[i]], *state)
             for part, together in zip(alone, outputs, strict=True):
                 torch.testing.assert_close(together[i, : rows[i]], part, rtol=0, atol=1e-5)
         widths.append((which.step, *rows))
@@ -120,7 +117,7 @@ def test_a_batched_layer_is_the_layers_one_by_one(
 @pytest.mark.engine
 @pytest.mark.parametrize("exit_layer", [3, 2])
 def test_what_a_token_costs(
-    engine: Callable[..., Any], fitted_heads: Callable[..., str], exit_layer: int, monkeypatch: pytest.MonkeyPatch
+    engine: Factory, fitted_heads: Factory, exit_layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A token that an exit predicted rightly starts l layers after the one before it, any other L layers."""
     heads = fitted_heads("early", head="classifier")
@@ -144,7 +141,7 @@ def test_what_a_token_costs(
 
 
 @pytest.mark.engine
-def test_gamma_decides_what_an_exit_may_predict(engine: Callable[..., Any]) -> None:
+def test_gamma_decides_what_an_exit_may_predict(engine: Factory) -> None:
     made = []
     for gamma in (0.0, 0.03, 0.99):
         llm = engine({**PARALLEL, "gamma": gamma})

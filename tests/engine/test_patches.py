@@ -9,9 +9,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -19,7 +17,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
-from conftest import ROOT, runner_of
+from conftest import ROOT, Factory, runner_of
 from huggingface_hub.errors import LocalEntryNotFoundError
 from touched import resolved
 from vllm import EngineArgs
@@ -181,7 +179,7 @@ def test_entry_point() -> None:
 
 
 def test_unsupported_vllm(
-    tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Outside the range: one line, nothing patched but the refusal, and the range in the refusal."""
     wrapped: list[str] = []
@@ -202,7 +200,7 @@ def test_unsupported_vllm(
             started(**asked)
 
 
-def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Callable[..., Path]) -> None:
+def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Factory) -> None:
     """vLLM 0.32 starts no proposer class on V2, and grants asynchronous scheduling a closed list of methods."""
     for runner, asynchronous in (("v1", False), ("v2", True)):
         config = resolve(parse_options({"method": "cp", "runner": runner}), 6, runners=Runners(None, "v2", True))
@@ -221,7 +219,7 @@ def test_version_range() -> None:
     assert not any(patches.is_supported(version) for version in ("0.31.2", "0.34.0", "0.34.0rc1", "1.0", "unknown"))
 
 
-def test_compilation_cache_key_is_stable(tiny_model: Callable[..., Path]) -> None:
+def test_compilation_cache_key_is_stable(tiny_model: Factory) -> None:
     """The same server started twice finds what it compiled; another exit layer does not."""
 
     def key(**options: Any) -> str:
@@ -239,7 +237,7 @@ def test_compilation_cache_key_is_stable(tiny_model: Callable[..., Path]) -> Non
 # ---- a vLLM started without our flag
 
 
-def test_stock_configuration(tiny_model: Callable[..., Path]) -> None:
+def test_stock_configuration(tiny_model: Factory) -> None:
     """No option of ours, no trace of us; vLLM's own speculation keeps working through the wrappers."""
     plain = EngineArgs(model=str(tiny_model()), dtype="float32", kv_cache_memory_bytes=1 << 24).create_engine_config()
     assert plain.additional_config == {}
@@ -255,7 +253,7 @@ def test_stock_configuration(tiny_model: Callable[..., Path]) -> None:
 
 
 @pytest.mark.engine
-def test_stock_engine_runs_stock_code(engine: Callable[..., Any]) -> None:
+def test_stock_engine_runs_stock_code(engine: Factory) -> None:
     runner = runner_of(engine())
     assert not [cls for cls in type(runner).__mro__ if "vllm_ppd" in cls.__module__]
     decoder = runner.model.model
@@ -265,7 +263,7 @@ def test_stock_engine_runs_stock_code(engine: Callable[..., Any]) -> None:
 
 @pytest.mark.engine
 def test_steps_without_drafts_are_prepared_as_without_speculation(
-    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    engine: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows to sample from are those of the same requests with metadata of no drafts; steps with drafts have theirs."""
     llm = engine({"method": "ppd", "adaptive": False})
@@ -307,7 +305,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
+def test_output_is_that_of_a_vllm_without_us(engine: Factory, tiny_model: Factory) -> None:
     """The same requests in a process where VLLM_PLUGINS switches us off."""
     script = SCRIPT.format(tests=str(ROOT / "tests"), model=str(tiny_model()))
     run = subprocess.run(
@@ -323,7 +321,7 @@ def test_output_is_that_of_a_vllm_without_us(engine: Callable[..., Any], tiny_mo
 
 
 @pytest.mark.engine
-def test_cpu_mend_survives_another_engine(engine: Callable[..., Any]) -> None:
+def test_cpu_mend_survives_another_engine(engine: Factory) -> None:
     """vLLM's CPU backend drops sampling parameters of drafts; ours must stay in place when a stock engine follows."""
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens

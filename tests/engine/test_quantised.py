@@ -9,7 +9,6 @@ Formats that end in `-amx` run the kernel of 8 bits that vLLM takes where there 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import overfitted
@@ -17,7 +16,7 @@ import pytest
 import quantised
 import torch
 from cases import CASES, prompts
-from conftest import drafter_of, runner_of, start_engine
+from conftest import Factory, drafter_of, runner_of, start_engine
 from quantised import int8_kernels
 from safetensors.torch import load_file
 from vllm import SamplingParams
@@ -46,10 +45,7 @@ CHOSEN = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full])
 
 @pytest.fixture(scope="module")
 def started(
-    tiny_model: Callable[..., Path],
-    fitted_heads: Callable[..., str],
-    made_once: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    tiny_model: Factory, fitted_heads: Factory, made_once: Factory, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Any]:
     """started(format, method): an engine; its heads were fitted to the model before it was quantised."""
     engines: dict[tuple[str, str | None], Any] = {}
@@ -88,7 +84,7 @@ def as_if_amx(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "method"), CHOSEN)
-def test_same_tokens(started: Callable[..., Any], kind: str, method: str) -> None:
+def test_same_tokens(started: Factory, kind: str, method: str) -> None:
     llm, alone = started(kind, method), started(kind)
     dtype = runner_of(alone).model_config.dtype
     assert dtype == torch.bfloat16 or kind in ("w8a8", "w8a8-head")
@@ -105,7 +101,10 @@ def test_same_tokens(started: Callable[..., Any], kind: str, method: str) -> Non
 
 def worst_token(alone: Any, requests: list[Any], outputs: list[list[int]]) -> float:
     """How far, in nats, any generated token is from the one that the target holds for the likeliest in its place."""
-    texts = [{"prompt_token_ids": [*one["prompt_token_ids"], *ids]} for one, ids in zip(requests, outputs, strict=True)]
+    texts = [
+        {"prompt_token_ids": [*request["prompt_token_ids"], *ids]}
+        for request, ids in zip(requests, outputs, strict=True)
+    ]
     scored = alone.generate(texts, SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     return max(
         max(entry.logprob for entry in place.values()) - place[token].logprob
@@ -114,7 +113,7 @@ def worst_token(alone: Any, requests: list[Any], outputs: list[list[int]]) -> fl
     )
 
 
-def test_another_token_is_not_near_the_best(started: Callable[..., Any]) -> None:
+def test_another_token_is_not_near_the_best(started: Factory) -> None:
     """What the comparison in 16 bits can tell: of 640 tokens one is another."""
     alone = started("w8a8")
     outputs = CASES["batch_16"](alone)
@@ -133,9 +132,7 @@ def test_vllms_kernel_for_amx_takes_16_bits_alone(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.full
-def test_quantised_lm_head_is_read_as_vllm_computes_it(
-    started: Callable[..., Any], tiny_model: Callable[..., Path]
-) -> None:
+def test_quantised_lm_head_is_read_as_vllm_computes_it(started: Factory, tiny_model: Factory) -> None:
     """The whole of it by vLLM's own product, a draft vocabulary by the dequantised rows."""
     target = drafter_of(started("w8a8-head", "cp-short")).host.target
     assert target.lm_head.plain() is None, "no kernel of ours reads quantised weights"

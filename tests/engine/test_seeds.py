@@ -4,14 +4,13 @@ read, beside whichever others, and through preemptions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import preempted
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import DEMO, counter, start_engine
+from conftest import DEMO, Factory, counter, start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -39,21 +38,21 @@ def seeded(seed: int, **settings: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, "max_tokens": 16, "ignore_eos": True, "seed": seed, **settings})
 
 
-def one_by_one(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list[list[int]]:
-    return [generate(llm, [request], own)[0] for request, own in zip(requests, params, strict=True)]
+def in_turn(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list[list[int]]:
+    return [generate(llm, [request], param)[0] for request, param in zip(requests, params, strict=True)]
 
 
 @pytest.mark.parametrize("method", ["ppd", "cp", "dynamo"])
 def test_prompts_in_chunks_give_the_output_of_whole_prompts(
-    engine: Callable[..., Any], fitted_heads: Callable[..., str], method: str
+    engine: Factory, fitted_heads: Factory, method: str
 ) -> None:
     """vLLM takes the draw of an unfinished prompt back from its generator, which a CPU generator cannot do."""
     options = {"method": method, "adaptive": True, **({} if method == "ppd" else {"model": fitted_heads(method)})}
     whole, chunked = (engine(options, max_num_batched_tokens=most) for most in (512, 64))
     requests, params = [prompt(n, n) for n in LENGTHS], [seeded(5 + i) for i in range(len(LENGTHS))]
-    expected = one_by_one(whole, requests, params)
+    expected = in_turn(whole, requests, params)
     assert len(set(map(tuple, expected))) == len(LENGTHS)
-    assert one_by_one(chunked, requests, params) == expected
+    assert in_turn(chunked, requests, params) == expected
     assert generate(chunked, requests, params) == expected
     sampled, greedy = (SamplingParams(temperature=temperature, max_tokens=24) for temperature in (0.9, 0.0))
     among = generate(chunked, [prompt(90, 1), *requests, prompt(140, 2)], [sampled, *params, greedy])
@@ -79,7 +78,7 @@ def test_output_is_vllms_through_preemptions(alone: list[list[int]], name: str) 
 
 
 @pytest.mark.parametrize("sampling", [{"top_k": 20, "top_p": 0.9}, {"presence_penalty": 1.5}, {"logprobs": 2}])
-def test_output_is_vllms_with_other_ways_of_sampling(engine: Callable[..., Any], sampling: dict[str, Any]) -> None:
+def test_output_is_vllms_with_other_ways_of_sampling(engine: Factory, sampling: dict[str, Any]) -> None:
     llm = engine({"method": "ppd", "exit_layer": 5})
     params = [seeded(i, temperature=0.7, **sampling) for i in range(4)]
     company = [greedy(30), *params, SamplingParams(temperature=1.0, max_tokens=20)]
@@ -120,7 +119,7 @@ def test_generators_end_behind_what_is_emitted() -> None:
 
 @pytest.mark.parametrize("regex", [None, "[a-z]{16}"], ids=["free", "structured"])
 def test_requests_repeat_from_the_prefix_cache(
-    engine: Callable[..., Any], caplog: pytest.LogCaptureFixture, regex: str | None
+    engine: Factory, caplog: pytest.LogCaptureFixture, regex: str | None
 ) -> None:
     """vLLM pads a request that has one token to compute with placeholder drafts, which would take draws."""
     llm = engine({"method": "ppd"}, enable_prefix_caching=True, max_num_batched_tokens=512)
@@ -129,10 +128,10 @@ def test_requests_repeat_from_the_prefix_cache(
     requests = [prompt(length, length + offset) for length in range(62, 69)]  # two blocks are 64 tokens
     params = [seeded(i, **structured) for i in range(len(requests))]
     drafts, hits = counter(llm, "vllm:spec_decode_num_drafts"), counter(llm, "vllm:prefix_cache_hits")
-    first = one_by_one(llm, requests, params)
+    first = in_turn(llm, requests, params)
     assert len(set(map(tuple, first))) == len(requests)
     assert counter(llm, "vllm:spec_decode_num_drafts") > drafts
-    assert one_by_one(llm, requests, params) == first
+    assert in_turn(llm, requests, params) == first
     assert generate(llm, requests, params) == first
     assert counter(llm, "vllm:prefix_cache_hits") - hits >= 2 * (3 * 32 + 4 * 64)
     assert "Missing cached draft probabilities" not in caplog.text

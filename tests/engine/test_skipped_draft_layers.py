@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, generate, greedy, prompts
-from conftest import drafter_of, our_counter, runner_of
+from conftest import Factory, drafter_of, our_counter, runner_of
 from vllm import SamplingParams
 
 from vllm_ppd.vllm_plugins.draft_length.controller import State
@@ -27,8 +27,8 @@ class Step:
         batch = runner.input_batch
         requests = [runner.requests[name] for name in batch.req_ids]
         self.ran = ran  # the draft layers
-        self.texts = [(*one.prompt_token_ids, *one.output_token_ids) for one in requests]
-        self.lengths = [len(one.prompt_token_ids) for one in requests]
+        self.texts = [(*request.prompt_token_ids, *request.output_token_ids) for request in requests]
+        self.lengths = [len(request.prompt_token_ids) for request in requests]
         self.drafts = dict(zip(self.texts, map(tuple, drafts), strict=True))
         # Tokens that a request did not emit itself, or not the step before.
         starts = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
@@ -60,9 +60,7 @@ def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Step]]:
     return get
 
 
-def test_decode_steps_above_the_cut_off_skip_them(
-    engine: Callable[..., Any], fitted_heads: Callable[..., str], steps_of: Callable[..., Any]
-) -> None:
+def test_decode_steps_above_the_cut_off_skip_them(engine: Factory, fitted_heads: Factory, steps_of: Factory) -> None:
     """Who was there drafts no more, nor who goes on from its output; who starts from a prompt of then does."""
     options = {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "disable_by_batch_size": CUT_OFF}
     llm = engine(options, enable_prefix_caching=True)
@@ -96,8 +94,8 @@ def test_decode_steps_above_the_cut_off_skip_them(
     ],
 )
 def test_drafts_are_those_of_an_engine_that_never_skips(
-    family: str, case: str, settings: dict[str, Any], engine: Callable[..., Any], fitted_heads: Callable[..., str],
-    steps_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch,
+    family: str, case: str, settings: dict[str, Any], engine: Factory, fitted_heads: Factory,
+    steps_of: Factory, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Of the requests that draft, between steps in which drafting is off: prompts in chunks beside decoding requests,
     preemption, and hits on blocks with and without the draft layers' KV."""
@@ -136,14 +134,14 @@ def test_drafts_are_those_of_an_engine_that_never_skips(
     assert all(step.ran or not step.prompts for step in some)
     made = {text: drafts for step in some for text, drafts in step.drafts.items() if drafts and text in expected}
     # A request that is about to end makes fewer.
-    assert all(one[: len(expected[text])] == expected[text][: len(one)] for text, one in made.items())
+    assert all(drafts[: len(expected[text])] == expected[text][: len(drafts)] for text, drafts in made.items())
     assert len(made) > 30
     assert sum(not step.ran for step in some) > 20
     assert missing_kv._groups and missing_kv._groups[0][1].any()
 
 
 def test_output_with_a_seed_does_not_depend_on_what_is_skipped(
-    engine: Callable[..., Any], fitted_heads: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    engine: Factory, fitted_heads: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether drafting is off depends on measurements, and whether layers are skipped on that."""
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.0, "adaptive": True})

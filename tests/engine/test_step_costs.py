@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, generate, greedy, prompts
-from conftest import drafter_of, our_log, runner_of, start_engine
+from conftest import Factory, drafter_of, our_log, runner_of, start_engine
 from test_bypass import ADAPTIVE, with_costs
 from vllm import envs
 
@@ -158,7 +158,7 @@ def drafts_of(llm: Any, run: Callable[[Any], Any]) -> list[list[int]]:
 
 @pytest.mark.engine
 def test_engines_with_the_same_table_make_the_same_drafts(
-    engine: Callable[..., Any], tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Factory, tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))  # vLLM may have cached the variable
     monkeypatch.setattr(costs, "LIMIT", math.inf)  # whatever runs next to the tests
@@ -198,8 +198,8 @@ def test_engines_with_the_same_table_make_the_same_drafts(
 
 
 @pytest.mark.engine
-def test_costs_of_a_busy_machine_serve_one_start(
-    engine: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_costs_of_a_busy_machine_serve_a_single_start(
+    engine: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of a busy start is not read; nor is one written while the machine stays busy."""
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
@@ -229,7 +229,7 @@ def test_costs_of_a_busy_machine_serve_one_start(
     ("method", "looked_up"), [("gamma", False), ("dynamo", False), ("cp", False), ("cp", True), ("dynamo", True)]
 )
 def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
-    method: str, looked_up: bool, engine: Callable[..., Any], fitted_heads: Callable[..., str],
+    method: str, looked_up: bool, engine: Factory, fitted_heads: Factory,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     options = {"gamma": {"method": "ppd", "gamma": 0.9, "num_speculative_tokens": 3}}
@@ -258,7 +258,7 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
 @pytest.mark.engine
 @pytest.mark.parametrize("share", [0.1, 0.35])
 @pytest.mark.parametrize("case", ["more_than_fit", "structured_output"])
-def test_same_tokens(share: float, case: str, engine: Callable[..., Any], alone: Callable[..., Any]) -> None:
+def test_same_tokens(share: float, case: str, engine: Factory, alone: Factory) -> None:
     expected, llm = alone(case), engine(ADAPTIVE)
     with_costs(llm, share)
     assert CASES[case](llm) == expected

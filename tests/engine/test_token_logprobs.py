@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import SCHEMA, greedy, prompts
+from conftest import Factory
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import LogprobsTensors
@@ -20,18 +20,20 @@ Rows = list[list[tuple[int, float, int | None]]] | None
 
 def answers(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list[tuple[list[int], Rows]]:
     """Tokens, and a row each of (token, log-probability, rank) of what grammar and limits leave possible."""
-    found = []
+    result = []
     for output in llm.generate(requests, params, use_tqdm=False):
         chosen = output.outputs[0]
         rows = None
         if chosen.logprobs is not None:
             rows = [
-                sorted((token, round(one.logprob, 3), one.rank) for token, one in at.items() if one.logprob > -1e30)
+                sorted(
+                    (token, round(entry.logprob, 3), entry.rank) for token, entry in at.items() if entry.logprob > -1e30
+                )
                 for at in chosen.logprobs
             ]
             assert len(rows) == len(chosen.token_ids)
-        found.append((list(chosen.token_ids), rows))
-    return found
+        result.append((list(chosen.token_ids), rows))
+    return result
 
 
 JSON = StructuredOutputsParams(json=SCHEMA)
@@ -56,10 +58,10 @@ MORE = greedy(16, logprob_token_ids=[300, 7, 7, 44, 120, 3])
     ],
     ids=["alone", "with logprobs", "beside drafts", "beside logprobs", "without drafts", "structured"],
 )
-def test_as_vllm_alone_gives_them(engine: Callable[..., Any], params: list[SamplingParams]) -> None:
+def test_as_vllm_alone_gives_them(engine: Factory, params: list[SamplingParams]) -> None:
     """Alone means each request by itself: vLLM mixes up the rows of a batch."""
     requests = prompts(len(params), 60)
-    alone = [answers(engine(), [one], [own])[0] for one, own in zip(requests, params, strict=True)]
+    alone = [answers(engine(), [request], [param])[0] for request, param in zip(requests, params, strict=True)]
     llm = engine({"method": "ppd"})
     drafted = llm.counts["drafted"]
     assert answers(llm, requests, params) == alone

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import CASES, SCHEMA, generate, greedy, prompts
-from conftest import drafter_of
+from conftest import Factory, drafter_of
 from test_sampling import LEVEL, PROMPT, sample, worst
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def unverified(engine: Callable[..., Any], fitted_heads: Callable[..., str]) -> Any:
+def unverified(engine: Factory, fitted_heads: Factory) -> Any:
     options = {"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 0.1}
     return engine(options, max_num_seqs=64, max_num_batched_tokens=512)
 
@@ -39,16 +38,14 @@ def with_eps(eps_b: float, **settings: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("case", ["batch_16", "more_than_fit", "model_length", "arrivals_and_aborts", "stop_strings"])
-def test_eps_b_one_is_ordinary_decoding(
-    engine: Callable[..., Any], alone: Callable[..., Any], fitted_heads: Callable[..., str], case: str
-) -> None:
+def test_full_back_off_is_ordinary_decoding(engine: Factory, alone: Factory, fitted_heads: Factory, case: str) -> None:
     llm = engine({"method": "dynamo", "model": fitted_heads("dynamo"), "verify": False, "eps_b": 1.0})
     assert CASES[case](llm) == alone(case)
     assert drafter_of(llm).host.drafter.states.abs().sum() > 0  # the heads ran
 
 
 @pytest.mark.full
-def test_eps_b_one_is_ordinary_sampling(unverified: Any, engine: Callable[..., Any]) -> None:
+def test_full_back_off_is_ordinary_sampling(unverified: Any, engine: Factory) -> None:
     expected = sample(engine(max_num_seqs=64, max_num_batched_tokens=512), 1500)
     assert worst(sample(unverified, 1000, extra_args={"ppd_eps_b": 1.0}), expected) > LEVEL
     # and without it the distribution is another: the heads of a random model are no good
@@ -70,7 +67,7 @@ def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> 
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.2])
 def test_n_grams_are_those_of_algorithm_1(
-    unverified: Any, tiny_model: Callable[..., Path], fitted_heads: Callable[..., str], eps_b: float
+    unverified: Any, tiny_model: Factory, fitted_heads: Factory, eps_b: float
 ) -> None:
     """Greedy: what was emitted, cut into n-grams from the front, is the best of the joint at each one's start."""
     requests = prompts(4)
@@ -91,7 +88,7 @@ def test_n_grams_are_those_of_algorithm_1(
     assert several > 10
 
 
-def test_n_grams_are_sampled_from_the_joint(unverified: Any, engine: Callable[..., Any], tiny_model: Any) -> None:
+def test_n_grams_are_sampled_from_the_joint(unverified: Any, engine: Factory, tiny_model: Any) -> None:
     """First tokens of many samples follow the joint's own marginal, not the target's distribution."""
     drafter = drafter_of(unverified)
     samples = [s[:2] for s in sample(unverified, 500, extra_args={"ppd_eps_b": 0.0})]
@@ -102,7 +99,7 @@ def test_n_grams_are_sampled_from_the_joint(unverified: Any, engine: Callable[..
     assert set(samples) <= allowed
 
 
-def test_one_token_at_a_time_where_a_request_needs_it(unverified: Any, engine: Callable[..., Any]) -> None:
+def test_single_tokens_where_a_request_needs_them(unverified: Any, engine: Factory) -> None:
     settings = [
         greedy(repetition_penalty=1.3),
         greedy(min_tokens=12, ignore_eos=False),
@@ -116,11 +113,11 @@ def test_one_token_at_a_time_where_a_request_needs_it(unverified: Any, engine: C
     assert all(len(output.outputs[0].logprobs) == 40 for output in free)
 
 
-def test_a_request_that_comes_in_with_one_token(unverified: Any, engine: Callable[..., Any]) -> None:
+def test_a_request_that_comes_in_with_a_single_token(unverified: Any, engine: Factory) -> None:
     """vLLM gives it places for drafts, and the step more than one logit of it."""
 
     def tokens(llm: Any) -> dict[str, list[int]]:
-        found = {}
+        finished = {}
         requests = {"first": prompts(1)[0], "then": {"prompt_token_ids": [33]}}
         for name, request in requests.items():
             llm.llm_engine.add_request(name, request, with_eps(1.0))
@@ -129,8 +126,8 @@ def test_a_request_that_comes_in_with_one_token(unverified: Any, engine: Callabl
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
                 if output.finished:
-                    found[output.request_id] = list(output.outputs[0].token_ids)
-        return found
+                    finished[output.request_id] = list(output.outputs[0].token_ids)
+        return finished
 
     assert tokens(unverified) == tokens(engine())
 

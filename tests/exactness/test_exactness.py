@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import drafter_of, runner_of
+from conftest import Factory, drafter_of, runner_of
 from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine
@@ -95,7 +95,7 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
 
 
 @pytest.fixture(scope="module")
-def variant(heads_folder: Callable[..., Any], fitted_heads: Callable[..., str]) -> Callable[[str], dict[str, Any]]:
+def variant(heads_folder: Factory, fitted_heads: Factory) -> Callable[[str], dict[str, Any]]:
     def get(name: str) -> dict[str, Any]:
         options = dict(VARIANTS[name])
         kind, how = options.pop("heads", (None, {}))
@@ -116,14 +116,12 @@ def variant(heads_folder: Callable[..., Any], fitted_heads: Callable[..., str]) 
         for case in CASES
     ],
 )
-def test_same_tokens(
-    engine: Callable[..., Any], alone: Callable[..., Any], variant: Callable[..., Any], name: str, case: str
-) -> None:
+def test_same_tokens(engine: Factory, alone: Factory, variant: Factory, name: str, case: str) -> None:
     expected = alone(case)
     assert CASES[case](engine(variant(name))) == expected
 
 
-def test_drafts_were_made_and_deferred(engine: Callable[..., Any]) -> None:
+def test_drafts_were_made_and_deferred(engine: Factory) -> None:
     """The suite above would pass without drafting: it must have drafted, accepted, deferred and fallen back."""
     llm = engine(VARIANTS["middle"])
     counters = drafter_of(llm).counters
@@ -140,9 +138,7 @@ def test_drafts_were_made_and_deferred(engine: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["cp-short", "cp-chain-short", "cp-full-short", "dynamo-short"])
-def test_draft_vocabulary_is_a_part_of_the_lm_head(
-    engine: Callable[..., Any], variant: Callable[..., Any], name: str
-) -> None:
+def test_draft_vocabulary_is_a_part_of_the_lm_head(engine: Factory, variant: Factory, name: str) -> None:
     """Its logits are those of the whole at its tokens, and nothing else is drafted."""
     drafter = drafter_of(engine(variant(name)))
     vocabulary, hidden = drafter.host.drafter.vocabulary, torch.randn(5, 64)
@@ -169,7 +165,7 @@ HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", 
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_draft_and_are_accepted(engine: Callable[..., Any], variant: Callable[..., Any], name: str) -> None:
+def test_heads_draft_and_are_accepted(engine: Factory, variant: Factory, name: str) -> None:
     """Heads fitted to what the model says are right at times, and wrong at times."""
     llm = engine(variant(name))
     before = llm.counts.copy()
@@ -178,7 +174,7 @@ def test_heads_draft_and_are_accepted(engine: Callable[..., Any], variant: Calla
     assert 0.1 < seen["accepted"] / seen["drafted"] < 1
 
 
-def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Factory, variant: Factory) -> None:
     """The threshold of a request decides: none, some or all drafts; requests of one batch may differ."""
     llm = engine(variant("dynamo"))
     drafted = {}
@@ -193,7 +189,7 @@ def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Callable[..., Any], vari
 
 
 def test_steps_without_drafts_are_sampled_as_vllm_does(
-    engine: Callable[..., Any], variant: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    engine: Factory, variant: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's rejection sampler costs time even with nothing to reject; it runs only where a request has drafts."""
     llm = engine(variant("middle"))
@@ -207,7 +203,7 @@ def test_steps_without_drafts_are_sampled_as_vllm_does(
 
 
 @pytest.mark.parametrize("drafting", [False, True])
-def test_thinking_budget(engine: Callable[..., Any], variant: Callable[..., Any], drafting: bool) -> None:
+def test_thinking_budget(engine: Factory, variant: Factory, drafting: bool) -> None:
     """The end of thinking is forced on the request whose budget ran out, and on no other."""
     reasoning = ReasoningConfig(reasoning_start_str="<", reasoning_end_str=">")
     begin, end = (tiny.make_tokenizer().encode(text, add_special_tokens=False) for text in "<>")
@@ -215,12 +211,12 @@ def test_thinking_budget(engine: Callable[..., Any], variant: Callable[..., Any]
     settings = [greedy(extra_args={"ppd_draft": drafting}) for _ in requests]
     settings[1].thinking_token_budget = 6
     llm = engine(variant("middle"), reasoning_config=reasoning)
-    found = generate(llm, requests, settings)
-    assert found == generate(engine(reasoning_config=reasoning), requests, settings)
-    assert [tokens.index(*end) if end[0] in tokens else None for tokens in found] == [None, 6, None]
+    outputs = generate(llm, requests, settings)
+    assert outputs == generate(engine(reasoning_config=reasoning), requests, settings)
+    assert [tokens.index(*end) if end[0] in tokens else None for tokens in outputs] == [None, 6, None]
 
 
-def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+def test_prefix_cache_hits(engine: Factory, variant: Factory) -> None:
     """Hits are as many as without speculation, and what is generated from them is the same."""
     results = []
     for name in (None, "middle", "exits", "parallel", "cp", "dynamo"):
@@ -236,7 +232,7 @@ def test_prefix_cache_hits(engine: Callable[..., Any], variant: Callable[..., An
     assert results[0][-1][1] >= 128
 
 
-def test_prefix_cache_hits_hold_the_heads_history(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+def test_prefix_cache_hits_hold_the_heads_history(engine: Factory, variant: Factory) -> None:
     """DynaMo's drafts after a hit are those without one: the blocks hold the KV of the heads' layers, too."""
     llm = engine(variant("dynamo"), enable_prefix_caching=True)
     request = {"prompt_token_ids": [(11 * j + 5) % 250 + 2 for j in range(100)]}
@@ -253,7 +249,7 @@ def test_prefix_cache_hits_hold_the_heads_history(engine: Callable[..., Any], va
     assert len(runs[0]) > 5
 
 
-def test_one_read_of_the_lm_head_serves_all_experts(engine: Callable[..., Any], variant: Callable[..., Any]) -> None:
+def test_a_single_read_of_the_lm_head_serves_all_experts(engine: Factory, variant: Factory) -> None:
     """3 experts, 4 positions, 16 requests: one product with the unembedding a step."""
     drafter = drafter_of(engine(variant("cp")))
     rows: list[int] = []
@@ -269,9 +265,7 @@ def test_one_read_of_the_lm_head_serves_all_experts(engine: Callable[..., Any], 
 
 
 @pytest.mark.parametrize("name", ["middle", "exits", "parallel", "cp", "dynamo", "dynamo-cut-off"])
-def test_preemption(
-    engine: Callable[..., Any], alone: Callable[..., Any], variant: Callable[..., Any], name: str
-) -> None:
+def test_preemption(engine: Factory, alone: Factory, variant: Factory, name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed."""
     small = {"kv_cache_memory_bytes": 12 * 2 * 6 * 2 * 32 * 32 * 4, "enable_prefix_caching": True}
     expected = alone("batch_16", **small)
@@ -284,9 +278,7 @@ FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "paralle
 
 
 @pytest.mark.parametrize("name", ["middle", *FULL_ONLY])
-def test_compiled(
-    engine: Callable[..., Any], alone: Callable[..., Any], variant: Callable[..., Any], name: str
-) -> None:
+def test_compiled(engine: Factory, alone: Factory, variant: Factory, name: str) -> None:
     """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = tuple(alone(case, enforce_eager=False) for case in ("batch_16", "arrivals_and_aborts"))
     llm = engine(variant(name), enforce_eager=False)

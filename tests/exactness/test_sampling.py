@@ -12,7 +12,7 @@ from typing import Any
 import overfitted
 import pytest
 from cases import generate
-from conftest import drafter_of, our_counter, start_engine
+from conftest import Factory, drafter_of, our_counter, start_engine
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
@@ -53,25 +53,23 @@ LEVEL = 2e-4
 
 
 @pytest.fixture(scope="module")
-def expected(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+def expected(engine: Factory) -> list[tuple[int, ...]]:
     return sample(engine(max_num_seqs=64, max_num_batched_tokens=512))
 
 
-ONE, SEVERAL = {"exit_layer": 5}, {"exit_layer": [2, 4], "gamma": 0.05}
+SINGLE, SEVERAL = {"exit_layer": 5}, {"exit_layer": [2, 4], "gamma": 0.05}
 
 
 @pytest.mark.parametrize(
     ("exits", "method"),
     [
-        pytest.param(ONE, "greedy", id="one-greedy"),
-        pytest.param(ONE, "probabilistic", id="one-probabilistic"),
+        pytest.param(SINGLE, "greedy", id="one-greedy"),
+        pytest.param(SINGLE, "probabilistic", id="one-probabilistic"),
         pytest.param(SEVERAL, "greedy", id="several-greedy", marks=pytest.mark.full),
         pytest.param(SEVERAL, "probabilistic", id="several-probabilistic"),
     ],
 )
-def test_distribution(
-    engine: Callable[..., Any], expected: list[tuple[int, ...]], exits: dict[str, Any], method: str
-) -> None:
+def test_distribution(engine: Factory, expected: list[tuple[int, ...]], exits: dict[str, Any], method: str) -> None:
     options = {"method": "ppd", "draft_sample_method": method, **exits}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
     before = llm.counts.copy()
@@ -82,9 +80,7 @@ def test_distribution(
 
 
 @pytest.mark.parametrize("method", [pytest.param("greedy", marks=pytest.mark.full), "probabilistic"])
-def test_distribution_of_the_parallel_schedule(
-    engine: Callable[..., Any], expected: list[tuple[int, ...]], method: str
-) -> None:
+def test_distribution_of_the_parallel_schedule(engine: Factory, expected: list[tuple[int, ...]], method: str) -> None:
     """Within a step tokens are coupled to what an exit predicted, some kept and some not; vLLM verifies them again."""
     options = {"method": "paradecode", "schedule": "parallel", "draft_sample_method": method, "exit_layer": [3, 5]}
     llm = engine({**options, "gamma": 0.05}, max_num_seqs=64, max_num_batched_tokens=512)
@@ -99,7 +95,7 @@ def test_distribution_of_the_parallel_schedule(
 
 @pytest.fixture(scope="module")
 def heads(
-    expected: list[tuple[int, ...]], tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    expected: list[tuple[int, ...]], tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], str]:
     """heads(kind): fitted to the samples themselves; "cp-chain" is CP heads of that condition."""
     made: dict[str, str] = {}
@@ -116,7 +112,7 @@ def heads(
     return get
 
 
-def test_distribution_with_lookups(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:
+def test_distribution_with_lookups(engine: Factory, expected: list[tuple[int, ...]]) -> None:
     """The prompt is what followed it before: a place that the model's own words may lead back to."""
     llm = engine(
         {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "prompt_lookup_drafts": 6, "adaptive": True},
@@ -156,12 +152,7 @@ HEADS = {
     ],
 )
 def test_distribution_with_heads(
-    engine: Callable[..., Any],
-    heads: Callable[[str], str],
-    expected: list[tuple[int, ...]],
-    kind: str,
-    options: dict[str, Any],
-    method: str,
+    engine: Factory, heads: Factory, expected: list[tuple[int, ...]], kind: str, options: dict[str, Any], method: str
 ) -> None:
     options = {"method": kind.partition("-")[0], "model": heads(kind), "draft_sample_method": method, **options}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
@@ -176,14 +167,14 @@ LIMITS: dict[str, Any] = {"top_k": 6, "top_p": 0.9}
 
 
 @pytest.fixture(scope="module")
-def limited(engine: Callable[..., Any]) -> list[tuple[int, ...]]:
+def limited(engine: Factory) -> list[tuple[int, ...]]:
     """Samples of vLLM alone within these limits."""
     return sample(engine(**BATCH), **LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["ppd", "cp", "cp-chain", "dynamo"])
 def test_distribution_with_top_k_and_top_p(
-    engine: Callable[..., Any], heads: Callable[[str], str], limited: list[tuple[int, ...]], kind: str
+    engine: Factory, heads: Factory, limited: list[tuple[int, ...]], kind: str
 ) -> None:
     """Drafts and q(x) are cut as the request asks; the output's distribution stays the target's."""
     options = {"exit_layer": 5} if kind == "ppd" else {"model": heads(kind)}
@@ -195,7 +186,7 @@ def test_distribution_with_top_k_and_top_p(
 
 
 @pytest.fixture(scope="module")
-def shallow_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow_model(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with a last layer that changes nothing: an exit before it is a perfect drafter."""
     folder = tmp_path_factory.mktemp("shallow") / "model"
     shutil.copytree(tiny_model(), folder)
@@ -220,9 +211,7 @@ def test_a_perfect_drafter_is_accepted_under_top_k_and_top_p(shallow_model: Path
         assert seen["accepted"] > 0.99 * seen["drafted"], limits
 
 
-def test_drafts_that_a_grammar_may_cut_off_are_greedy(
-    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_that_a_grammar_may_cut_off_are_greedy(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether such a draft stays depends on which it is, so what stays is not a sample of q(x)."""
     options = {"method": "ppd", "draft_sample_method": "probabilistic", "exit_layer": 5}
     llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
@@ -243,7 +232,7 @@ def test_drafts_that_a_grammar_may_cut_off_are_greedy(
     }
 
 
-def test_the_test_can_fail(engine: Callable[..., Any], expected: list[tuple[int, ...]]) -> None:
+def test_the_test_can_fail(engine: Factory, expected: list[tuple[int, ...]]) -> None:
     """A sampler that forgets the temperature is caught."""
     llm = engine(max_num_seqs=64, max_num_batched_tokens=512)
     assert worst(sample(llm, temperature=1.2), expected) < LEVEL

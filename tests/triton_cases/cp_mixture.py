@@ -28,9 +28,9 @@ def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -
     return [tensor.to(DEVICE) for tensor in (weights, logits, first)]
 
 
-def same(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert found[0].tolist() == expected[0].tolist()
-    torch.testing.assert_close(found[1], expected[1], rtol=2e-5, atol=1e-9, equal_nan=True)
+def same(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert actual[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(actual[1], expected[1], rtol=2e-5, atol=1e-9, equal_nan=True)
 
 
 @TYPES
@@ -55,12 +55,12 @@ def test_chains_without_a_first_token(positions: int) -> None:
     weights, logits, _ = case(3, positions, 3, 5000, torch.float32)
     heat = Sampling(torch.tensor([0.0, 0.01, 0.0], device=DEVICE))
     for sampling in (None, heat):
-        found = draft_chain(weights, logits, None, sampling)
-        assert found[1].shape == (3, positions, 5000)
-        same(found, reference(weights, logits, None, sampling))
+        actual = draft_chain(weights, logits, None, sampling)
+        assert actual[1].shape == (3, positions, 5000)
+        same(actual, reference(weights, logits, None, sampling))
 
 
-def test_positions_one_by_one_are_the_chain() -> None:
+def test_positions_in_turn_are_the_chain() -> None:
     weights, logits, _ = case(3, 3, 3, 70, torch.float32)
     tokens, probs = reference(weights, logits, None)
     for position in range(3):
@@ -84,12 +84,12 @@ def test_ties_masks_and_nan() -> None:
     logits[2, 1, 1] = float("nan")
     logits[3, :, 0, 7] = float("-inf")
     weights[3] = torch.tensor([0.0, float("-inf")], device=DEVICE)
-    found = draft_chain(weights, logits, first)
-    same(found, reference(weights, logits, first))
-    assert found[0][0].tolist() == [0, 0]
-    assert found[0][2, 0].item() == 0
-    assert found[1][2, 0].isnan().all()
-    assert (found[0][1] < 3).all()
+    actual = draft_chain(weights, logits, first)
+    same(actual, reference(weights, logits, first))
+    assert actual[0][0].tolist() == [0, 0]
+    assert actual[0][2, 0].item() == 0
+    assert actual[1][2, 0].isnan().all()
+    assert (actual[0][1] < 3).all()
 
 
 def test_greedy_rows_beside_sampling_ones() -> None:

@@ -20,15 +20,15 @@ def joint(rows: int, sizes: list[int], seed: int = 0) -> torch.Tensor:
     return reference.apply_mask(reference.joints([head.log() for head in heads])[-1], mask, 1.0).to(DEVICE)
 
 
-def same(found: torch.Tensor, values: torch.Tensor, floor: torch.Tensor, blur: int) -> None:
+def same(actual: torch.Tensor, values: torch.Tensor, floor: torch.Tensor, blur: int) -> None:
     """Equal, but for entries that rounding may put on either side of their row's threshold."""
     expected = reference.adaptive_threshold(values, floor, blur)
     shape = (-1, *[1] * (values.dim() - 1))
     blurred = reference.gaussian_blur(torch.where(values >= floor.view(shape), values, 0.0), blur)
     threshold = reference.otsu_threshold(blurred.flatten(1)).view(shape)
     close = (blurred - threshold).abs() <= 2e-6 * threshold
-    assert torch.equal(torch.where(close, 0.0, found), torch.where(close, 0.0, expected))
-    assert torch.where(close, (found == 0) | (found == values), found == expected).all()
+    assert torch.equal(torch.where(close, 0.0, actual), torch.where(close, 0.0, expected))
+    assert torch.where(close, (actual == 0) | (actual == values), actual == expected).all()
 
 
 @pytest.mark.parametrize("blur", [1, 3])
@@ -47,11 +47,11 @@ def test_peaks_ties_and_empty_rows() -> None:
     values[2, 3, 20] = 1.0  # a lone peak survives its own blur
     values[3, :, 1::2] = values[3, :, ::2]
     floor = torch.tensor([0.0, 0.0, 0.5, 0.0, 2.0], device=DEVICE)
-    found = adaptive_threshold(values, floor)
-    same(found, values, floor, 3)
-    assert (found[0] == 0.25).all()
-    assert found[2, 3, 20] == 1
-    assert not found[[1, 4]].any()
+    actual = adaptive_threshold(values, floor)
+    same(actual, values, floor, 3)
+    assert (actual[0] == 0.25).all()
+    assert actual[2, 3, 20] == 1
+    assert not actual[[1, 4]].any()
 
 
 def test_nan_is_under_every_floor() -> None:
@@ -59,9 +59,9 @@ def test_nan_is_under_every_floor() -> None:
     values[0] = float("nan")
     values[1, 2, 3] = float("nan")
     floor = torch.zeros(2, device=DEVICE)
-    found, expected = adaptive_threshold(values, floor), reference.adaptive_threshold(values, floor)
-    assert torch.equal(found, expected)
-    assert not found.isnan().any()
+    actual, expected = adaptive_threshold(values, floor), reference.adaptive_threshold(values, floor)
+    assert torch.equal(actual, expected)
+    assert not actual.isnan().any()
 
 
 def test_what_the_reference_takes_over() -> None:

@@ -38,11 +38,11 @@ def pairs(*blocks: tuple[int, int]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_blocks(layout: str, dtype: torch.dtype) -> None:
-    found, expected = caches(layout, dtype), caches(layout, dtype)
+    actual, expected = caches(layout, dtype), caches(layout, dtype)
     before = [layer.clone() for layer in expected]
-    for kernels, layers in ((paged_copy_triton, found), (paged_copy, expected)):
+    for kernels, layers in ((paged_copy_triton, actual), (paged_copy, expected)):
         kernels.copy_blocks(layers, *pairs((2, 1), (2, 5), (-1, 0), (3, -1)))
-    for layer, reference, old in zip(found, expected, before, strict=True):
+    for layer, reference, old in zip(actual, expected, before, strict=True):
         assert torch.equal(layer, reference)
         assert torch.equal(layer[[1, 5]], old[[2, 2]])
         assert torch.equal(layer[[0, 2, 3, 4, 6]], old[[0, 2, 3, 4, 6]])
@@ -51,10 +51,10 @@ def test_blocks(layout: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("content", [1, 23, 1100])
 def test_contents_that_no_wide_number_divides(content: int) -> None:
     """One byte, an odd run of bytes, and more numbers than a program moves."""
-    found, expected = (caches("LBNHC", torch.uint8, content) for _ in range(2))
-    paged_copy_triton.copy_blocks(found, *pairs((4, 0), (4, 6)))
+    actual, expected = (caches("LBNHC", torch.uint8, content) for _ in range(2))
+    paged_copy_triton.copy_blocks(actual, *pairs((4, 0), (4, 6)))
     paged_copy.copy_blocks(expected, *pairs((4, 0), (4, 6)))
-    assert all(torch.equal(layer, reference) for layer, reference in zip(found, expected, strict=True))
+    assert all(torch.equal(layer, reference) for layer, reference in zip(actual, expected, strict=True))
 
 
 def test_blocks_that_a_backend_has_divided() -> None:

@@ -28,19 +28,19 @@ def lowest_ids(
     hidden: torch.Tensor, weights: torch.Tensor, k: int, start: int, valid: int, **options: object
 ) -> ShardTopK:
     """The reference, with ties in the order that the kernel promises."""
-    found = reference(hidden, weights, k, start, valid, **options)  # type: ignore[arg-type]
+    actual = reference(hidden, weights, k, start, valid, **options)  # type: ignore[arg-type]
     bias = options.get("bias")
     logits = torch.nn.functional.linear(hidden, weights, bias)[:, :valid].float()  # type: ignore[arg-type]
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    torch.testing.assert_close(found.values, logits.gather(1, order), rtol=0, atol=0, equal_nan=True)
-    return ShardTopK(found.values, order + start, found.logsumexp)
+    torch.testing.assert_close(actual.values, logits.gather(1, order), rtol=0, atol=0, equal_nan=True)
+    return ShardTopK(actual.values, order + start, actual.logsumexp)
 
 
-def same(found: ShardTopK, expected: ShardTopK) -> None:
-    torch.testing.assert_close(found.values, expected.values, rtol=0, atol=0, equal_nan=True)
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    assert found.token_ids.dtype == torch.int64
-    torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6, equal_nan=True)
+def same(actual: ShardTopK, expected: ShardTopK) -> None:
+    torch.testing.assert_close(actual.values, expected.values, rtol=0, atol=0, equal_nan=True)
+    assert actual.token_ids.tolist() == expected.token_ids.tolist()
+    assert actual.token_ids.dtype == torch.int64
+    torch.testing.assert_close(actual.logsumexp, expected.logsumexp, rtol=2e-6, atol=2e-6, equal_nan=True)
 
 
 @TYPES
@@ -65,12 +65,12 @@ def test_vocabularies(dtype: torch.dtype, vocab: int, k: int, monkeypatch: pytes
 def test_random_numbers(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     hidden, weights = (torch.randn(n, 96, generator=generator).to(device=DEVICE, dtype=dtype) for n in (6, 700))
-    found, expected = unembed_topk(hidden, weights, 4, 0, 700), reference(hidden, weights, 4, 0, 700)
+    actual, expected = unembed_topk(hidden, weights, 4, 0, 700), reference(hidden, weights, 4, 0, 700)
     step = 2**-7 if dtype == torch.bfloat16 else 1e-5  # a unit in the last place
-    torch.testing.assert_close(found.values, expected.values, rtol=step, atol=step)
-    torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=step, atol=step)
+    torch.testing.assert_close(actual.values, expected.values, rtol=step, atol=step)
+    torch.testing.assert_close(actual.logsumexp, expected.logsumexp, rtol=step, atol=step)
     logits = torch.nn.functional.linear(hidden, weights).float()
-    torch.testing.assert_close(logits.gather(1, found.token_ids), found.values, rtol=step, atol=step)
+    torch.testing.assert_close(logits.gather(1, actual.token_ids), actual.values, rtol=step, atol=step)
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -103,16 +103,16 @@ def test_infinities_and_nan(k: int) -> None:
 def test_bias_and_no_logsumexp() -> None:
     hidden, weights = integers(3, 40, dtype=torch.bfloat16), integers(90, 40, dtype=torch.bfloat16)
     options = {"bias": integers(90, dtype=torch.bfloat16, most=9), "with_logsumexp": False}
-    found = unembed_topk(hidden, weights, 2, 0, 90, **options)  # type: ignore[arg-type]
-    same(found, lowest_ids(hidden, weights, 2, 0, 90, **options))
-    assert found.logsumexp.tolist() == [0, 0, 0]
+    actual = unembed_topk(hidden, weights, 2, 0, 90, **options)  # type: ignore[arg-type]
+    same(actual, lowest_ids(hidden, weights, 2, 0, 90, **options))
+    assert actual.logsumexp.tolist() == [0, 0, 0]
 
 
 def test_what_the_reference_takes_over() -> None:
     weights = integers(33, 24, dtype=torch.float32)
     for rows, k in ((65, 2), (2, 9)):
         hidden = integers(rows, 24, dtype=torch.float32)
-        found, expected = (kernel(hidden, weights, k, 0, 33) for kernel in (unembed_topk, reference))
-        assert torch.equal(found.values, expected.values)
+        actual, expected = (kernel(hidden, weights, k, 0, 33) for kernel in (unembed_topk, reference))
+        assert torch.equal(actual.values, expected.values)
     with pytest.raises(ValueError, match=r"k=34 is outside 1\.\.33"):
         unembed_topk(weights, weights, 34, 0, 33)

@@ -39,8 +39,8 @@ class Recording(TorchDispatchMode):
             return outputs
 
         def again() -> None:
-            own = [self.plans.get(id(one), one) for one in args]
-            _write(outputs, function(*own, **(kwargs or {})))
+            current = [self.plans.get(id(arg), arg) for arg in args]
+            _write(outputs, function(*current, **(kwargs or {})))
 
         self.calls.append(again)
         return outputs
@@ -68,14 +68,14 @@ class Recording(TorchDispatchMode):
             call()
 
 
-def _write(outputs: Any, found: Any) -> None:
+def _write(outputs: Any, results: Any) -> None:
     """Bring a result to where the recorded one lies; one in place, or a view, is there already."""
     if isinstance(outputs, torch.Tensor):
-        if outputs.data_ptr() != found.data_ptr():
-            outputs.copy_(found)
+        if outputs.data_ptr() != results.data_ptr():
+            outputs.copy_(results)
     elif isinstance(outputs, tuple | list):
-        for one, other in zip(outputs, found, strict=True):
-            _write(one, other)
+        for output, result in zip(outputs, results, strict=True):
+            _write(output, result)
 
 
 class Replayed:

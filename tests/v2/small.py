@@ -27,7 +27,7 @@ class Small:
 
     def generate(self, prompts: list[Any], params: Any, **settings: Any) -> Any:
         every = params if isinstance(params, list) else [params] * len(prompts)
-        shorter = [copy(one) for one in every[: self.requests]]
-        for one in shorter:
-            one.max_tokens = min(one.max_tokens, self.tokens)
+        shorter = [copy(param) for param in every[: self.requests]]
+        for param in shorter:
+            param.max_tokens = min(param.max_tokens, self.tokens)
         return self._llm.generate(prompts[: self.requests], shorter, **settings)

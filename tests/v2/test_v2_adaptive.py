@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import runner_of
+from conftest import Factory, runner_of
 from small import Small, demo_heads
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
@@ -25,7 +25,7 @@ METHODS = {
 
 @pytest.fixture
 def adaptive(
-    v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., tuple[Any, list[Any]]]:
     """An engine that verifies adaptively, as one with CUDA graphs does; and (scheduled, verified) drafts by step."""
 
@@ -64,9 +64,7 @@ def adaptive(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_output_is_the_same(
-    v2_engine: Callable[..., Any], adaptive: Callable[..., tuple[Any, list[Any]]], name: str
-) -> None:
+def test_output_is_the_same(v2_engine: Factory, adaptive: Factory, name: str) -> None:
     """Where drafts of a batch are left out, the others are verified, and early drafting's states are still matched."""
     requests, params = prompts(3, 20), [greedy(max_tokens=n) for n in (24, 12, 24)]
     expected = generate(v2_engine(), requests, params)
@@ -80,9 +78,7 @@ def test_output_is_the_same(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_confidence_is_that_of_usable_drafts(
-    adaptive: Callable[..., tuple[Any, list[Any]]], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_confidence_is_that_of_usable_drafts(adaptive: Factory, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Probabilities; 0 where a draft must not be used. Accepted drafts have more of it than rejected ones."""
     llm, _ = adaptive(name, 0.0)
     runner = runner_of(llm)
@@ -93,9 +89,12 @@ def test_confidence_is_that_of_usable_drafts(
         drafts = stock(batch, *args, **kwargs)
         # Not after a chunk that leaves the prompt unfinished.
         drafted = speculator.host.staging.rows[: batch.num_reqs] >= 0
-        found = speculator.draft_token_confidence_probs[: batch.num_reqs][drafted]
+        confidence = speculator.draft_token_confidence_probs[: batch.num_reqs][drafted]
         seen.append(
-            (found.clone(), torch.arange(found.shape[1]) < speculator.host.usable[batch.idx_mapping[drafted], None])
+            (
+                confidence.clone(),
+                torch.arange(confidence.shape[1]) < speculator.host.usable[batch.idx_mapping[drafted], None],
+            )
         )
         return drafts
 
@@ -108,7 +107,7 @@ def test_confidence_is_that_of_usable_drafts(
     assert not confidence[~usable].any()
 
 
-def test_drafts_that_never_pay_are_left_out(adaptive: Callable[..., tuple[Any, list[Any]]]) -> None:
+def test_drafts_that_never_pay_are_left_out(adaptive: Factory) -> None:
     llm, steps = adaptive("cp", 100.0)
     before = llm.counts.copy()
     generate(Small(llm, 2, 8), prompts(2), greedy(8))

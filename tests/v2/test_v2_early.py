@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import runner_of
+from conftest import Factory, runner_of
 from small import demo_heads
 
 from vllm_ppd.vllm_plugins.engine.metrics import totals
@@ -20,7 +19,7 @@ EARLY = {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_sp
 
 
 @pytest.fixture
-def modes(v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def modes(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Steps of the early engine by the way that they go."""
     speculator, seen = runner_of(v2_engine(EARLY)).speculator, Counter[str]()
     stock = speculator.begin_step
@@ -33,7 +32,7 @@ def modes(v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Cou
     return seen
 
 
-def test_decoding_runs_the_deep_layers_alone(v2_engine: Callable[..., Any], modes: Counter[str]) -> None:
+def test_decoding_runs_the_deep_layers_alone(v2_engine: Factory, modes: Counter[str]) -> None:
     llm = v2_engine(EARLY)
     before = totals()
     generate(llm, prompts(2, 20), greedy(16))
@@ -43,7 +42,7 @@ def test_decoding_runs_the_deep_layers_alone(v2_engine: Callable[..., Any], mode
     assert modes["deep"] >= 4 and not modes["mixed"]
 
 
-def test_a_prompt_that_joins_leaves_the_others_their_states(v2_engine: Callable[..., Any], modes: Counter[str]) -> None:
+def test_a_prompt_that_joins_leaves_the_others_their_states(v2_engine: Factory, modes: Counter[str]) -> None:
     """The first stack runs over the prompt's tokens, the last one over all."""
     requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
     expected = generate(v2_engine(), requests, params)
@@ -52,7 +51,7 @@ def test_a_prompt_that_joins_leaves_the_others_their_states(v2_engine: Callable[
 
 
 def test_shallow_work_is_not_done_twice(
-    v2_engine: Callable[..., Any], modes: Counter[str], monkeypatch: pytest.MonkeyPatch
+    v2_engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In deep and mixed steps the first stack sees no token that a shallow pass has seen."""
     speculator = runner_of(v2_engine(EARLY)).speculator
@@ -72,9 +71,7 @@ def test_shallow_work_is_not_done_twice(
     assert tokens == [len(request[0]["prompt_token_ids"])] + [1] * (cycles * width)
 
 
-def test_a_captured_pass_attends_to_the_whole_sequence(
-    v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_captured_pass_attends_to_the_whole_sequence(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's Triton backend sets the sequence lengths to 1 for a capture, which each replay of ours would repeat."""
     speculator = runner_of(v2_engine(EARLY)).speculator
     passes, staging, rows, device = speculator.passes, speculator.host.staging, 2, speculator.device
@@ -96,7 +93,7 @@ def as_triton_does(self: Any, common_attn_metadata: Any) -> Any:
     return metadata
 
 
-def test_drafts_below_gamma_are_never_accepted(v2_engine: Callable[..., Any]) -> None:
+def test_drafts_below_gamma_are_never_accepted(v2_engine: Factory) -> None:
     """gamma is a mask after the loop: vLLM schedules the drafts, and they are rejected."""
     accepted = {}
     for gamma in (0.0, 0.999):
@@ -108,7 +105,7 @@ def test_drafts_below_gamma_are_never_accepted(v2_engine: Callable[..., Any]) ->
 
 
 @pytest.mark.full
-def test_compiled(v2_engine: Callable[..., Any]) -> None:
+def test_compiled(v2_engine: Factory) -> None:
     """Each stack is compiled by itself, before the first request; mixed steps run them, too."""
     requests, params = prompts(6, 110), [greedy(max_tokens=n) for n in (4, 16, 6, 16, 8, 8)]
     expected = generate(v2_engine(), requests, params)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cases import CASES, generate, greedy, prompts
+from conftest import Factory
 from small import Small, demo_heads
 
 pytestmark = pytest.mark.engine
@@ -21,13 +22,13 @@ LONG = ("arrivals_and_aborts", "more_than_fit", "token_limits")  # drive the eng
 
 
 @pytest.fixture(scope="module")
-def expected(v2_engine: Callable[..., Any]) -> Callable[[str], Any]:
-    found: dict[str, Any] = {}
+def expected(v2_engine: Factory) -> Callable[[str], Any]:
+    answers: dict[str, Any] = {}
 
     def get(case: str) -> Any:
-        if case not in found:
-            found[case] = CASES[case](Small(v2_engine()))
-        return found[case]
+        if case not in answers:
+            answers[case] = CASES[case](Small(v2_engine()))
+        return answers[case]
 
     return get
 
@@ -36,12 +37,12 @@ def expected(v2_engine: Callable[..., Any]) -> Callable[[str], Any]:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] if case in LONG else []) for case in CASES]
 )
-def test_same_tokens(v2_engine: Callable[..., Any], expected: Callable[[str], Any], name: str, case: str) -> None:
+def test_same_tokens(v2_engine: Factory, expected: Factory, name: str, case: str) -> None:
     assert CASES[case](Small(v2_engine(VARIANTS[name]))) == expected(case)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_drafts_are_accepted(v2_engine: Callable[..., Any], name: str) -> None:
+def test_drafts_are_accepted(v2_engine: Factory, name: str) -> None:
     """The suite above would pass without drafting."""
     llm = v2_engine(VARIANTS[name])
     before = llm.counts.copy()
@@ -52,7 +53,7 @@ def test_drafts_are_accepted(v2_engine: Callable[..., Any], name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
-def test_preemption(v2_engine: Callable[..., Any], name: str) -> None:
+def test_preemption(v2_engine: Factory, name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode, and come back to other rows."""
     block = 2 * 2 * 32 * 4 * 32  # bytes of a layer: keys and values, 2 heads of 32 numbers, 32 tokens
     outputs = []
@@ -65,9 +66,9 @@ def test_preemption(v2_engine: Callable[..., Any], name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", VARIANTS)
-def test_prefix_cache_hits(v2_engine: Callable[..., Any], name: str) -> None:
+def test_prefix_cache_hits(v2_engine: Factory, name: str) -> None:
     """What is generated from cached blocks, decoded ones included, is the same."""
-    found = []
+    results = []
     for options in (None, VARIANTS[name]):
         llm = v2_engine(options, enable_prefix_caching=True)
         shared = prompts(1)[0]["prompt_token_ids"][:96]
@@ -75,6 +76,6 @@ def test_prefix_cache_hits(v2_engine: Callable[..., Any], name: str) -> None:
         first = llm.generate(requests[:1], greedy(40), use_tqdm=False)
         requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
         outputs = llm.generate(requests, greedy(16), use_tqdm=False)
-        found.append([(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs])
-    assert found[1] == found[0]
-    assert found[0][-1][1] >= 128
+        results.append([(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs])
+    assert results[1] == results[0]
+    assert results[0][-1][1] >= 128

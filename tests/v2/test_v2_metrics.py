@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import our_counter, our_log, runner_of
+from conftest import Factory, our_counter, our_log, runner_of
 from test_v2_speculator import METHODS
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
@@ -26,7 +26,7 @@ def counted(run: Callable[[], Any]) -> dict[str, float]:
     return {name: our_counter(name) - value for name, value in before.items() if our_counter(name) != value}
 
 
-def test_steps_confidence_and_time_are_counted(v2_engine: Callable[..., Any]) -> None:
+def test_steps_confidence_and_time_are_counted(v2_engine: Factory) -> None:
     llm = v2_engine({**METHODS["early"], "gamma": 0.5})
     grown = counted(lambda: generate(llm, prompts(2), greedy(12)))
     assert set(grown) == {"deferred_steps", "fallback_steps", "confidence_stops", "drafting_seconds"}
@@ -35,7 +35,7 @@ def test_steps_confidence_and_time_are_counted(v2_engine: Callable[..., Any]) ->
     assert set(counted(lambda: generate(v2_engine(METHODS["cp"]), prompts(2), greedy(12)))) == {"drafting_seconds"}
 
 
-def test_invalid_drafts_are_counted_and_logged_once(v2_engine: Callable[..., Any]) -> None:
+def test_invalid_drafts_are_counted_and_logged_once(v2_engine: Factory) -> None:
     """Heads with a NaN: nothing of theirs is accepted, the output is the target's, and the log says why."""
     llm, expected = v2_engine(METHODS["cp"]), generate(v2_engine(), prompts(2), greedy(12))
     weights = runner_of(llm).speculator.host.drafter.gate
@@ -53,7 +53,7 @@ def test_invalid_drafts_are_counted_and_logged_once(v2_engine: Callable[..., Any
     assert len([message for message in messages if "not a distribution" in message]) == 1
 
 
-def test_hardly_any_accepted_draft_is_a_warning(v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hardly_any_accepted_draft_is_a_warning(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = v2_engine(METHODS["cp"])
     stock = runner_of(llm).speculator.propose
     monkeypatch.setattr(runner_of(llm).speculator, "propose", lambda *args, **kwargs: stock(*args, **kwargs).fill_(1))

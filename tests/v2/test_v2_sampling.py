@@ -13,7 +13,7 @@ import overfitted
 import pytest
 import tiny
 import torch
-from conftest import start_engine
+from conftest import Factory, start_engine
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
@@ -25,20 +25,20 @@ LEVEL = 4e-4  # five tests a comparison: a correct sampler fails one comparison 
 
 
 @pytest.fixture(scope="module")
-def model(made_once: Callable[..., Path]) -> Path:
+def model(made_once: Factory) -> Path:
     return made_once("sixteen", lambda folder: tiny.make_model(folder, vocab_size=VOCAB, initializer_range=0.1))
 
 
 @pytest.fixture(scope="module")
 def logits(model: Path) -> list[torch.Tensor]:
     """Of token i + 1 after every i tokens, [TOKENS][16, ...]: the target's own, by transformers."""
-    target, prefixes, found = AutoModelForCausalLM.from_pretrained(model), torch.tensor([PROMPT]), []
+    target, prefixes, logits = AutoModelForCausalLM.from_pretrained(model), torch.tensor([PROMPT]), []
     for _ in range(TOKENS):
         with torch.no_grad():
-            found.append(target(prefixes).logits[:, -1])
+            logits.append(target(prefixes).logits[:, -1])
         tokens = torch.arange(VOCAB).repeat(len(prefixes))[:, None]
         prefixes = torch.cat([prefixes.repeat_interleave(VOCAB, dim=0), tokens], dim=1)
-    return found
+    return logits
 
 
 def probabilities(logits: Any, temperature: float, top_k: int | None) -> torch.Tensor:
@@ -65,13 +65,13 @@ def p_value(outcomes: list[Any], expected: dict[Any, float]) -> float:
 
 def worst(outputs: list[tuple[int, ...]], joint: torch.Tensor) -> float:
     """The least p-value over tokens and pairs of neighbours."""
-    found = []
+    p_values = []
     for places in ((0,), (1,), (2,), (0, 1), (1, 2)):
         marginal = joint.sum(dim=[d for d in range(TOKENS) if d not in places])
         expected = {tuple(index): float(marginal[tuple(index)]) for index in torch.cartesian_prod(
             *[torch.arange(VOCAB)] * len(places)).view(-1, len(places)).tolist()}  # fmt: skip
-        found.append(p_value([tuple(out[p] for p in places) for out in outputs], expected))
-    return min(found)
+        p_values.append(p_value([tuple(out[p] for p in places) for out in outputs], expected))
+    return min(p_values)
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,7 @@ def sampling_engine(model: Path, logits: Any, tmp_path_factory: pytest.TempPathF
     [(240, None), pytest.param(1200, None, marks=pytest.mark.full), pytest.param(1200, 4, marks=pytest.mark.full)],
 )
 @pytest.mark.parametrize("method", ["cp", "ppd", pytest.param("dynamo", marks=pytest.mark.full)])
-def test_distribution(
-    sampling_engine: Callable[[str], Any], logits: Any, method: str, samples: int, top_k: int | None
-) -> None:
+def test_distribution(sampling_engine: Factory, logits: Any, method: str, samples: int, top_k: int | None) -> None:
     from vllm import SamplingParams
 
     llm = sampling_engine(method)

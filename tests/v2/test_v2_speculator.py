@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import runner_of
+from conftest import Factory, runner_of
 from replayed import Replayed, call_attention_directly
 from small import Small, demo_heads
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +49,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_proposing_never_waits_for_the_device(
-    v2_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool
 ) -> None:
     llm = v2_engine(METHODS[name])
     speculator = runner_of(llm).speculator
@@ -75,7 +74,7 @@ def test_the_watch_sees_waits() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_asynchronous_scheduling_gives_the_same(v2_engine: Callable[..., Any], name: str) -> None:
+def test_asynchronous_scheduling_gives_the_same(v2_engine: Factory, name: str) -> None:
     """Two batches in flight: the host schedules a step before it knows what the one before it said."""
     requests, params = prompts(4), [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
     expected = generate(v2_engine(), requests, params)
@@ -87,7 +86,7 @@ def test_asynchronous_scheduling_gives_the_same(v2_engine: Callable[..., Any], n
     assert (llm.counts - before)["accepted"] > 0
 
 
-def test_request_that_opts_out_accepts_nothing(v2_engine: Callable[..., Any]) -> None:
+def test_request_that_opts_out_accepts_nothing(v2_engine: Factory) -> None:
     """Its drafts are verified, as vLLM schedules a number a batch, and all rejected."""
     llm = v2_engine(METHODS["cp"])
     accepted = []
@@ -100,7 +99,7 @@ def test_request_that_opts_out_accepts_nothing(v2_engine: Callable[..., Any]) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", METHODS)
-def test_hard_cut_off(v2_engine: Callable[..., Any], name: str) -> None:
+def test_hard_cut_off(v2_engine: Factory, name: str) -> None:
     """In a batch of more requests nobody drafts; vLLM's scheduler keeps to it."""
     llm = v2_engine({**METHODS[name], "disable_by_batch_size": 2})
     before = llm.counts.copy()
@@ -114,11 +113,11 @@ def test_hard_cut_off(v2_engine: Callable[..., Any], name: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
 @pytest.mark.parametrize("name", METHODS)
-def test_replayed_drafts_are_those_of_the_step(v2_engine: Callable[..., Any], name: str) -> None:
+def test_replayed_drafts_are_those_of_the_step(v2_engine: Factory, name: str) -> None:
     """As in CUDA graphs, padded batches included: what the host knew at the recording must not matter."""
     requests, params = prompts(3), [greedy(max_tokens=n) for n in (6, 12, 20)]
     expected, llm = generate(v2_engine(), requests, params), v2_engine(METHODS[name])
-    speculator, found = runner_of(llm).speculator, []
+    speculator, accepted = runner_of(llm).speculator, []
     call_attention_directly(runner_of(llm).model)
     for graphs in (None, Replayed(speculator, "greedy")):
         if graphs is not None:
@@ -129,6 +128,6 @@ def test_replayed_drafts_are_those_of_the_step(v2_engine: Callable[..., Any], na
             assert generate(llm, requests, params) == expected
         finally:
             speculator.graphs = None
-        found.append((llm.counts - before)["accepted"])
-    assert found[0] == found[1] > 0
+        accepted.append((llm.counts - before)["accepted"])
+    assert accepted[0] == accepted[1] > 0
     assert graphs is not None and graphs.replays > 4

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import preempted
 import pytest
 import torch
 from cases import generate, greedy, prompts
+from conftest import Factory
 from test_v2_speculator import METHODS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -22,7 +22,7 @@ TINY_KV = {**preempted.SMALL_KV, "num_gpu_blocks_override": 5}  # two of three r
 
 
 @pytest.fixture(scope="module")
-def alone(v2_engine: Callable[..., Any]) -> list[list[int]]:
+def alone(v2_engine: Factory) -> list[list[int]]:
     """What vLLM says to three requests with a seed without speculation."""
     answers = preempted.outputs(v2_engine(**TINY_KV), (3,), 24)
     preempted.check(answers, answers["alone"])
@@ -41,7 +41,7 @@ def alone(v2_engine: Callable[..., Any]) -> list[list[int]]:
     ],
 )
 def test_output_with_a_seed_is_vllms_through_preemptions(
-    v2_engine: Callable[..., Any], alone: list[list[int]], name: str, asynchronous: bool
+    v2_engine: Factory, alone: list[list[int]], name: str, asynchronous: bool
 ) -> None:
     """A step that is done again after a preemption has no drafts, and so had other random numbers."""
     llm = v2_engine(METHODS[name], asynchronous, **TINY_KV)
@@ -51,7 +51,7 @@ def test_output_with_a_seed_is_vllms_through_preemptions(
     assert (llm.counts - before)["preempted"] >= 3 and (llm.counts - before)["accepted"] > 10
 
 
-def test_seeds_change_nothing_for_requests_without(v2_engine: Callable[..., Any]) -> None:
+def test_seeds_change_nothing_for_requests_without(v2_engine: Factory) -> None:
     """In a batch of both, greedy output is vLLM's, and a request with a seed says what it says alone."""
     llm, params = v2_engine(METHODS["cp"]), greedy(12)
     seeded, free = greedy(12, temperature=0.9, seed=7), greedy(12, temperature=0.9)

@@ -16,9 +16,9 @@ def test_temperatures() -> None:
 
 def test_draws_are_in_proportion_to_the_weights() -> None:
     weights = torch.tensor([[1.0, 0.0, 3.0, 6.0], [0.0, 5.0, 5.0, 0.0]])
-    found = draw(weights.repeat_interleave(40_000, 0), torch.Generator().manual_seed(0)).view(2, -1)
+    drawn = draw(weights.repeat_interleave(40_000, 0), torch.Generator().manual_seed(0)).view(2, -1)
     for row, expected in enumerate(weights / weights.sum(1, keepdim=True)):
-        share = torch.bincount(found[row], minlength=4) / 40_000
+        share = torch.bincount(drawn[row], minlength=4) / 40_000
         torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
         assert not share[expected == 0].any()
 
@@ -30,11 +30,11 @@ def test_generators_in_the_same_state_draw_the_same() -> None:
     assert not torch.equal(first, draw(weights, torch.Generator().manual_seed(2)))
 
 
-def test_q_is_one_hot_where_the_best_was_taken() -> None:
+def test_q_is_a_unit_vector_where_the_best_was_taken() -> None:
     probs = torch.softmax(torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0)), -1)
     index = torch.tensor([[4, 0], [1, 2], [3, 3]])
-    found = drawn_from(probs, index, torch.tensor([True, False, True]))
-    assert torch.equal(found[1], probs[1])
+    q = drawn_from(probs, index, torch.tensor([True, False, True]))
+    assert torch.equal(q[1], probs[1])
     for row in (0, 2):
-        assert found[row].sum(-1).tolist() == [1, 1]
-        assert found[row].argmax(-1).tolist() == index[row].tolist()
+        assert q[row].sum(-1).tolist() == [1, 1]
+        assert q[row].argmax(-1).tolist() == index[row].tolist()

@@ -23,6 +23,6 @@ def test_distribution_is_vllms(with_k: bool, with_p: bool) -> None:
     if top_p is not None:
         top_p[:3] = torch.tensor([1.0, 1e-6, 0.5])
     expected = apply_top_k_top_p_pytorch(logits / temperature[:, None], top_k, top_p).softmax(-1)
-    found = distribution(logits, Sampling(temperature, top_k, top_p))
-    torch.testing.assert_close(found, expected)
-    assert ((found > 0) == (expected > 0)).all()
+    actual = distribution(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(actual, expected)
+    assert ((actual > 0) == (expected > 0)).all()

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import DEMO
+from conftest import DEMO, Factory
 
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -26,7 +24,7 @@ def test_flags_are_the_fields(kind: str, capsys: Any) -> None:
         assert "--" + name.replace("_", "-") in text
 
 
-def test_inspect_says_whether_heads_load(tiny_model: Callable[..., Path], capsys: Any) -> None:
+def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> None:
     folder = str(DEMO.parent / "heads" / "early")
     assert main(["inspect", folder]) == 0
     text = capsys.readouterr().out

@@ -222,7 +222,7 @@ def test_a_step_that_pays_resets_the_waits() -> None:
     assert most[off : off + FIRST_WAIT + 1].index(1) == FIRST_WAIT
 
 
-def test_explorations_of_one_kind_of_requests_say_nothing_of_others() -> None:
+def test_explorations_of_a_kind_of_requests_say_nothing_of_others() -> None:
     """As of sampling requests, when greedy ones come."""
     engine = Simulation(shallow(0.25), life=100)
     engine.run(2000, 0.0)
@@ -234,7 +234,7 @@ def test_explorations_of_one_kind_of_requests_say_nothing_of_others() -> None:
     assert engine.controller.state is State.DRAFTING
 
 
-def test_one_draft_more_is_tried_now_and_then() -> None:
+def test_another_draft_is_tried_now_and_then() -> None:
     engine = Simulation(shallow(0.3))
     most = np.array(engine.run(2000, 0.5))
     usual = int(np.median(most))
@@ -242,7 +242,7 @@ def test_one_draft_more_is_tried_now_and_then() -> None:
     assert 0 < usual < MOST and 0 < len(longer) < 2000 / EXPLORE_LONGER * 4
 
 
-def test_requests_of_one_batch_differ() -> None:
+def test_requests_of_a_batch_differ() -> None:
     rates = [0.9] * 4 + [0.02] * 4
     engine = Simulation(shallow(0.2), 8)
     engine.run(500, rates)
@@ -291,7 +291,7 @@ def test_what_is_known_of_a_request_follows_it() -> None:
     assert known[0, 1] > 0.8 and known[1, 0] < 0.2 and acceptance.trials[1].sum() == 0
 
 
-def test_drafts_behind_a_rejected_one_are_no_trials() -> None:
+def test_drafts_behind_a_rejected_draft_are_no_trials() -> None:
     acceptance = Acceptance(3)
     acceptance.align(["a"])
     acceptance.learn(np.array([3]), np.array([1]))

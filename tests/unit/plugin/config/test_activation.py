@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from configured import drafting, from_dict, from_flags
+from conftest import Factory
 from vllm import EngineArgs
 from vllm.config import ParallelConfig
 
@@ -17,10 +17,8 @@ from vllm_ppd.vllm_plugins.config import activation
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.config.resolved import WORKERS
 
-Model = Callable[..., Path]
 
-
-def test_ways_of_asking_are_the_same(tiny_model: Model) -> None:
+def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
     config = drafting(from_dict(tiny_model(), {"method": "ppd"}))
     assert config.exit_layer == (3,)
     for flags in (
@@ -30,7 +28,7 @@ def test_ways_of_asking_are_the_same(tiny_model: Model) -> None:
         assert drafting(from_flags(tiny_model(), flags)) == config
 
 
-def test_flags_carry_every_option(tiny_model: Model) -> None:
+def test_flags_carry_every_option(tiny_model: Factory) -> None:
     config = from_flags(
         tiny_model(),
         "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 2,4 --ppd-gamma 0.4 --ppd-adaptive false "
@@ -50,7 +48,7 @@ def test_flags_carry_every_option(tiny_model: Model) -> None:
     assert config.parallel_config.worker_cls == WORKERS["v1"]
 
 
-def test_heads_folder_gives_method_and_defaults(tiny_model: Model, heads_folder: Model) -> None:
+def test_heads_folder_gives_method_and_defaults(tiny_model: Factory, heads_folder: Factory) -> None:
     folder = str(heads_folder(exit_layers=(2, 4)))
     for vllm_config in (
         from_flags(tiny_model(), f"--speculative-model {folder}"),
@@ -65,8 +63,8 @@ def test_heads_folder_gives_method_and_defaults(tiny_model: Model, heads_folder:
 
 
 @pytest.mark.parametrize("flags", ["--ppd-gamma much", """-sc '{"gamma": "0.5"}'"""])
-def test_a_refusal_ends_a_process_with_its_one_line(
-    tiny_model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
+def test_a_refusal_ends_a_process_with_a_single_line(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str
 ) -> None:
     """Also a flag's, which is read before vLLM asks for a speculative configuration."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
@@ -79,14 +77,14 @@ def test_a_refusal_ends_a_process_with_its_one_line(
     assert capsys.readouterr().err == f"vllm-ppd: error: {refusal.value}\n"
 
 
-def test_the_same_value_twice_is_no_conflict(tiny_model: Model) -> None:
+def test_the_same_value_twice_is_no_conflict(tiny_model: Factory) -> None:
     once = """-sc '{"method": "ppd", "num-speculative-tokens": 2}'"""
     config = drafting(from_flags(tiny_model(), once))
     assert config == drafting(from_flags(tiny_model(), f"{once} --spec-method ppd --spec-tokens 2"))
     assert config.num_speculative_tokens == 2
 
 
-def test_vllms_own_methods_keep_their_options(tiny_model: Model) -> None:
+def test_methods_of_vllm_keep_their_options(tiny_model: Factory) -> None:
     """Some of ours are called as vLLM's are."""
     lookup = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
     config = from_dict(tiny_model(), lookup)
@@ -94,7 +92,7 @@ def test_vllms_own_methods_keep_their_options(tiny_model: Model) -> None:
     assert {name: getattr(config.speculative_config, name) for name in lookup} == lookup
 
 
-def test_parallel_schedule_warns_on_a_gpu(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_schedule_warns_on_a_gpu(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(activation.logger, "warning", warnings.append)
     for schedule, on_cpu in (("parallel", True), ("deferred", False), ("parallel", False)):

@@ -63,7 +63,7 @@ def test_exit_layers_are_spelt_in_several_forms() -> None:
         ({"exit_layer": ["z\n" * 10**5]}, r"z\\n"),
     ],
 )  # fmt: skip
-def test_bad_options_are_refused_in_one_short_line(given: dict[str, Any], message: str) -> None:
+def test_bad_options_are_refused_in_a_short_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message) as refusal:
         parse_options({"method": "ppd", **given})
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) <= 300

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import tiny
 import transformers
 from configured import from_dict, from_flags
+from conftest import Factory
 from heads_folders import make_heads
 from vllm import EngineArgs, envs
 from vllm.config import ModelConfig
@@ -24,7 +24,6 @@ from vllm_ppd.vllm_plugins.config.refusals import of_candidates, of_scheduling, 
 from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 
-Model = Callable[..., Path]
 PPD = "--speculative-model ppd"
 GROUP = f"{PPD} --pipeline-parallel-size 2"
 PARALLEL = "--speculative-model paradecode --ppd-schedule parallel"
@@ -106,7 +105,7 @@ def asked(json: str) -> str:
         (f"{PPD} --ppd-exit-layer 3.5", "--ppd-exit-layer='3.5': must be a layer number"),
     ],
 )  # fmt: skip
-def test_refused_before_the_model_loads(tiny_model: Model, flags: str, message: str) -> None:
+def test_refused_before_the_model_loads(tiny_model: Factory, flags: str, message: str) -> None:
     with pytest.raises((OptionError, HeadsError), match=message) as refusal:
         from_flags(tiny_model(), flags)
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) <= 300
@@ -124,7 +123,7 @@ def test_refused_before_the_model_loads(tiny_model: Model, flags: str, message: 
     ],
 )  # fmt: skip
 def test_families_that_cannot(
-    tiny_model: Model, family: str, asked: dict[str, Any], settings: dict[str, Any], message: str
+    tiny_model: Factory, family: str, asked: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
         from_dict(tiny_model(family), asked, **settings)
@@ -154,7 +153,7 @@ def test_unknown_family(tmp_path: Path) -> None:
     ],
 )
 def test_targets_that_cannot_verify_drafts(
-    tiny_model: Model, whole_heads: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fact: str, message: str
+    tiny_model: Factory, whole_heads: Factory, monkeypatch: pytest.MonkeyPatch, fact: str, message: str
 ) -> None:
     given, settings = {"model": str(whole_heads("cp"))}, {"data_parallel_size": 2} if fact == "is_moe" else {}
     from_dict(tiny_model(), given, **settings)
@@ -182,7 +181,7 @@ def test_targets_that_cannot_verify_drafts(
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit(
-    tiny_model: Model, tmp_path: Path, kind: str, given: dict[str, Any], made: dict[str, int], message: str
+    tiny_model: Factory, tmp_path: Path, kind: str, given: dict[str, Any], made: dict[str, int], message: str
 ) -> None:
     folder = str(make_heads(tmp_path / "heads", kind, tiny_model(), made))
     with pytest.raises((OptionError, HeadsError), match=message) as refusal:
@@ -190,7 +189,7 @@ def test_heads_that_do_not_fit(
     assert "\n" not in str(refusal.value)
 
 
-def test_exits_that_heads_do_not_have(tiny_model: Model, heads_folder: Model) -> None:
+def test_exits_that_heads_do_not_have(tiny_model: Factory, heads_folder: Factory) -> None:
     folder = str(heads_folder(exit_layers=(2, 4)))
     with pytest.raises(OptionError, match=r"exit_layer=3 has no head in .*, which has heads for layers 2, 4"):
         from_dict(tiny_model(), {"exit_layer": 3, "model": folder})
@@ -201,7 +200,7 @@ def test_exits_that_heads_do_not_have(tiny_model: Model, heads_folder: Model) ->
         from_dict(tiny_model("qwen2"), {"method": "ppd", "model": folder})
 
 
-def test_worker_group_in_an_environment(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_group_in_an_environment(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     envs.disable_envs_cache()  # an engine of a test before may have switched it on
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(OptionError, match="older Ray executor"):
@@ -234,7 +233,7 @@ def test_more_candidates_than_a_gpu_has_room_for(
         refuse(of_candidates(config, rows))
 
 
-def test_what_a_runner_cannot_do(tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_runner_cannot_do(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(options: dict[str, Any], message: str | None = None, **settings: Any) -> None:
         with nullcontext() if message is None else pytest.raises(OptionError, match=message):
             config = resolve(parse_options(options), 12, runners=Runners(None, "v2", True))

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from configured import drafting, from_dict, from_flags
+from conftest import Factory
 from heads_folders import make_heads
 from vllm.config import VllmConfig
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
@@ -22,7 +22,6 @@ from vllm_ppd.vllm_plugins.methods.group import GROUP
 
 GPU = Runners(None, "v2", True)
 CPU_BUILD = Runners(None, "v1", False)
-Model = Callable[..., Path]
 
 
 def resolved(options: dict[str, Any], runners: Runners = GPU, stages: int = 1) -> DraftingConfig:
@@ -81,7 +80,7 @@ def test_stages_of_a_worker_group_are_split_in_the_middle(num_layers: int, split
     assert config.disable_by_batch_size == 8
 
 
-def test_worker_group(tiny_model: Model, heads_folder: Model) -> None:
+def test_worker_group(tiny_model: Factory, heads_folder: Factory) -> None:
     vllm_config = from_flags(
         tiny_model(), "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 4 --spec-tokens 7"
     )
@@ -139,7 +138,7 @@ def test_cut_off_is_vllms_schedule() -> None:
 
 
 @pytest.mark.parametrize("kind", ["cp", "dynamo"])
-def test_heads_recommend_a_draft_vocabulary(tiny_model: Model, tmp_path: Path, kind: str) -> None:
+def test_heads_recommend_a_draft_vocabulary(tiny_model: Factory, tmp_path: Path, kind: str) -> None:
     folder = str(make_heads(tmp_path / "heads", kind, tiny_model(), draft_vocab_size=128))
     for given, expected in (({}, 128), ({"draft_vocab_size": 64}, 64), ({"draft_vocab_size": 320}, None)):
         assert drafting(from_dict(tiny_model(), {"model": folder, **given})).draft_vocab_size == expected
@@ -153,7 +152,7 @@ def test_prompt_lookup_drafts_as_many_as_the_method() -> None:
     assert config.max_drafts == 3
 
 
-def test_parallel_schedule_has_a_proposer_of_its_own(tiny_model: Model) -> None:
+def test_the_parallel_schedule_has_another_proposer(tiny_model: Factory) -> None:
     config = drafting(from_dict(tiny_model(), {"method": "paradecode", "schedule": "parallel"}))
     assert config.proposer.endswith("ParallelProposer")
     assert "gamma 0, parallel schedule" in config.summary()

@@ -113,7 +113,7 @@ def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
     assert manager.seen == [(None, 1), (None, 1)], "vLLM's loggers must not find our key"
 
 
-def test_steps_without_an_output_of_their_own_keep_their_counts() -> None:
+def test_steps_that_share_an_output_keep_their_counts() -> None:
     """vLLM shares one empty output: what is counted goes with the next one."""
     worker = Counters()
     worker.add("fallback_steps")
@@ -131,7 +131,7 @@ def test_statistics_that_are_off_hold_nothing_back() -> None:
     assert not hasattr(scheduler, statistics.PENDING)
 
 
-def test_connectors_keep_their_own_statistics(manager: Manager) -> None:
+def test_connectors_keep_their_statistics(manager: Manager) -> None:
     scheduler, worker = Scheduler(log_stats=True), Counters()
     stats = SchedulerStats(kv_connector_stats={"transfers": 3, statistics.KEY: {"fallback_steps": 1.0}})
     manager.record(stats)

@@ -69,12 +69,12 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter: Any = SimpleNamespace(norm=lambda hidden, residual: hidden)
     head: Any = SimpleNamespace(logits=logits, vocab_size=vocabulary)
     hidden, temperature = torch.randn(rows, 8), torch.tensor([0.0, 0.5, 1.0, 0.0, 2.0, 0.7, 0.0])
-    found = []
+    readings = []
     for at_once in (1 << 25, 2 * vocabulary):
         monkeypatch.setattr(exit_reader, "LOGITS_AT_ONCE", at_once)
-        found.append(EarlyReader(adapter, head, None).sample(2, (hidden, None), Sampling(temperature)))
+        readings.append(EarlyReader(adapter, head, None).sample(2, (hidden, None), Sampling(temperature)))
     assert seen == [7, 2, 2, 2, 1]
-    whole, parts = found
+    whole, parts = readings
     greedy = temperature == 0
     assert torch.equal(whole.token_ids[greedy], parts.token_ids[greedy])
     torch.testing.assert_close(whole.confidence, parts.confidence)
@@ -96,7 +96,7 @@ def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplo
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 100, 1024])
 def test_buckets(most: int) -> None:
     """Every batch size has one that is not smaller, of the same power of two."""
-    found = list(buckets(most))
-    assert found[0] == most and found == sorted(set(found), reverse=True) and found[-1] == 1
+    sizes = list(buckets(most))
+    assert sizes[0] == most and sizes == sorted(set(sizes), reverse=True) and sizes[-1] == 1
     for size in range(1, most + 1):
-        assert any(size <= one < 2 * size or one == most for one in found)
+        assert any(size <= bucket < 2 * size or bucket == most for bucket in sizes)

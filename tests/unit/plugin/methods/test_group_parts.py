@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from configured import from_flags
+from conftest import Factory
 from vllm import SamplingParams
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -32,12 +31,11 @@ from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 
-Model = Callable[..., Path]
 GROUP = "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 3"
 
 
 def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
-    tiny_model: Model, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     with pytest.raises(OptionError, match="not 16; raise it"):
@@ -120,7 +118,7 @@ def test_which_requests_are_given_placeholders(
         ([PLACEHOLDER] * 2, 3, None),  # more than the cut-off
     ],
 )
-def test_group_steps(tiny_model: Model, drafts: list[int], requests: int, allowance: list[int] | None) -> None:
+def test_group_steps(tiny_model: Factory, drafts: list[int], requests: int, allowance: list[int] | None) -> None:
     """Only our scheduler's placeholders make a group step; in any other step a request has its one token."""
     stage: Any = LastStage(from_flags(tiny_model(), f"{GROUP} --ppd-disable-by-batch-size 2"))
     output = SchedulerOutput.make_empty()
