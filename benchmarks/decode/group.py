@@ -80,6 +80,27 @@ def matched(row: Row, num_layers: int, split: int, candidates: int, tokens: int)
     return Matched(rate, layers, theorem(num_layers, split, candidates, rate, tokens - 1))
 
 
+def predictions(rows: list[Row], configs: dict[str, Any], num_layers: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Speed-ups that the theorem expects of groups, by contender and batch size.
+
+    Args:
+        rows: of a run, as decode/table.py makes them.
+        configs: speculative_config of each contender, by name.
+        num_layers: of the target.
+        tokens: of a request.
+    """
+    predicted: dict[str, dict[str, float]] = {}
+    for row in rows:
+        config = configs[row["contender"]]
+        if config is None:
+            continue
+        match = matched(row, num_layers, split_of(config, num_layers), config["candidates"], tokens)
+        if match is not None:
+            by_batch = predicted.setdefault(row["contender"], {})
+            by_batch[str(row["batch"])] = round(num_layers / match.paper.latency, 3)
+    return predicted
+
+
 def split_of(config: dict[str, Any], num_layers: int) -> int:
     """The layer at which a group's stages are split, as the server resolves it."""
     from vllm_ppd.vllm_plugins.config.options import parse_options

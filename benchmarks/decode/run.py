@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode import group
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
-from vllm_ppd.benchmarks.decode.predicted import predictions
-from vllm_ppd.benchmarks.decode.table import table
+from vllm_ppd.benchmarks.decode.table import rows_of, table
 from vllm_ppd.benchmarks.harness.contenders import Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import repeats
 from vllm_ppd.benchmarks.harness.process import EngineProcess
@@ -32,13 +31,18 @@ class Load(NamedTuple):
 
 
 def run(options: DecodeOptions) -> str:
-    """Measure, and predict; the table of each temperature."""
+    """Measure; the table of each temperature."""
     from transformers import AutoConfig
 
-    runs = decode(options, group.contenders(options) if options.group else contenders(options))
-    config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-    for results in runs:
-        results.finish(predicted=predictions(results, options.out, config.get_text_config().num_hidden_layers))
+    everyone = group.contenders(options) if options.group else contenders(options)
+    runs = decode(options, everyone)
+    if options.group:
+        config = AutoConfig.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
+        num_layers = config.get_text_config().num_hidden_layers
+        configs = {contender.name: contender.speculative_config for contender in everyone}
+        for results in runs:
+            predicted = group.predictions(rows_of(results), configs, num_layers, options.new_tokens)
+            results.finish(predicted=predicted)
     return "\n\n".join(map(table, runs))
 
 

@@ -6,24 +6,31 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
-from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quartiles
+from vllm_ppd.benchmarks.harness.estimates import cells, number, quartiles, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row, Turn
-from vllm_ppd.heads.in_words import table as markdown
 
 SUMS = ("drafts", "draft_tokens", "accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams",
         "all_4_grams")  # fmt: skip
-COLUMNS = (
-    "batch", "contender", "tokens/s (quartiles)", "speed-up (quartiles)", "predicted", "step ms", "length", "rate",
-    "same tokens", "repeated 4-grams", "verify + draft + host ms", "memory MB",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "batch": lambda row: str(row["batch"]),
+    "contender": lambda row: str(row["contender"]),
+    "tokens/s (quartiles)": lambda row: with_quartiles(row["tokens_per_second"], 1),
+    "speed-up (quartiles)": lambda row: with_quartiles(row["speed_up"], 3),
+    "Theorem 4.1": lambda row: number(row["predicted"], "{:.3f}"),
+    "step ms": lambda row: f"{row['step_ms']:.2f}",
+    "length": lambda row: number(row["length"], "{:.2f}"),
+    "rate": lambda row: number(row["rate"], "{:.3f}"),
+    "same tokens": lambda row: number(row["consistency"], "{:.2%}"),
+    "repeated 4-grams": lambda row: f"{row['repeated_4_grams']:.3f}",
+    "verify + draft + host ms": lambda row: " + ".join(f"{ms:.2f}" for ms in row["split_ms"]) or "-",
+    "memory MB": lambda row: f"{row['peak_bytes'] / 1e6:.0f}",
+}
 
 LEGEND = """\
 tokens/s: of all requests together while all decode, without prefill and the tail of a batch.
 speed-up: over vLLM without speculation, whose turn is in the same round.
-predicted: the speed-up by `ppd plan`, from the heads' calibration and the base's steps; of a worker group by PPD's
-Theorem 4.1, from its measured match rate.
+Theorem 4.1: the speed-up that PPD's theorem expects of a worker group, from its measured match rate.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
 same tokens: equal to vLLM's without speculation at their place (greedy); "vLLM, again" is what numerics alone change.
 verify, draft, host: the worker but for drafting (forward pass over base token and drafts, DynaMo's layers within it,
@@ -41,10 +48,10 @@ def rows_of(measured: Measured) -> list[Row]:
 
 def summarise(measured: Measured, name: str, batch: int) -> Row | None:
     """Medians and quartiles over a contender's turns; ratios are to the base's turn of the same round."""
-    pairs = measured.paired(name, batch=batch)
-    if not pairs:
+    beside = measured.paired(name, batch=batch)
+    if not beside:
         return None
-    turns = [turn for turn, _ in pairs]
+    turns = [turn for turn, _ in beside]
     sums = {key: sum(turn[key] for turn in turns) for key in SUMS}
     ours: dict[str, float] = defaultdict(float)
     for turn in turns:
@@ -55,7 +62,7 @@ def summarise(measured: Measured, name: str, batch: int) -> Row | None:
         "batch": batch,
         "turns": len(turns),
         "tokens_per_second": quartiles([_speed(turn) for turn in turns]),
-        "speed_up": quartiles([_speed(turn) / _speed(base) for turn, base in pairs]),
+        "speed_up": quartiles([_speed(turn) / _speed(base) for turn, base in beside]),
         "predicted": measured.run.get("predicted", {}).get(name, {}).get(str(batch)),
         "drafts": sums["drafts"],
         "step_ms": 1e3 * statistics.median(turn["step_seconds"] for turn in turns),
@@ -63,25 +70,26 @@ def summarise(measured: Measured, name: str, batch: int) -> Row | None:
         "rate": sums["accepted_tokens"] / sums["draft_tokens"] if sums["draft_tokens"] else None,
         "consistency": sums["same_tokens"] / sums["compared_tokens"] if sums["compared_tokens"] else None,
         "repeated_4_grams": sums["repeated_4_grams"] / sums["all_4_grams"] if sums["all_4_grams"] else 0.0,
-        **_split(turns),
+        "split_ms": _split(turns),
         "peak_bytes": max(turn["peak_bytes"] for turn in turns),
         "ours": dict(ours),
     }
 
 
-def _split(turns: list[Turn]) -> dict[str, float | None]:
-    """Milliseconds a step of verification, drafting and the host: means of steps, the median of the turns."""
+def _split(turns: list[Turn]) -> list[float]:
+    """Milliseconds a step of verification, drafting and the host: means of steps, the median of the turns.
+
+    Empty where workers are processes of their own.
+    """
     if any(turn["worker_seconds"] is None for turn in turns):
-        return {"verify_ms": None, "draft_ms": None, "host_ms": None}
-
-    def median(seconds: Callable[[Turn], float]) -> float:
-        return statistics.median(1e3 * seconds(turn) / turn["steps"] for turn in turns)
-
-    return {
-        "verify_ms": median(lambda turn: turn["worker_seconds"] - turn["draft_seconds"]),
-        "draft_ms": median(lambda turn: turn["draft_seconds"]),
-        "host_ms": median(lambda turn: turn["window_seconds"] - turn["worker_seconds"]),
-    }
+        return []
+    shares = (
+        (turn["worker_seconds"] - turn["draft_seconds"], turn["draft_seconds"],
+         turn["window_seconds"] - turn["worker_seconds"], turn["steps"])
+        for turn in turns
+    )  # fmt: skip
+    by_share = zip(*([1e3 * seconds / steps for seconds in split] for *split, steps in shares), strict=True)
+    return list(map(statistics.median, by_share))
 
 
 def _speed(turn: Turn) -> float:
@@ -98,27 +106,9 @@ def body(measured: Measured) -> str:
         f"{options['prompt_tokens']} + {options['new_tokens']} tokens{steps}; {measured.run['machine']}"
         f"{measured.before}"
     )
-    return "\n".join([about, "", markdown(COLUMNS, list(map(_cells, rows_of(measured)))), *measured.notes])
+    return "\n".join([about, "", cells(rows_of(measured), COLUMNS), *measured.notes])
 
 
 def table(measured: Measured) -> str:
     """The same, with what the columns mean."""
     return f"{body(measured)}\n\n{LEGEND}"
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    split = [row["verify_ms"], row["draft_ms"], row["host_ms"]]
-    return [
-        str(row["batch"]),
-        row["contender"],
-        with_quartiles(row["tokens_per_second"], 1),
-        with_quartiles(row["speed_up"], 3),
-        number(row["predicted"], "{:.3f}"),
-        f"{row['step_ms']:.2f}",
-        number(row["length"], "{:.2f}"),
-        number(row["rate"], "{:.3f}"),
-        number(row["consistency"], "{:.2%}"),
-        f"{row['repeated_4_grams']:.3f}",
-        " + ".join(f"{value:.2f}" for value in split) if None not in split else "-",
-        f"{row['peak_bytes'] / 1e6:.0f}",
-    ]

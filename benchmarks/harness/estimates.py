@@ -1,45 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of turns: quartiles, ratios of sums with bootstrap intervals, repeated text; and cells of tables."""
+"""Statistics of turns and texts: quartiles, bootstrap intervals, repeated text; and cells of tables."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from vllm_ppd.benchmarks.harness.results import Row
+from vllm_ppd.heads.in_words import table
 
 RESAMPLES = 2000
 CONFIDENCE = 0.9
 
 
 class Estimate(NamedTuple):
-    """A value and its bootstrap distribution."""
+    """A value, and the central CONFIDENCE of its bootstrap distribution."""
 
     value: float
-    samples: np.ndarray  # [RESAMPLES]
+    low: float
+    high: float
 
-    @property
-    def interval(self) -> str:
-        """The central CONFIDENCE of the distribution."""
-        low, high = np.quantile(self.samples, (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2))
-        return f"{low:.3f}-{high:.3f}"
+    def text(self, form: str = "{:.3f}") -> str:
+        value, low, high = map(form.format, self)
+        return f"{value} ({low} to {high})"
+
+    def above(self, bound: float = 0.0) -> bool | None:
+        """Whether it is above a bound; None: the interval holds the bound."""
+        return True if self.low > bound else False if self.high < bound else None
 
 
-def ratio(above: np.ndarray, below: np.ndarray, generator: np.random.Generator) -> Estimate:
-    """Ratio of the sums of paired observations [n]; the pairs are resampled.
+def bootstrap(statistic: Callable[..., Any], *counts: Any) -> Estimate:
+    """A function of sums over texts; texts are resampled.
 
-    Use one generator for all cells of a table: cells that drew the same pairs would vary together.
+    Args:
+        statistic: of the sums of the counts, elementwise.
+        counts: [texts] each, or of batches of texts.
     """
-    from scipy.stats import bootstrap
-
-    value = float(above.sum() / below.sum())
-    if len(above) < 2:
-        return Estimate(value, np.full(RESAMPLES, value))
-    resampled = bootstrap(
-        (above, below), lambda a, b, axis: a.sum(axis) / b.sum(axis), paired=True, vectorized=True,
-        n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile", rng=generator,
-    )  # fmt: skip
-    return Estimate(value, resampled.bootstrap_distribution)
+    arrays = [np.asarray(count, dtype=np.float64) for count in counts]
+    rows = np.random.default_rng(0).integers(len(arrays[0]), size=(RESAMPLES, len(arrays[0])))
+    samples = statistic(*(array[rows].sum(1) for array in arrays))
+    low, high = np.quantile(samples, (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2))
+    return Estimate(float(statistic(*(array.sum() for array in arrays))), float(low), float(high))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -65,3 +68,10 @@ def with_quartiles(spread: Sequence[float], digits: int) -> str:
 def number(value: float | None, form: str) -> str:
     """A table's cell; "-" for what is not known."""
     return "-" if value is None else form.format(value)
+
+
+def cells(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
+    """Markdown of rows, by what each column shows of a row; columns that know nothing of any row are left out."""
+    by_column = {name: [cell(row) for row in rows] for name, cell in columns.items()}
+    known = {name: column for name, column in by_column.items() if {*column} != {"-"}}
+    return table(list(known), [list(line) for line in zip(*known.values(), strict=True)])

@@ -15,13 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 from safetensors import safe_open
 from tqdm import tqdm
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
-from vllm_ppd.benchmarks.harness.estimates import Estimate, ratio, repeats
+from vllm_ppd.benchmarks.harness.estimates import Estimate, bootstrap, number, repeats
 from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as cut_prompts
@@ -33,28 +32,17 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.in_words import table as markdown
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.planning.machine import weights_of
-from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.plan import make_plan
-from vllm_ppd.heads.planning.report import setting_of
 from vllm_ppd.vllm_plugins.registry import METHODS
 
-# GB/s, TFLOP/s in bfloat16 and microseconds of a link, by the makers' data sheets.
-MACHINES = {"H100": (3350.0, 990.0, 10.0), "L4": (300.0, 121.0, 10.0)}
-PLANNED = {"model", "num_speculative_tokens", "adaptive"}  # options that `ppd plan` predicts
 COLUMNS = (
     "contender", "prompts", "same as vLLM", "accepted a step (interval)", "drafted a step", "rate", "length",
-    "repeated 4-grams", "cost", "predicted",
+    "repeated 4-grams", "cost",
 )  # fmt: skip
 LEGEND = """\
 same as vLLM: prompts whose text equals that of vLLM without speculation, token for token (greedy).
 accepted, drafted a step: drafts, of every step after the prompt's; interval at 90 %, by parts of the prompts.
 rate, length: accepted / drafted, 1 + accepted / steps with drafts.
-cost: weights that the drafts of a step read, over those that a pass of the target reads (counted).
-predicted: (1 + accepted) / (1 + cost), the speed-up of these drafts where memory bounds a step; not measured."""
-
-PREDICTED = (
-    "Predictions, not measured: speed-ups by `ppd plan --hardware`, batch 1, a roofline without the host's work."
-)
+cost: weights that the drafts of a step read, over those that a pass of the target reads (counted)."""
 
 
 def run(options: AcceptanceOptions) -> str:
@@ -75,10 +63,9 @@ def run(options: AcceptanceOptions) -> str:
                 _measure(contender, options, runs, batches, progress)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
-    counted, predicted = costs(everyone, options.model, options.trust_remote_code), predictions(options.heads)
+    counted = costs(everyone, options.model, options.trust_remote_code)
     for results in runs:
-        results.run |= {"predicted": predicted, "costs": counted}
-        results.finish()
+        results.finish(costs=counted)
     return report(runs)
 
 
@@ -158,53 +145,41 @@ def _turns(results: Measured, name: str) -> dict[int, Turn]:
     return {turn["part"]: turn for turn in reversed(turns)}
 
 
-class _Counts:
-    """What is known of a contender from all of its turns.
-
-    Args:
-        results: a run, with those like it.
-        name: of a contender that decoded something.
-        generator: of the bootstrap.
-    """
-
-    def __init__(self, results: Measured, name: str, generator: np.random.Generator) -> None:
+def _counted(results: Measured, without: str = "") -> dict[str, tuple[dict[str, int], Estimate, float | None]]:
+    """Of everyone who decoded something: sums of the counts, accepted drafts a step, and the cost in passes."""
+    counted = {}
+    for name in results.contenders:
         turns = [turn for _, turn in sorted(_turns(results, name).items())]
-        self.sums = {key: sum(turn[key] for turn in turns) for key in turns[0] if isinstance(turns[0][key], int)}
-        self.differ = sum(len(turn.get("differ", ())) for turn in turns)
-        accepted, steps = (np.array([turn[key] for turn in turns]) for key in ("accepted_tokens", "steps"))
-        self.accepted: Estimate = ratio(accepted, steps, generator)
+        if name == without or not turns:
+            continue
+        sums = {key: sum(turn[key] for turn in turns) for key, value in turns[0].items() if isinstance(value, int)}
+        sums["differ"] = sum(len(turn.get("differ", ())) for turn in turns)
+        counts = ([turn[key] for turn in turns] for key in ("accepted_tokens", "steps"))
         costs = (run["costs"].get(name) for run in results.runs_of(name) if "costs" in run)
-        self.cost: float | None = next((cost for cost in costs if cost is not None), None)
-
-
-def _counts(results: Measured, generator: np.random.Generator, without: str = "") -> dict[str, _Counts]:
-    """Everyone who decoded something, without a contender."""
-    names = [name for name in results.contenders if name != without and _turns(results, name)]
-    return {name: _Counts(results, name, generator) for name in names}
+        accepted = bootstrap(lambda accepted, steps: accepted / steps, *counts)
+        counted[name] = sums, accepted, next((cost for cost in costs if cost is not None), None)
+    return counted
 
 
 def report(runs: Sequence[Measured]) -> str:
-    """Markdown: a table a temperature, and what is predicted for other machines."""
-    header = ["heads", *(f"{name}, predicted" for name in MACHINES)]
-    predicted = [PREDICTED, markdown(header, rows)] if (rows := runs[-1].run.get("predicted")) else []
-    return "\n\n".join([*map(table, runs), LEGEND, *predicted])
+    """Markdown: a table a temperature."""
+    return "\n\n".join([*map(table, runs), LEGEND])
 
 
 def table(results: Measured) -> str:
     """Markdown: a row a contender."""
     run, rows = results.run, []
     options = run["options"]
-    for name, counts in _counts(results, np.random.default_rng(0)).items():
-        sums, accepted, cost = counts.sums, counts.accepted, counts.cost
+    for name, (sums, accepted, cost) in _counted(results).items():
         rows.append([
             name, sums["prompts"],
-            "-" if options["temperature"] else f"{sums['prompts'] - counts.differ} of {sums['prompts']}",
-            f"{accepted.value:.3f} ({accepted.interval})",
+            "-" if options["temperature"] else f"{sums['prompts'] - sums['differ']} of {sums['prompts']}",
+            accepted.text(),
             f"{sums['draft_tokens'] / sums['steps']:.3f}",
             f"{sums['accepted_tokens'] / sums['draft_tokens']:.3f}" if sums["draft_tokens"] else "-",
             f"{1 + sums['accepted_tokens'] / sums['drafts']:.3f}" if sums["drafts"] else "-",
             f"{sums['repeated_4_grams'] / max(sums['all_4_grams'], 1):.3f}",
-            *(("-", "-") if cost is None else (f"{cost:.3f}", f"{(1 + accepted.value) / (1 + cost):.2f}")),
+            number(cost, "{:.3f}"),
         ])  # fmt: skip
     top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options["top_p"] < 1 else ""
     about = (
@@ -212,31 +187,21 @@ def table(results: Measured) -> str:
         f"ones left out), {options['new_tokens']} tokens, temperature {options['temperature']:g}{top_p}, "
         f"{options['drafts']} drafts in every step; {run['machine']}"
     )
-    lines = [about, "", markdown(COLUMNS, rows), *(f"left out: {reason}" for reason in run["failures"].values())]
-    return "\n".join(lines)
+    return "\n".join([about, "", markdown(COLUMNS, rows), *results.notes])
 
 
 def headline(runs: Sequence[Measured]) -> str:
-    """Markdown: accepted drafts a step by temperature, their cost, and predicted speed-ups, a row a contender."""
-    generator = np.random.default_rng(0)
-    predicted = {row[0]: row[1:] for row in runs[-1].run.get("predicted") or ()}
+    """Markdown: accepted drafts a step by temperature, and their cost, a row a contender."""
     columns: dict[str, dict[str, str]] = {}  # by temperature: a contender may lack some
-    beside: dict[str, list[str]] = {}
+    costs: dict[str, str] = {}
     for results in runs:
         temperature = results.run["options"]["temperature"]
         column = columns.setdefault(f"accepted, T {temperature:g}" if temperature else "accepted, greedy", {})
-        for name, counts in _counts(results, generator, without=BASE).items():
-            column[name] = f"{counts.accepted.value:.2f} ({counts.accepted.interval})"
-            config = results.contenders[name]["speculative_config"] or {}
-            # A plan knows nothing of further options, as prompt lookups.
-            folder = Path(config.get("model", "")).name if config.keys() <= PLANNED else ""
-            cost = "-" if counts.cost is None else f"{counts.cost:.2f}"
-            beside[name] = [cost, *predicted.get(folder, ["-"] * len(MACHINES))]
-    header = ["drafts from", *columns, "cost, passes", *(f"predicted, {name}" for name in MACHINES)]
-    return markdown(
-        header,
-        [[name, *(column.get(name, "-") for column in columns.values()), *cells] for name, cells in beside.items()],
-    )
+        for name, (_, accepted, cost) in _counted(results, without=BASE).items():
+            column[name] = accepted.text("{:.2f}")
+            costs[name] = number(cost, "{:.2f}")
+    rows = [[name, *(column.get(name, "-") for column in columns.values()), cost] for name, cost in costs.items()]
+    return markdown(["drafts from", *columns, "cost, passes"], rows)
 
 
 def costs(everyone: Iterable[Contender], target: str, trust_remote_code: bool = False) -> dict[str, float]:
@@ -294,19 +259,3 @@ def _peer_weights(folder: str, vocab_size: int) -> float:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 (no mapping)
         numbers += sum(math.prod(shape) for shape in shapes if vocab_size not in shape)
     return float(numbers)
-
-
-def predictions(heads: tuple[str, ...]) -> list[list[str]]:
-    """What `ppd plan` predicts for MACHINES from each calibration: a row of cells a heads folder."""
-    rows = []
-    for folder in heads:
-        cells = [Path(folder).name]
-        try:
-            for hardware in MACHINES.values():
-                best = make_plan(PlanOptions.model_validate({"heads": (folder,), "hardware": hardware})).predicted[0]
-                cells.append(f"{best.speedup:.2f} ({setting_of(best.decoding)})")
-        except HeadsError as error:
-            tqdm.write(f"no prediction: {error}")
-            continue
-        rows.append(cells)
-    return rows

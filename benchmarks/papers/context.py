@@ -20,7 +20,7 @@ from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.benchmarks.papers.table import Missing
-from vllm_ppd.benchmarks.papers.tasks import Group, Task, answers, counterpart, read_task
+from vllm_ppd.benchmarks.papers.tasks import Task, answers, read_task
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import open_calibration
 from vllm_ppd.heads.calibration.session import Calibration, data_windows
@@ -98,10 +98,6 @@ class Context:
     def task(self) -> Task:
         """The task of tables that take one."""
         return self.tasks[0]
-
-    def counterpart(self, data_set: str) -> Group | None:
-        """Our task or category that stands for a data set of the papers."""
-        return counterpart(data_set, self.tasks)
 
     @once
     def texts(self, task: Task, temperature: float = 0.0, **sampling: float) -> Texts:

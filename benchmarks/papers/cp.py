@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.utils.benchmark import Timer
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
+from vllm_ppd.benchmarks.harness.estimates import bootstrap
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
-from vllm_ppd.benchmarks.papers.intervals import over_texts, rises
 from vllm_ppd.benchmarks.papers.published import CP as theirs
-from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, rises
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
 from vllm_ppd.heads.calibration.session import Calibration
@@ -101,7 +101,7 @@ def gain(context: Context, task: Task, label: str, sampled: bool) -> list[Verdic
     claims = []
     for rank in sorted(set(of_rank) - {1}) if 1 in of_rank else ():
         higher, first = of_rank[rank], of_rank[1]
-        more = over_texts(
+        more = bootstrap(
             lambda a, m, b, n: (1 + a / m) / (1 + b / n) - 1,
             *_counts(*chances(context, higher, task, sampled)), *_counts(*chances(context, first, task, sampled)),
         )  # fmt: skip

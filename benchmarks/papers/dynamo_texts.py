@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's figures of generated text: n-grams by eps_b (5) and the ablation (12), judged by the base's likelihood."""
+"""DynaMo's ablation of generated text (Fig. 12), judged by the base's likelihood."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from vllm_ppd.benchmarks.papers.context import Context, once
 from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
 from vllm_ppd.benchmarks.papers.published import DYNAMO as theirs
-from vllm_ppd.benchmarks.papers.table import Curve, PaperTable, Row, Verdict, paper_table
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Verdict, paper_table
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, log_prob_of
 from vllm_ppd.heads.dynamo import calibration as dynamo_calibration
@@ -22,8 +22,7 @@ from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 TEMPERATURE, PENALTY = 0.7, 1.1  # appendix A.1
 BASES = 8  # texts of the base a prompt
 SPARSE = 4  # texts are written after each fourth prompt: a joint of three heads has 125,000 entries a token
-EPS_B = tuple(i / 10 for i in range(11))
-ABLATED_EPS_B = (0.0, 0.3, 0.5, 0.7)
+EPS_B = (0.0, 0.3, 0.5, 0.7)
 # Appendix C.1: co-occurrence masking with its power, adaptive thresholding, Gaussian blur of that kernel.
 SCHEMES: dict[str, dict[str, float]] = {
     "CO + AT + G-3": {},
@@ -34,7 +33,6 @@ SCHEMES: dict[str, dict[str, float]] = {
     "vanilla": {"alpha_c": 0.0, "adaptive": False},
 }
 DEFAULT = next(iter(SCHEMES))
-NAMES = ("unigrams", "bigrams", "trigrams")
 
 
 class Point(NamedTuple):
@@ -42,7 +40,6 @@ class Point(NamedTuple):
 
     eps_b: float
     speed_up: float  # tokens a pass
-    shares: list[float]  # of passes that emitted 1, 2, ... n tokens
     win_rate: float | None  # None: no losses
     log_prob: float  # mean a text, in nats a token, by the base
     repeated: float  # share of 4-grams that occurred before in their text
@@ -61,27 +58,18 @@ def measures_of(context: Context, folder: str) -> DynaMoMeasures:
     return dynamo_calibration.measures_of(context.calibration(folder))
 
 
-def sweep(context: Context, folder: str, scheme: str, eps_b: tuple[float, ...]) -> list[Point]:
-    """A scheme at some thresholds, each measured once."""
-    points = _points(context, folder, scheme)
-    missing = [eps for eps in eps_b if eps not in points]
-    if missing:
-        count, base = len(_prompts(context)[0]), _base_log_probs(context, folder)
-        emitted = _emit(context, folder, scheme, torch.tensor(missing).repeat_interleave(count))
-        for i, eps in enumerate(missing):
-            texts = emitted.rows(slice(i * count, (i + 1) * count))
-            ours = mean_log_prob(context.calibration(folder), texts.texts)
-            points[eps] = Point(
-                eps, texts.tokens_a_pass(), texts.shares(), win_rate(ours, base), float(ours.mean()),
-                texts.texts.repeated_4_grams(),
-            )  # fmt: skip
-    return [points[eps] for eps in eps_b]
-
-
 @once
-def _points(context: Context, folder: str, scheme: str) -> dict[float, Point]:
-    """The points of a scheme that were measured, by threshold."""
-    return {}
+def sweep(context: Context, folder: str, scheme: str) -> list[Point]:
+    """A scheme at each of EPS_B."""
+    count, base = len(_prompts(context)[0]), _base_log_probs(context, folder)
+    emitted = _emit(context, folder, scheme, torch.tensor(EPS_B).repeat_interleave(count))
+    points = []
+    for i, eps in enumerate(EPS_B):
+        texts = emitted.rows(slice(i * count, (i + 1) * count))
+        ours = mean_log_prob(context.calibration(folder), texts.texts)
+        repeated = texts.texts.repeated_4_grams()
+        points.append(Point(eps, texts.tokens_a_pass(), win_rate(ours, base), float(ours.mean()), repeated))
+    return points
 
 
 @once
@@ -162,9 +150,9 @@ def same_quality(points: Sequence[tuple[float, float]], most: float) -> SameQual
     return SameQuality(float(min(crossing, most)), bool(crossing > speed_ups.max()))
 
 
-def quality(context: Context, folder: str, scheme: str, eps_b: tuple[float, ...]) -> SameQuality | None:
+def quality(context: Context, folder: str, scheme: str) -> SameQuality | None:
     """The same-quality speed-up of a scheme, from its points and the base itself."""
-    points = sweep(context, folder, scheme, eps_b)
+    points = sweep(context, folder, scheme)
     rates = [(point.speed_up, point.win_rate) for point in points if point.win_rate is not None]
     return same_quality([(1.0, 1.0), *rates], measures_of(context, folder).heads.tokens)
 
@@ -174,52 +162,27 @@ def best_cell(same: SameQuality | None) -> str:
     return "none" if same is None else f"{same.speed_up:.2f}x" + "*" * same.extrapolated
 
 
-def shares(context: Context) -> PaperTable:
-    """Fig. 5."""
-    points = sweep(context, context.heads("dynamo")[0], DEFAULT, EPS_B)
-    n = len(points[0].shares)
-    names = (*NAMES, *(f"{size}-grams" for size in range(4, n + 1)))
-    rows = [Row(f"eps_b = {point.eps_b:g}", point.shares, theirs.SHARES.get(point.eps_b)) for point in points]
-    between = [point for point in points if 0 < point.eps_b < 1 and point.shares[-1] < 1]
-    evidence = ", ".join(f"{p.shares[1]:.0%} and {p.shares[-1]:.0%} at {p.eps_b:g}" for p in between[::3])
-    claim = "Generations of two tokens are fewer than those of three"
-    claims = [Verdict(claim, all(p.shares[1] < p.shares[-1] for p in between), evidence)] if n == 3 else []
-    curves = [
-        Curve(label, [(p.eps_b, p.shares[i]) for p in points] if i < n else None,
-              [(eps, values[i]) for eps, values in theirs.SHARES.items()] if i < 3 else None)
-        for i, label in enumerate(names)
-    ]  # fmt: skip
-    return paper_table(
-        "dynamo-fig-5", rows, columns=names, settings=text_settings(context), curves=curves, claims=claims,
-        temperature=TEMPERATURE, penalty=PENALTY,
-    )  # fmt: skip
-
-
 def ablation(context: Context) -> PaperTable:
     """Fig. 12."""
     folder = context.heads("dynamo")[0]
-    rows, curves, speeds = [], [], {}
+    rows: list[Row] = []
+    speeds: dict[str, SameQuality | None] = {}
     for scheme in SCHEMES:
         published = theirs.ABLATION.get(scheme)
         if "CO" in scheme and measures_of(context, folder).counts is None:
             rows.append(Row(f"{scheme}, eps_b = {theirs.ABLATION_EPS_B:g}", None, published))
             continue
-        points = sweep(context, folder, scheme, ABLATED_EPS_B)
-        for point in points:
+        for point in sweep(context, folder, scheme):
             ours = [point.speed_up, point.win_rate, -point.log_prob, point.repeated]
             beside = published if point.eps_b == theirs.ABLATION_EPS_B else None
             rows.append(Row(f"{scheme}, eps_b = {point.eps_b:g}", ours, beside))
-        speeds[scheme] = quality(context, folder, scheme, ABLATED_EPS_B)
-        cell = best_cell(speeds[scheme])
-        rows.append(Row(f"{scheme}, same-quality speed-up", [cell, None if speeds[scheme] is None else 1.0]))
-        curves.append(Curve(scheme, [(p.speed_up, p.win_rate) for p in points if p.win_rate is not None]))
+        speeds[scheme] = same = quality(context, folder, scheme)
+        rows.append(Row(f"{scheme}, same-quality speed-up", [best_cell(same), None if same is None else 1.0]))
     reached = {scheme: same.speed_up for scheme, same in speeds.items() if same is not None}
-    evidence = ", ".join(
-        f"{scheme} {reached[scheme]:.2f}x" if scheme in reached else f"{scheme} none" for scheme in speeds
-    )
+    evidence = ", ".join(f"{scheme} {best_cell(same).rstrip('*')}" for scheme, same in speeds.items())
     highest = DEFAULT in reached and reached[DEFAULT] == max(reached.values())
     return paper_table(
-        "dynamo-fig-12", rows, settings=text_settings(context), curves=curves,
+        "dynamo-fig-12", rows, settings=text_settings(context),
         claims=[Verdict(f"{DEFAULT} has the highest same-quality speed-up", highest, evidence)],
         temperature=TEMPERATURE, penalty=PENALTY, bases=BASES,
     )  # fmt: skip

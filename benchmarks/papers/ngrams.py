@@ -29,10 +29,6 @@ class Emitted(NamedTuple):
         sizes = torch.arange(1, self.passes.shape[1] + 1)
         return float((self.passes * sizes).sum() / self.passes.sum().clamp(min=1))
 
-    def shares(self) -> list[float]:
-        """Share of passes that emitted 1, 2, ... n tokens."""
-        return (self.passes.sum(0) / self.passes.sum().clamp(min=1)).tolist()
-
     def rows(self, rows: slice) -> Emitted:
         """Some of the texts."""
         return Emitted(self.texts.rows(rows), self.passes[rows])

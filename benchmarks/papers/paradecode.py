@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.context import Context, once, timed
 from vllm_ppd.benchmarks.papers.ppd import early_heads
 from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
-from vllm_ppd.benchmarks.papers.table import Curve, PaperTable, Row, Value, Verdict, paper_table
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, generate, logits_at
@@ -60,51 +59,52 @@ def exit_layer(context: Context) -> int:
 
 def speedups(context: Context) -> PaperTable:
     """Table 1."""
+    by_task = {task.name: engines(context, task) for task in context.tasks}
     claims = []
-    for task in context.tasks:
-        if (row := engines(context, task).get(OURS)) is not None:
-            median, low, high = row["speed_up"]
+    for task, rows in by_task.items():
+        if OURS in rows:
+            median, low, high = rows[OURS]["speed_up"]
             claims.append(Verdict(
                 "ParaDecode is faster than autoregressive decoding", True if low > 1 else False if high < 1 else None,
-                f"{task.name}: {median:.3f}x, quartiles {low:.2f} to {high:.2f}",
+                f"{task}: {median:.3f}x, quartiles {low:.2f} to {high:.2f}",
             ))  # fmt: skip
-    return _by_task(context, "paradecode-1", theirs.SPEEDUPS, lambda row: "{:.3f}x ({})".format(*timed(row)), claims)
+    cells = {
+        task: {name: "{:.3f}x ({})".format(*timed(row)) for name, row in rows.items()} for task, rows in by_task.items()
+    }
+    return _by_task(context, "paradecode-1", cells, theirs.SPEEDUPS, claims)
 
 
 def consistency(context: Context) -> PaperTable:
     """Table 2."""
-    claims = []
-    for task in context.tasks:
-        rows = engines(context, task)
-        if OURS in rows and CONTROL in rows:
-            ours, control = rows[OURS]["consistency"], rows[CONTROL]["consistency"]
-            claims.append(Verdict(
-                "Output equals ordinary decoding's as often as numerics allow", ours >= control - 0.05,
-                f"{task.name}: {ours:.2%}, and vLLM against itself {control:.2%}",
-            ))  # fmt: skip
-    return _by_task(context, "paradecode-2", theirs.CONSISTENCY, lambda row: f"{row['consistency']:.2%}", claims)
+    equal = {
+        task.name: {name: row["consistency"] for name, row in engines(context, task).items()} for task in context.tasks
+    }
+    claims = [
+        Verdict("Output equals ordinary decoding's as often as numerics allow", ours[OURS] >= ours[CONTROL] - 0.05,
+                f"{task}: {ours[OURS]:.2%}, and vLLM against itself {ours[CONTROL]:.2%}")
+        for task, ours in equal.items() if {OURS, CONTROL} <= ours.keys()
+    ]  # fmt: skip
+    cells = {task: {name: f"{share:.2%}" for name, share in ours.items()} for task, ours in equal.items()}
+    return _by_task(context, "paradecode-2", cells, theirs.CONSISTENCY, claims)
 
 
 def _by_task(
-    context: Context, key: str, published: Mapping[str, Sequence[float]], cell: Callable[[Summary], str],
-    claims: list[Verdict],
-) -> PaperTable:  # fmt: skip
-    """A column a task of ours and of theirs."""
-    by_task = {task.name: engines(context, task) for task in context.tasks}
-    rows = [Row(label, None, [*[None] * len(by_task), *values]) for label, values in published.items()]
+    context: Context, key: str, cells: dict[str, dict[str, str]], published: dict[str, Any], claims: list[Verdict]
+) -> PaperTable:
+    """A column a task of ours and of theirs; cells by task and contender."""
+    rows = [Row(label, None, [*[None] * len(cells), *values]) for label, values in published.items()]
     for label in (DRAFTER, OURS, PARALLEL, UNTRAINED, CONTROL):
-        if any(label in summaries for summaries in by_task.values()):
-            ours = [cell(summaries[label]) if label in summaries else None for summaries in by_task.values()]
-            rows.append(Row(label, ours))
+        if any(label in ours for ours in cells.values()):
+            rows.append(Row(label, [ours.get(label) for ours in cells.values()]))
     return paper_table(
-        key, rows, columns=(*by_task, *theirs.TASKS), settings=context.settings(*SETTINGS), claims=claims,
+        key, rows, columns=(*cells, *theirs.TASKS), settings=context.settings(*SETTINGS), claims=claims,
         dtype=context.options.engine_dtype, **_facts(context),
     )  # fmt: skip
 
 
 def ablation(context: Context) -> PaperTable:
     """Table 3."""
-    task = code_task(context)
+    task = context.task
     summaries, calibration = engines(context, task), context.calibration(context.heads(KIND)[0])
     alone = unverified(calibration, early_heads(context), context.texts(task), exit_layer(context))
     ours: dict[str, list[Value]] = {"w/o verification step": [alone]}
@@ -124,15 +124,9 @@ def ablation(context: Context) -> PaperTable:
     return paper_table("paradecode-3", rows, settings=settings, claims=claims, task=task.name, **_facts(context))
 
 
-def code_task(context: Context) -> Task:
-    """The task that stands for HumanEval if one does as a whole, else the first."""
-    group = context.counterpart(theirs.TASKS[1])
-    return group.task if group is not None and group.whole else context.task
-
-
 def threshold(context: Context) -> PaperTable:
     """Fig. 6."""
-    task, config = code_task(context), drafting(context)
+    task, config = context.task, drafting(context)
     calibration = context.calibration(context.heads(KIND)[0])
     exits = predictions(calibration, early_heads(context), context.texts(task), exit_layer(context))
     names = {gamma: f"paradecode, gamma {gamma:g}" for gamma in theirs.GAMMAS if gamma < 1}
@@ -152,21 +146,8 @@ def threshold(context: Context) -> PaperTable:
                 f"{task.name}: {', '.join(f'{value:.1%}' for value in rejected)}"),
         Verdict("Around 30 % are rejected at gamma 0", 0.2 <= rejected[0] <= 0.4, f"{task.name}: {rejected[0]:.1%}"),
     ]  # fmt: skip
-    columns = ("(a) speedup", "(b) early prediction rate", "(c) verification rejection rate")
-    return paper_table(
-        "paradecode-fig-6", rows, settings=context.settings(*SETTINGS), claims=claims, task=task.name,
-        curves=[
-            Curve(column, _points([row.ours for row in rows], i), _points([row.theirs for row in rows], i))
-            for i, column in enumerate(columns)
-        ],
-        **_facts(context),
-    )  # fmt: skip
-
-
-def _points(rows: list[Sequence[Value] | None], column: int) -> list[tuple[float, float]]:
-    """What is known of a column over gamma."""
-    values = [None if row is None else row[column] for row in rows]
-    return [(gamma, value) for gamma, value in zip(theirs.GAMMAS, values, strict=True) if isinstance(value, float)]
+    settings = context.settings(*SETTINGS)
+    return paper_table("paradecode-fig-6", rows, settings=settings, claims=claims, task=task.name, **_facts(context))
 
 
 def _facts(context: Context) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table or figure of a paper: our values beside the published ones, claims, and Markdown of all that.
+"""A table of a paper: our values beside the published ones, claims, and Markdown of all that.
 
 tables.json holds what does not depend on a measurement: title, columns, number formats and the note.
 """
@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.harness.estimates import Estimate
 from vllm_ppd.heads.in_words import table as markdown
 
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
 Value = float | str | None  # None: not measured, or not in the paper
-Points = Sequence[tuple[float, float]]
 
 
 class Missing(BenchError):
@@ -34,15 +34,6 @@ class Row:
     label: str  # as in the paper, or of our task
     ours: Sequence[Value] | None = None
     theirs: Sequence[Value] | None = None
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A curve of a figure."""
-
-    label: str
-    ours: Points | None = None
-    theirs: Points | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,6 @@ class PaperTable(BaseModel):
     note: str  # how ours was measured, and what differs from the paper
     forms: tuple[str, ...] | str = "{:.3f}"  # of a column's numbers, or of all; shares are fractions
     settings: dict[str, Any] = Field(default_factory=dict)
-    axes: tuple[str, str] | None = None  # x and y of a figure
-    curves: tuple[Curve, ...] = ()
     claims: tuple[Verdict, ...] = ()
 
     @model_validator(mode="after")
@@ -88,26 +77,17 @@ _ABOUT: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read
 
 
 def paper_table(
-    key: str,
-    rows: Iterable[Row],
-    *,
-    columns: Sequence[str] | None = None,
-    forms: Sequence[str] | None = None,
-    settings: dict[str, Any] | None = None,
-    curves: Iterable[Curve] = (),
-    claims: Iterable[Verdict] = (),
-    **facts: Any,
-) -> PaperTable:
+    key: str, rows: Iterable[Row], *, settings: dict[str, Any], claims: Iterable[Verdict] = (),
+    columns: Sequence[str] = (), forms: Sequence[str] = (), **facts: Any,
+) -> PaperTable:  # fmt: skip
     """The table of a key, with what tables.json says of it.
 
     Args:
         key: of tables.json.
         rows: those shorter than the columns are filled up with None.
-        columns: where they depend on the measurement.
-        forms: of the columns, where these do.
         settings: of the measurement, to be shown.
-        curves: of a figure.
         claims: the same one counts once.
+        columns, forms: where they depend on the measurement.
         facts: for the placeholders of the note.
     """
     about = _ABOUT["tables"][key]
@@ -117,12 +97,16 @@ def paper_table(
         return None if values is None else (*values, *[None] * (len(columns) - len(values)))
 
     return PaperTable(
-        key=key, paper=about["paper"], title=about["title"], columns=columns, axes=about.get("axes"),
+        key=key, paper=about["paper"], title=about["title"], columns=columns, forms=tuple(forms) or about["forms"],
         rows=tuple(Row(row.label, filled(row.ours), filled(row.theirs)) for row in rows),
         note=" ".join(_ABOUT["sentences"].get(part, part) for part in about["note"]).format(**facts),
-        forms=tuple(forms) if forms else about["forms"],
-        settings=settings or {}, curves=tuple(curves), claims=tuple(dict.fromkeys(claims)),
+        settings=settings, claims=tuple(dict.fromkeys(claims)),
     )  # fmt: skip
+
+
+def rises(claim: str, where: str, difference: Estimate, form: str = "{:+.3f}") -> Verdict:
+    """The verdict on a claim that a difference is above 0."""
+    return Verdict(claim, difference.above(), f"{where}: {difference.text(form)}")
 
 
 def render(table: PaperTable) -> str:
@@ -172,12 +156,17 @@ def read_tables(path: Path) -> list[dict[str, Any]]:
     raise BenchError(f"{path} is no file of tables; give another --out")
 
 
+def newest(path: Path) -> list[PaperTable]:
+    """The newest of each table in a file."""
+    return [PaperTable.model_validate(entry) for entry in {entry["key"]: entry for entry in read_tables(path)}.values()]
+
+
 def claims(files: Iterable[Path]) -> str:
     """Markdown: what the newest of each table says of the paper's claims, a section a model."""
     by_model: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for path in files:
-        newest = {(entry["key"], entry["identity"]["model"]): entry for entry in read_tables(path)}
-        for (key, model), entry in newest.items():
+        entries = {(entry["key"], entry["identity"]["model"]): entry for entry in read_tables(path)}
+        for (key, model), entry in entries.items():
             table = PaperTable.model_validate(entry)
             for claim in table.claims:
                 row = table.paper, f"`{key}`", claim.claim, VERDICTS[claim.holds]

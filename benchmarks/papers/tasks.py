@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tables are measured on: named files of chats, prompts or texts, and their categories.
+"""What the tables are measured on: named files of chats, prompts or texts.
 
 Chats, prompts and token ids are answered as records ask. Where a record is a text, all are: prompts of one length come
 from the middle of each.
@@ -8,8 +8,8 @@ from the middle of each.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,16 +21,6 @@ from vllm_ppd.heads.data.prompts import document_prompts, in_turns
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
-# Our names of tasks and categories that stand for a data set of the papers.
-COUNTERPARTS = {
-    "SQUAD": ("squad", "qa"),
-    "WMT EN-FR": ("wmt", "translation"),
-    "CNN/DM": ("cnn/dm", "cnndm", "summarization"),
-    "Text Summarization (XSum)": ("xsum", "summarization"),
-    "Code Generation (HumanEval)": ("humaneval", "coding"),
-    "Mathematical Reasoning (GSM8K)": ("gsm8k", "math_reasoning"),
-}
-
 
 @dataclass(frozen=True, eq=False)
 class Task:
@@ -39,31 +29,12 @@ class Task:
     name: str
     path: str
     prompts: list[list[int]]
-    categories: dict[str, list[int]] = field(default_factory=dict)  # places of their prompts
     texts: bool = False  # documents to be cut, instead of prompts
     left_out: int = 0  # prompts that were too long
 
     def padded(self, device: torch.device) -> Padded:
         """Prompts at the right of [prompts, longest], and where each begins."""
         return padded(self.prompts, device)
-
-    @property
-    def groups(self) -> list[Group]:
-        """The whole task, followed by its categories."""
-        whole = Group(self.name, self, torch.arange(len(self.prompts)))
-        return [whole, *(Group(f"{self.name}/{name}", self, torch.tensor(at)) for name, at in self.categories.items())]
-
-
-class Group(NamedTuple):
-    """A task, or a category of it."""
-
-    label: str
-    task: Task
-    rows: torch.Tensor  # [prompts of it] their places
-
-    @property
-    def whole(self) -> bool:
-        return len(self.rows) == len(self.task.prompts)
 
 
 def answers(texts: Texts, size: int) -> list[Batch]:
@@ -76,18 +47,6 @@ def answers(texts: Texts, size: int) -> list[Batch]:
         counted = (place >= 0) & (place < texts.lengths[rows, None])
         batches.append(Batch(ids, positions, counted=counted))
     return batches
-
-
-def counterpart(data_set: str, tasks: list[Task]) -> Group | None:
-    """The task that stands for a data set of the papers, or the first such category where there is no task."""
-    by_name = {
-        name.lower(): group
-        for task in reversed(tasks)
-        for name, group in zip(task.categories, task.groups[1:], strict=True)
-    }
-    by_name |= {task.name.lower(): task.groups[0] for task in reversed(tasks)}
-    names = (data_set.lower(), *COUNTERPARTS.get(data_set, ()))
-    return next((by_name[name] for name in names if name in by_name), None)
 
 
 def read_task(text: str, target: Target, most: int, longest: int, cut: int) -> Task:
@@ -132,10 +91,7 @@ def read_prompts(text: str, tokenizer: Any, most: int | None, longest: int) -> T
         by_category[document.category] += [ids for ids in document.ids if len(ids) <= longest]
         left_out += sum(len(ids) > longest for ids in document.ids)
     documents.report_skips()
-    taken = in_turns([(category, ids) for ids in rows] for category, rows in by_category.items())[:most]
+    taken = in_turns(by_category.values())[:most]
     if not taken:
         raise BenchError(f"--task {name}: none of {left_out} prompts has up to {longest} tokens; give more --longest")
-    taken.sort(key=lambda prompt: len(prompt[1]))
-    places = {name: [at for at, (category, _) in enumerate(taken) if category == name] for name in by_category}
-    categories = {name: at for name, at in places.items() if at and len(places) > 1}
-    return Task(name, path, [ids for _, ids in taken], categories, left_out=left_out)
+    return Task(name, path, sorted(taken, key=len), left_out=left_out)

@@ -1,23 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the page of results, its plots, and the tables of the documentation, from the files beside this one.
+"""Write the page of results, and the tables of the documentation, from the files beside this one.
 
     python -m vllm_ppd.benchmarks.results.page
 
 NAME.json has the results, NAME.md their title and what a reader should know. A table of README.md or of a file in docs/
-stands between `<!-- results: NAME -->` and `<!-- end -->`; sections.headlines has the names.
+stands between `<!-- results: NAME -->` and `<!-- end -->`; headlines() has the names.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from vllm_ppd.benchmarks.results import drawing
-from vllm_ppd.benchmarks.results.sections import Section, all_sections, headlines
+from vllm_ppd.benchmarks.decode import table as decode_table
+from vllm_ppd.benchmarks.harness.results import Measured, stored
+from vllm_ppd.benchmarks.papers import acceptance
+from vllm_ppd.benchmarks.papers.table import claims, newest, render
+from vllm_ppd.benchmarks.serve import table as serve_table
+from vllm_ppd.heads.in_words import table as markdown
 
 RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent.parent
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+Section = Callable[[Path, dict[str, Any]], str]  # Markdown of a file and what it holds
+
+
+def page(folder: Path, introduction: str) -> str:
+    """The page: a section a JSON file, in the order of SECTIONS; without a NAME.md the name is the title."""
+    files = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    blocks = [introduction]
+    for path, data in sorted(files, key=lambda file: list(SECTIONS.values()).index(_section(file[1]))):
+        about = path.with_suffix(".md")
+        title, _, note = about.read_text().partition("\n") if about.exists() else (path.stem.replace("_", " "), "", "")
+        parts = [f"## {title.removeprefix('# ')}", note.strip(), _section(data)(path, data)]
+        blocks.append("\n\n".join(filter(None, parts)) + "\n")
+    return "\n".join(blocks)
+
+
+def _section(data: dict[str, Any]) -> Section:
+    return SECTIONS.get(data.get("benchmark", ""), rows)
+
+
+def headlines(folder: Path) -> dict[str, str]:
+    """Tables of documents, by the name that these ask for them by."""
+    path = folder / "acceptance.json"
+    accepted = {"acceptance_headline": acceptance.headline(stored(path))} if path.exists() else {}
+    return accepted | {"claims": claims(sorted(folder.glob("tables*.json")))}
+
+
+def _source(run: dict[str, Any]) -> str:
+    """Which command measured a run, when and at which commit."""
+    return f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}"
+
+
+def _runs(body: Callable[[Measured], str], legend: str) -> Section:
+    """The section of a benchmark of turns, by its table."""
+
+    def section(path: Path, data: dict[str, Any]) -> str:
+        texts = [
+            f"{_source(measured.run)}.\n\n{body(measured)}"
+            + "\n\nThe newest run was stopped before its end." * (not measured.run["finished"])
+            for measured in stored(path)
+        ]
+        return "\n\n".join([*texts, legend])
+
+    return section
+
+
+def acceptances(path: Path, data: dict[str, Any]) -> str:
+    everything = stored(path)
+    return f"{_source(everything[-1].run)}.\n\n{acceptance.report(everything)}"
+
+
+def paper_tables(path: Path, data: dict[str, Any]) -> str:
+    return "\n\n".join(map(render, newest(path)))
+
+
+def rows(path: Path, data: dict[str, Any]) -> str:
+    """Any other file: its rows as they are."""
+    every = data.get("rows", [])
+    columns = list(dict.fromkeys(name for row in every for name in row))
+    table = markdown(columns, [[row.get(name, "") for name in columns] for row in every])
+    facts = [data[key] for key in ("model", "machine") if key in data]
+    return f"{', '.join([*facts, _source(data)])}.\n\n{table}" if "command" in data else table
+
+
+# By what a file has under "benchmark".
+SECTIONS: dict[str, Section] = {
+    "decode": _runs(decode_table.body, decode_table.LEGEND),
+    "serve": _runs(serve_table.body, serve_table.LEGEND),
+    "acceptance": acceptances,
+    "rows": rows,
+    "tables": paper_tables,
+}
 
 
 def documents() -> list[Path]:
@@ -25,15 +103,6 @@ def documents() -> list[Path]:
     return [
         path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if MARKED.search(path.read_text())
     ]
-
-
-def page(sections: list[Section], introduction: str) -> str:
-    """The page: a section a file of results."""
-    blocks = [introduction]
-    for section in sections:
-        plots = [f"![{section.title}]({path})" for path in section.plots]
-        blocks.append("\n\n".join(filter(None, [f"## {section.title}", section.note, *plots, section.text])) + "\n")
-    return "\n".join(blocks)
 
 
 def with_tables(document: Path, tables: dict[str, str]) -> str:
@@ -52,18 +121,11 @@ def with_tables(document: Path, tables: dict[str, str]) -> str:
 
 
 def main() -> None:
-    sections, tables = all_sections(RESULTS), headlines(RESULTS)
+    tables = headlines(RESULTS)
     for document in documents():
         document.write_text(with_tables(document, tables))
-    (RESULTS / "README.md").write_text(page(sections, (RESULTS / "introduction.md").read_text()))
-    plots = {path: plot for section in sections for path, plot in section.plots.items()}
-    (RESULTS / "plots").mkdir(exist_ok=True)
-    for old in (RESULTS / "plots").glob("*.svg"):
-        if f"plots/{old.name}" not in plots:
-            old.unlink()
-    for path, plot in plots.items():
-        (RESULTS / path).write_text(drawing.svg(plot))
-    print(f"wrote {RESULTS / 'README.md'} and {len(plots)} plots")
+    (RESULTS / "README.md").write_text(page(RESULTS, (RESULTS / "introduction.md").read_text()))
+    print(f"wrote {RESULTS / 'README.md'}")
 
 
 if __name__ == "__main__":

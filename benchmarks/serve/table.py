@@ -4,19 +4,31 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
-from vllm_ppd.benchmarks.harness.estimates import number, quartiles, with_quartiles
+from vllm_ppd.benchmarks.harness.estimates import cells, number, quartiles, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row
 from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES
 from vllm_ppd.benchmarks.serve.options import Load
-from vllm_ppd.heads.in_words import table as markdown
 
-COLUMNS = (
-    "load", "contender", "TTFT ms", "TPOT ms", "ITL ms", "latency ms", "requests/s", "tokens/s",
-    "TTFT x (quartiles)", "TPOT x (quartiles)", "latency x (quartiles)", "tokens/s x (quartiles)",
-    "length", "rate", "prefix hits",
-)  # fmt: skip
 FASTER = ("ttft", "tpot", "e2el")
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "load": lambda row: str(row["load"]),
+    "contender": lambda row: str(row["contender"]),
+    "TTFT ms": lambda row: "{:.1f} / {:.1f}".format(*row["ttft"]),
+    "TPOT ms": lambda row: "{:.1f} / {:.1f}".format(*row["tpot"]),
+    "ITL ms": lambda row: "{:.1f} / {:.1f}".format(*row["itl"]),
+    "latency ms": lambda row: "{:.1f} / {:.1f}".format(*row["e2el"]),
+    "requests/s": lambda row: f"{row['requests_per_second']:.2f}",
+    "tokens/s": lambda row: f"{row['tokens_per_second']:.1f}",
+    "TTFT x (quartiles)": lambda row: with_quartiles(row["faster_ttft"], 3),
+    "TPOT x (quartiles)": lambda row: with_quartiles(row["faster_tpot"], 3),
+    "latency x (quartiles)": lambda row: with_quartiles(row["faster_e2el"], 3),
+    "tokens/s x (quartiles)": lambda row: with_quartiles(row["faster_tokens"], 3),
+    "length": lambda row: number(row["length"], "{:.2f}"),
+    "rate": lambda row: number(row["rate"], "{:.3f}"),
+    "prefix hits": lambda row: number(row["prefix_hits"], "{:.1%}"),
+}
 
 LEGEND = """\
 load: requests that come at random at a mean rate, or all at once, or so many at once, the next when one ends.
@@ -47,16 +59,16 @@ def summarise(measured: Measured, name: str, load: Load) -> Row | None:
         tokens_per_second; faster_{ttft,tpot,e2el} and faster_tokens: (median, lower, upper quartile), above 1 where the
         contender is better; length, rate, prefix_hits: of all turns together, None where they are not known.
     """
-    pairs = measured.paired(name, **load._asdict())
-    if not pairs:
+    beside = measured.paired(name, **load._asdict())
+    if not beside:
         return None
-    turns = [turn for turn, _ in pairs]
+    turns = [turn for turn, _ in beside]
 
     def median(name: str, percentile: str | None = None) -> float:
         return statistics.median(turn[name] if percentile is None else turn[name][percentile] for turn in turns)
 
     def faster(time: str) -> tuple[float, float, float]:
-        return quartiles([base[f"{time}_ms"]["p50"] / turn[f"{time}_ms"]["p50"] for turn, base in pairs])
+        return quartiles([base[f"{time}_ms"]["p50"] / turn[f"{time}_ms"]["p50"] for turn, base in beside])
 
     sums = {key: _sum([turn[key] for turn in turns]) for key in COUNTERS}
     accepted = _ratio(sums["accepted_tokens"], sums["drafts"])
@@ -66,7 +78,7 @@ def summarise(measured: Measured, name: str, load: Load) -> Row | None:
         "requests_per_second": median("requests_per_second"),
         "tokens_per_second": median("tokens_per_second"),
         **{f"faster_{time}": faster(time) for time in FASTER},
-        "faster_tokens": quartiles([turn["tokens_per_second"] / base["tokens_per_second"] for turn, base in pairs]),
+        "faster_tokens": quartiles([turn["tokens_per_second"] / base["tokens_per_second"] for turn, base in beside]),
         "length": None if accepted is None else 1 + accepted,
         "rate": _ratio(sums["accepted_tokens"], sums["draft_tokens"]),
         "prefix_hits": _ratio(sums["prefix_hits"], sums["prefix_queries"]),
@@ -90,23 +102,9 @@ def body(measured: Measured) -> str:
         f"a turn for {options['new_tokens']} tokens (median, log-normal); {measured.run['machine']}{measured.before}"
     )
     failed = [f"failed: {row['failed']} requests of {row['contender']}, {row['load']}" for row in rows if row["failed"]]
-    return "\n".join([about, "", markdown(COLUMNS, list(map(_cells, rows))), *failed, *measured.notes])
+    return "\n".join([about, "", cells(rows, COLUMNS), *failed, *measured.notes])
 
 
 def table(measured: Measured) -> str:
     """The same, with what the columns mean."""
     return f"{body(measured)}\n\n{LEGEND}"
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        str(row["load"]),
-        row["contender"],
-        *("{:.1f} / {:.1f}".format(*row[time]) for time in TIMES),
-        f"{row['requests_per_second']:.2f}",
-        f"{row['tokens_per_second']:.1f}",
-        *(with_quartiles(row[f"faster_{what}"], 3) for what in (*FASTER, "tokens")),
-        number(row["length"], "{:.2f}"),
-        number(row["rate"], "{:.3f}"),
-        number(row["prefix_hits"], "{:.1%}"),
-    ]

@@ -17,8 +17,7 @@ def commands() -> dict[str, Command]:
     return {
         "decode": _command(
             "decode.options:DecodeOptions", "decode.run:run", "offline decoding",
-            "Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns, beside "
-            "what `ppd plan` predicts.",
+            "Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns.",
         ),
         "serve": _command(
             "serve.options:ServeOptions", "serve.run:run", "real servers under load",
@@ -30,10 +29,6 @@ def commands() -> dict[str, Command]:
             "whether greedy text is vLLM's own on all of a file's prompts, and how many drafts are accepted",
             "Decode a file's chats with one contender after the other, drafting in every step.",
             "temperature", "rounds", "alive", "together", "group", "turn_steps",
-        ),
-        "curves": _command(
-            "results.options:CurvesOptions", "results.curves:run", "curves of training",
-            "Draw the curves of one or several heads folders (curve.jsonl), and tell how flat they are at their end.",
         ),
         "tables": _command(
             "papers.options:TablesOptions", "papers.run:run", "the papers' tables and figures, beside what they report",

@@ -19,7 +19,6 @@ from conftest import DEMO, cells_of
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode import group
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
-from vllm_ppd.benchmarks.decode.predicted import predictions
 from vllm_ppd.benchmarks.decode.table import rows_of, summarise, table
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, contenders
 from vllm_ppd.benchmarks.harness.results import Results
@@ -147,7 +146,7 @@ def test_ratios_are_paired_by_round(tmp_path: Path) -> None:
     assert row["speed_up"] == pytest.approx((1.5, 1.5, 1.5))
     assert row["tokens_per_second"] == pytest.approx((22.5, 18.75, 26.25))
     assert (row["length"], row["rate"], row["consistency"]) == (2.5, 0.5, 0.9)
-    assert (row["verify_ms"], row["draft_ms"], row["host_ms"]) == pytest.approx((70, 5, 75))
+    assert row["split_ms"] == pytest.approx([70, 5, 75])
     assert summarise(results, "a", 4) is None
 
 
@@ -161,7 +160,7 @@ def test_runs_alike_are_summarised_together(tmp_path: Path) -> None:
     assert [row["turns"] for row in rows_of(results)] == [3]
     assert table(results).splitlines()[0].endswith("with 2 earlier runs")
     assert cells_of(table(results))[1] == [
-        "2", "vLLM", "20.0 (20.0-20.0)", "1.000 (1.000-1.000)", "1.250", "100.00", "-", "-", "90.00%", "0.000",
+        "2", "vLLM", "20.0 (20.0-20.0)", "1.000 (1.000-1.000)", "1.250", "100.00", "90.00%", "0.000",
         "50.00 + 0.00 + 50.00", "0",
     ]  # fmt: skip
 
@@ -202,32 +201,11 @@ def test_groups_are_predicted_by_their_match_rate(tmp_path: Path) -> None:
     }  # fmt: skip
     turns = turn(BASE, 0, 20, 1.0, ours={}), turn("group, k = 2", 0, 20, 0.8, ours=ours), turn("TP 2", 0, 20, 1.0)
     results = results_of(tmp_path, *turns, group="2", new_tokens=21)
-    assert predictions(results, str(results.path), 6) == {"group, k = 2": {"2": round(6 / (6 - 3 * 0.5 * 19 / 20), 3)}}
+    configs = {name: identity["speculative_config"] for name, identity in results.contenders.items()}
+    expected = {"group, k = 2": {"2": round(6 / (6 - 3 * 0.5 * 19 / 20), 3)}}
+    assert group.predictions(rows_of(results), configs, 6, 21) == expected
     row = next(row for row in rows_of(results) if row["contender"] == "group, k = 2")
     assert (match := group.matched(row, 6, 3, 2, 21)) is not None and match.layers == 225 / 20
-
-
-def test_heads_are_predicted_by_their_calibration(tmp_path: Path, capsys: Any) -> None:
-    """The best number of drafts where drafting is adaptive; always as many otherwise; nothing of what is unknown."""
-    heads, bare = DEMO.parent / "heads" / "cp", tmp_path / "bare"
-    bare.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (bare / name).symlink_to(heads / name)
-    also = (
-        f'fixed={{"model": "{heads}", "adaptive": false}}', 'eagle={"method": "eagle", "model": "x"}',
-        f'lookup={{"model": "{heads}", "prompt_lookup_min": 2}}',
-    )  # fmt: skip
-    names = (BASE, "cp", "cp bare", "fixed", "lookup", "eagle")
-    turns = [turn(name, 0, 20, 1.0, batch=size) for size in (1, 16) for name in names]
-    given = {"model": str(DEMO), "heads": (str(heads), str(bare)), "also": also}
-    results = results_of(tmp_path, *turns, **given)
-    predicted = predictions(results, str(results.path), 12)
-    assert predicted.keys() == {"cp", "fixed"}
-    assert all(predicted["cp"][size] >= max(1.0, predicted["fixed"][size]) for size in ("1", "16"))
-    assert predicted["cp"]["1"] > 1
-    assert capsys.readouterr().out.count("cp bare: no prediction: ") == 1
-    other = results_of(tmp_path, *turns, **given, temperature=0.123)
-    assert predictions(other, str(other.path), 12) == {}
 
 
 @pytest.mark.parametrize(

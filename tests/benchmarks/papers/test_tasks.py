@@ -14,8 +14,9 @@ import torch
 from conftest import patterned_texts, write_texts
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.papers.intervals import over_texts, rises
-from vllm_ppd.benchmarks.papers.tasks import Task, answers, counterpart, read_task
+from vllm_ppd.benchmarks.harness.estimates import bootstrap
+from vllm_ppd.benchmarks.papers.table import rises
+from vllm_ppd.benchmarks.papers.tasks import Task, answers, read_task
 from vllm_ppd.heads.calibration.text import Texts, generate
 from vllm_ppd.heads.training.target import Target
 
@@ -47,17 +48,13 @@ def test_chats_go_through_the_template(target: Target, tmp_path: Path) -> None:
     task = task_of(target, tmp_path / "a.jsonl", records)
     decoded = [target.tokenizer.decode(ids) for ids in task.prompts]
     assert decoded[1:] == ["<user>a<a>", "<user>hey<a>", "<user>hello<a>"] and task.prompts[0] == [5, 6]
-    assert not task.texts and not task.categories
+    assert not task.texts
 
 
 def test_categories_take_turns(target: Target, tmp_path: Path) -> None:
     records = [chat("x" * n, category=name) for name, n in (("qa", 1), ("qa", 2), ("qa", 3), ("rag", 9), ("rag", 99))]
     task = task_of(target, tmp_path / "a.jsonl", records, most=3)
-    assert {name: len(rows) for name, rows in task.categories.items()} == {"qa": 2, "rag": 1} and task.left_out == 1
-    assert [group.label for group in task.groups] == ["chats", "chats/qa", "chats/rag"]
-    group = counterpart("SQUAD", [task])
-    assert group is not None and group.label == "chats/qa" and group.rows.tolist() == task.categories["qa"]
-    assert counterpart("CNN/DM", [task]) is None
+    assert [target.tokenizer.decode(ids).count("x") for ids in task.prompts] == [1, 2, 9] and task.left_out == 1
     with pytest.raises(BenchError, match="--task chats: none of 1 prompts has up to 40 tokens; give more --longest"):
         task_of(target, tmp_path / "a.jsonl", records[-1:])
 
@@ -97,9 +94,9 @@ def test_answers_end_with_the_text(target: Target) -> None:
 
 def test_intervals_decide_what_texts_allow() -> None:
     hits, tokens = torch.tensor([9, 8, 9, 10] * 8), torch.full((32,), 10)
-    interval = over_texts(lambda a, n: a / n - 0.5, hits, tokens)
+    interval = bootstrap(lambda a, n: a / n - 0.5, hits, tokens)
     assert interval.value == pytest.approx(0.4) and interval.low < 0.4 < interval.high and interval.above() is True
-    assert over_texts(lambda a, n: a / n - 0.9, hits, tokens).above() is None
+    assert bootstrap(lambda a, n: a / n - 0.9, hits, tokens).above() is None
     assert interval.above(0.9) is False
     verdict = rises("It rises", "here", interval)
     assert verdict.holds is True and verdict.evidence.startswith("here: +0.400 (")
