@@ -32,11 +32,11 @@ $(OUT)/peers/%/provenance.json: | $(CORPUS)
 	$(MODELS) peer $* $(PEER_$*) --model $(DEMO)/model --data $(TRAIN) --out $(@D)
 
 $(OUT)/inflated100/.inflated:
-	$(MODELS) inflate --model $(DEMO)/model --parameters 100M --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%)
+	$(MODELS) inflate --model $(DEMO)/model --times 5 --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%)
 	touch $@
 
 $(OUT)/inflated/.inflated: | $(patsubst %,$(OUT)/peers/%/provenance.json,eagle medusa draft_model)
-	$(MODELS) inflate --model $(DEMO)/model --parameters 300M --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%) \
+	$(MODELS) inflate --model $(DEMO)/model --times 9 --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%) \
 		--peers $(|:%/provenance.json=%)
 	touch $@
 
@@ -57,7 +57,7 @@ $(BYTES)/peers/%/provenance.json: | $(BYTES)/model/provenance.json
 	$(MODELS) peer $* $(PEER_$*) --model $(BYTES)/model --data $(TRAIN) --out $(@D)
 
 $(BYTES)/inflated/.inflated: | $(KINDS:%=$(BYTES)/heads/%/.calibrated) $(patsubst %,$(BYTES)/peers/%/provenance.json,eagle medusa)
-	$(MODELS) inflate --model $(BYTES)/model --parameters 450M --out $(@D) --heads $(KINDS:%=$(BYTES)/heads/%) \
+	$(MODELS) inflate --model $(BYTES)/model --times 11 --out $(@D) --heads $(KINDS:%=$(BYTES)/heads/%) \
 		--peers $(BYTES)/peers/eagle $(BYTES)/peers/medusa
 	touch $@
 

@@ -4,7 +4,7 @@
     python -m vllm_ppd.benchmarks.models recipes --model benchmarks/demo/model --data build/corpus/train.jsonl \
         --out build/recipes --steps 100 --only 't*,classifier-*'
     python -m vllm_ppd.benchmarks.models recipes --model MODEL --data build/corpus/train.jsonl --only 'cp-*' \
-        --texts build/corpus/validation.jsonl --results cp_recipes.json
+        --results cp_recipes.json
 
 Each is a heads folder in --out, with its curve. A stopped run goes on where it was; finished ones are not repeated.
 """
@@ -22,13 +22,10 @@ from pydantic import BaseModel, Field
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.results import write_rows
-from vllm_ppd.heads.calibration.options import CalibrationOptions
-from vllm_ppd.heads.calibration.run import open_calibration
 from vllm_ppd.heads.comma_lists import COMMAS
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.in_words import table
-from vllm_ppd.heads.kinds import KINDS, calibration_of
+from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.loop import train
 
@@ -48,8 +45,6 @@ class RecipesOptions(BaseModel):
     batch_size: int | None = Field(None, description="windows a step (none: 16, and PPD's 128 of its classifiers)")
     sequence_length: int | None = Field(None, description="tokens a window")
     evaluation_tokens: int | None = Field(None, description="held-out tokens of each evaluation")
-    texts: str | None = Field(None, description="texts that were held out: tells the drafts accepted after them")
-    prompts: int = Field(64, ge=1, description="how many of these texts")
     results: str | None = Field(None, description="JSON file for a row a recipe, with machine and settings")
 
 
@@ -82,8 +77,6 @@ def run(options: RecipesOptions) -> int:
                 train(KINDS[kind].options(**{**changes, **shared}, out=str(folder)))
             facts = json.loads((folder / "provenance.json").read_text())
             before, after = (dict(_figures(facts[f"held_out_{when}"])) for when in ("before", "after"))
-            if options.texts and kind == "cp":  # heads that read the final states alone
-                after |= _accepted(folder, options.texts, options.prompts)
             rows.append({"recipe": name, "tokens": facts["tokens"], **after})
             for figure, value in after.items():
                 start = f"{before[figure]:.4f}" if figure in before else ""
@@ -106,17 +99,3 @@ def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}, {place}", number) for place, number in enumerate(value, start=1))
         else:
             yield name, value
-
-
-def _accepted(folder: Path, texts: str, prompts: int) -> dict[str, float]:
-    """Drafts accepted a step, greedy and at the temperature of the loss; written beside the heads."""
-    path = folder / "accepted.json"
-    if not path.exists():
-        options = CalibrationOptions.model_validate(
-            {"heads": str(folder), "data": (texts,), "prompts": prompts, "new_tokens": 64, "temperature": 1.0}
-        )
-        by_texts = calibration_of("cp").PARTS["acceptance"](open_calibration(options))
-        accepted = {f"accepted, {name}": round(by.by_drafts[-1].length - 1, 4) for name, by in by_texts.items()}
-        write_text(path, json.dumps(accepted) + "\n")
-    lengths: dict[str, float] = json.loads(path.read_text())
-    return lengths

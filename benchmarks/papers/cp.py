@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the paper on CP heads: loss and accepted drafts by rank (1 and 2), seconds of a forward pass (3)."""
+"""The tables of the paper on CP heads: loss, accepted drafts and time of a token by rank (1 and 2)."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.utils.benchmark import Timer
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.estimates import bootstrap
@@ -26,12 +22,8 @@ from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.cp.calibration import acceptance, perplexities
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import Batch
 
 KIND = "cp"
-TURNS, CALLS = 3, 3  # of the forward passes
-LONGEST = 1024  # tokens of their sequence; the paper's are of 1024 to 4096
 
 
 @dataclass(eq=False)
@@ -185,70 +177,4 @@ def head_only(context: Context) -> PaperTable:
     )  # fmt: skip
 
 
-def forward_pass(context: Context) -> PaperTable:
-    """Table 3."""
-    heads = all_heads(context)
-    calibration = heads[0].calibration
-    times = forward_times(calibration.target, {h.label: h.head for h in heads}, calibration.autocast)
-    published = {rank: (None, None, None, *row) for rank, row in theirs.FORWARD.items()}
-    rows = [Row("Barebone", [times.bare, None, times.bare], published.pop(0))]
-    for of_rank in heads:
-        ours = [times.bare, times.head[of_rank.label], times.full[of_rank.label]]
-        rows.append(Row(of_rank.label, ours, published.pop(of_rank.config.rank, None)))
-    rows += [Row(f"Rank {rank}", None, row) for rank, row in published.items()]
-    added = {label: seconds / times.bare - 1 for label, seconds in times.full.items()}
-    shares = ", ".join(f"{label}: {share:+.1%}" for label, share in added.items())
-    claim = Verdict("A head adds less than a quarter to a forward pass", max(added.values()) < 0.25, shares)
-    forms = sorted({"factorised" if h.config.factorised else "full" for h in heads})
-    return paper_table(
-        "cp-3", rows, claims=[claim], tokens=times.tokens, form=" and ".join(forms),
-        settings={"dtype": context.options.dtype, "device": calibration.target.device.type},
-    )  # fmt: skip
-
-
-class PassTimes(NamedTuple):
-    """Median seconds."""
-
-    tokens: int  # of the sequence
-    bare: float  # the target, with its LM head for the last token
-    head: dict[str, float]  # each CP head alone, on the last hidden state
-    full: dict[str, float]  # target and CP head, timed as one
-
-
-@torch.no_grad()
-def forward_times(target: Target, heads: Mapping[str, CPHead], autocast: Any) -> PassTimes:
-    """Time everyone a few calls a turn, so that what else the machine does falls on all alike.
-
-    transformers' eager modules, batch 1, no KV history: the whole sequence is computed.
-    """
-    tokens = min(LONGEST, target.max_length or LONGEST)
-    ids = torch.arange(tokens, device=target.device)[None] % target.vocab_size
-    batch = Batch(ids, torch.arange(tokens, device=target.device)[None])
-
-    def bare() -> torch.Tensor:
-        last = target.run(batch).final[-1:]
-        functional.linear(last.to(target.unembedding.dtype), target.unembedding, target.bias)
-        return last
-
-    def alone(head: CPHead, hidden: torch.Tensor) -> None:
-        context = target.embed(ids[:, : head.positions - 1]) if head.lead else None
-        head.log_weights(hidden, context)
-        head.log_factors(hidden, target.unembedding, target.bias, context)
-
-    def full(head: CPHead) -> None:
-        alone(head, bare())
-
-    with autocast():
-        hidden = bare()
-        calls: dict[tuple[str, str], Callable[[], Any]] = {("bare", ""): bare}
-        for name, head in heads.items():
-            calls |= {("head", name): partial(alone, head, hidden), ("full", name): partial(full, head)}
-        threads = torch.get_num_threads()
-        timers = {key: Timer("call()", globals={"call": call}, num_threads=threads) for key, call in calls.items()}
-        turns = [{key: timer.timeit(CALLS).median for key, timer in timers.items()} for _ in range(TURNS)]
-    median = {key: statistics.median(turn[key] for turn in turns) for key in calls}
-    alone_and_full = ({name: median[what, name] for name in heads} for what in ("head", "full"))
-    return PassTimes(tokens, median["bare", ""], *alone_and_full)
-
-
-TABLES = {"cp-1": speculative, "cp-2": head_only, "cp-3": forward_pass}
+TABLES = {"cp-1": speculative, "cp-2": head_only}

@@ -15,7 +15,7 @@ from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
 from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import Texts, generate, logits_at
+from vllm_ppd.heads.calibration.text import Texts, logits_at
 from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"
@@ -105,21 +105,20 @@ def _by_task(
 def ablation(context: Context) -> PaperTable:
     """Table 3."""
     task = context.task
-    summaries, calibration = engines(context, task), context.calibration(context.heads(KIND)[0])
-    alone = unverified(calibration, early_heads(context), context.texts(task), exit_layer(context))
-    ours: dict[str, list[Value]] = {"w/o verification step": [alone]}
+    summaries = engines(context, task)
+    ours: dict[str, list[Value]] = {}
     for label, name in (("ParaDecode", OURS), (UNTRAINED, UNTRAINED)):
         row = summaries.get(name)
         ours[label] = [] if row is None else [row["consistency"], *timed(row)]
-    claims = [Verdict("Without verification the text is another", alone < 0.9, f"{task.name}: {alone:.2%} of tokens")]
+    claims = []
     if OURS in summaries and UNTRAINED in summaries:
         trained, plain = summaries[OURS]["speed_up"][0], summaries[UNTRAINED]["speed_up"][0]
         evidence = f"{task.name}: {plain:.3f}x untrained, {trained:.3f}x trained"
-        claims += [
+        claims = [
             Verdict("Without training the head, drafting is slower than ordinary decoding", plain < 1, evidence),
             Verdict("Training the head makes drafting faster", trained > plain, evidence),
         ]
-    rows = [Row(label, ours[label], published) for label, published in theirs.ABLATION.items()]
+    rows = [Row(label, ours.get(label), published) for label, published in theirs.ABLATION.items()]
     settings = context.settings(*SETTINGS)
     return paper_table("paradecode-3", rows, settings=settings, claims=claims, task=task.name, **_facts(context))
 
@@ -176,42 +175,13 @@ def predictions(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer
             states = calibration.target.run(windows, (layer,))
         valid = texts.valid()[rows].flatten()
         hidden = texts.reading(states.exits[layer], windows)[valid]
-        best = exit_logits(calibration, heads, hidden, layer).softmax(-1).max(-1)
+        with calibration.autocast():
+            read = heads(hidden, layer)
+        logits = read.float() if heads.form == "classifier" else logits_at(calibration.target, read, 0.0)
+        best = logits.softmax(-1).max(-1)
         confidence.append(best.values.cpu())
         right.append((best.indices == texts.generated[rows].flatten()[valid]).cpu())
     return Predictions(torch.cat(confidence), torch.cat(right))
-
-
-def exit_logits(calibration: Calibration, heads: EarlyHeads, hidden: torch.Tensor, layer: int) -> torch.Tensor:
-    """The logits of the head at an exit for normed states [..., hidden]: [..., vocabulary]."""
-    with calibration.autocast():
-        read = heads(hidden, layer)
-    return read.float() if heads.form == "classifier" else logits_at(calibration.target, read, 0.0)
-
-
-@torch.no_grad()
-def unverified(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer: int) -> float:
-    """Share of tokens equal to the texts' where each next token is the exit's best one and nothing verifies it."""
-    target, states = calibration.target, list[torch.Tensor]()
-
-    def keep(_: Any, __: Any, output: Any) -> None:
-        states[:] = [output[0] if isinstance(output, tuple) else output]
-
-    def read_exit(_: Any, __: Any, logits: torch.Tensor) -> torch.Tensor:
-        return exit_logits(calibration, heads, target.norm(states[0][:, -logits.shape[1] :]), layer).to(logits.dtype)
-
-    hooks = [
-        target.layers[layer - 1].register_forward_hook(keep),
-        target.model.get_output_embeddings().register_forward_hook(read_exit),
-    ]
-    try:
-        prompts, steps = texts.ids[:, : texts.prompt], texts.generated.shape[1]
-        written = generate(target, prompts, steps, batch=calibration.options.batch, starts=texts.starts)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    valid = texts.valid()
-    return float(((written.generated == texts.generated) & valid).sum() / valid.sum().clamp(min=1))
 
 
 TABLES = {

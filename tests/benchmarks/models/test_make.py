@@ -87,7 +87,7 @@ def test_recipes_extend_each_other() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("corpus",), ("train", "--data", __file__), ("inflate", "--model", "any", "--factor", "2"),
+        ("corpus",), ("train", "--data", __file__), ("inflate", "--model", "any", "--times", "2"),
         ("peer", "eagle", "--model", "any", "--data", __file__), ("recipes", "--model", "any", "--data", __file__),
         ("smollm",),
     ],

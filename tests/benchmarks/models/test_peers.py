@@ -34,7 +34,7 @@ def test_peer_drafts_in_vllm_and_inflated_the_same(peer: str, data: Path, tmp_pa
     """A few steps of training already get drafts accepted; greedy tokens are those without speculation."""
     trained = ("--model", str(DEMO), "--data", str(data), "--out", str(tmp_path / peer), "--evaluation-tokens", "4096")
     make("peer", peer, "--steps", "64", "--batch-size", "4", "--sequence-length", "256", *trained)
-    large = ("--peers", str(tmp_path / peer), "--factor", "5", "--out", str(tmp_path / "large"))
+    large = ("--peers", str(tmp_path / peer), "--times", "2", "--out", str(tmp_path / "large"))
     make("inflate", "--model", str(DEMO), *large)
     requests = [{"prompt_token_ids": [(11 * i + j * j) % 4000 + 2 for j in range(24)]} for i in range(8)]
     plain = generate(start_engine(DEMO, None, kv_cache_memory_bytes=1 << 28), requests, greedy(40))

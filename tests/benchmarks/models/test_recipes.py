@@ -21,7 +21,7 @@ def options(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("recipes")
     data = str(write_texts(folder / "data.jsonl", patterned_texts(40, 4)))
     return {
-        "model": str(tiny_model()), "data": (data,), "out": str(folder), "texts": data, "prompts": 3, "steps": 3,
+        "model": str(tiny_model()), "data": (data,), "out": str(folder), "steps": 3,
         "batch_size": 2, "sequence_length": 32, "evaluation_tokens": 256, "results": str(folder / "results.json"),
     }  # fmt: skip
 
@@ -50,7 +50,7 @@ def test_heads_of_other_losses_and_sizes(options: dict[str, Any], tiny_model: Ca
 
 
 def test_cp_heads_with_their_base(options: dict[str, Any]) -> None:
-    """From scratch and jointly, whole and factorised, by balance; drafts accepted."""
+    """From scratch and jointly, whole and factorised, by balance."""
     rows = rows_of(options, "cp-joint-1", "cp-scratch-3-w*", "*-balance-1")
     assert rows.keys() == {"cp-scratch-3-whole", "cp-joint-1", "cp-scratch-8-balance-1"}
     for name, row in rows.items():
@@ -58,7 +58,7 @@ def test_cp_heads_with_their_base(options: dict[str, Any]) -> None:
         assert trained["base_start"] == ("trained" if name == "cp-joint-1" else "random")
         assert trained["factorised"] == ("whole" not in name)
         assert trained["balance"] == (1 if "balance" in name else 0.1)
-        assert 0 <= row["accepted, T 1"] <= 3 and 1 / trained["rank"] <= row["largest share of an expert"] <= 1
+        assert 1 / trained["rank"] <= row["largest share of an expert"] <= 1
         assert row["next_token_nats"] < 7 and row["tokens"] == 3 * 2 * 32
 
 

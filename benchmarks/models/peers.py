@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculators of vLLM's own methods, to compare with: EAGLE, Medusa and a draft model, recipes of our training loop.
+
+`python -m vllm_ppd.benchmarks.models peer eagle --model M --data train.jsonl --out DIR`
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.files import write_tensors, write_text
+from vllm_ppd.heads.training.loop import train
+from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
+
+
+class ModelOptions(TrainingOptions):
+    """How a small model is trained: Muon for matrices, AdamW for the rest."""
+
+    optimizer: Literal["adamw", "muon"] = "muon"  # which needs a quarter of AdamW's tokens at this size
+    learning_rate: float = Field(7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices")
+    others_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW: embeddings and vectors")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of the matrices")
+
+
+class ModelRecipe(Recipe):
+    """A small model that is trained."""
+
+    def __init__(self, options: Any, target: Target) -> None:
+        super().__init__(options, target)
+        self.options = options
+
+    def matrices(self) -> list[nn.Parameter]:
+        """What Muon trains."""
+        return [p for p in self.parameters() if p.dim() == 2]
+
+    def groups(self, learning_rate: float) -> list[dict[str, Any]]:
+        matrices = self.matrices()
+        others = [p for p in self.parameters() if all(p is not matrix for matrix in matrices)]
+        return [
+            {"params": matrices, "peak": learning_rate},
+            {"params": others, "peak": self.options.others_rate, "muon": False, "weight_decay": 0.0},
+        ]
+
+
+class PeerOptions(ModelOptions):
+    """How a peer is trained."""
+
+    batch_size: int = Field(8, ge=1, description="windows a step")
+    sequence_length: int = Field(512, ge=8, description="tokens of a window")
+    position_share: float = Field(1.0, gt=0, le=1, description="share of positions in losses over the vocabulary")
+
+
+class Peer(ModelRecipe):
+    """What is trained beside a frozen target."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Its config.json, as vLLM reads it."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its weights, as vLLM names them."""
+
+    def final_states(self, batch: Batch) -> torch.Tensor:
+        """After the final norm, which is what vLLM hands to a drafter: [windows, length, hidden]."""
+        with torch.no_grad():
+            return self.states(batch).final.float().view(*batch.input_ids.shape, -1)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's [..., V] of states [..., hidden]."""
+        unembedding = self.target.unembedding
+        return functional.linear(states.to(unembedding.dtype), unembedding).float()
+
+    def imitation(self, logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, Counts]:
+        """Cross-entropy of logits [rows, V] to the target's distribution, and how often both choose the same token."""
+        right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
+        counts = {"right": right, "known": torch.tensor(len(logits))}
+        return functional.cross_entropy(logits, teacher.softmax(-1)), counts
+
+    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
+        return {"the target's token": round(counts["right"] / counts["known"], 4)}
+
+    def write(self, out: Path, provenance: str) -> None:
+        stored = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in self.tensors().items()}
+        write_tensors(out / "model.safetensors", stored, {"format": "pt"})
+        write_text(out / "config.json", json.dumps(self.config() | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
+        write_text(out / "provenance.json", provenance)
+
+
+class EagleOptions(PeerOptions):
+    """An EAGLE head on a frozen target."""
+
+    kind: ClassVar[str] = "eagle"
+
+
+class Eagle(Peer):
+    """An EAGLE head (Li et al., 2024): a decoder layer over fc([embedding of token t+1, state that gave it]).
+
+    It predicts the state that gives token t+2; embedding and LM head are the target's. Loss: smooth L1 of the states,
+    and a tenth of the cross-entropy to the target's distribution; uniform noise on the states, as in the paper.
+    """
+
+    NOISE = 0.1  # states get noise from [-NOISE, NOISE]
+    CLASSIFICATION = 0.1  # weight of the cross-entropy
+
+    def __init__(self, options: EagleOptions, target: Target) -> None:
+        super().__init__(options, target)
+        config: Any = target.config
+        size = config.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        # Start from the state as it is: what follows need only say how the next one differs.
+        self.fc.weight.data = torch.cat([0.02 * torch.randn(size, size), torch.eye(size)], dim=1)
+        layer: Any = LlamaDecoderLayer(config, 0)
+        layer.input_layernorm = nn.Identity()  # vLLM's head has none
+        self.layer = layer
+        self.rotary: Any = LlamaRotaryEmbedding(config)
+        self.to(target.device)
+
+    def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        """The states of all tokens but a window's first [windows, length - 1, d], from the ones before them."""
+        noise = self.NOISE if self.training else 0.0
+        states = hidden[:, :-1] + noise * (2 * torch.rand_like(hidden[:, :-1]) - 1)
+        x = self.fc(torch.cat([self.target.embed(batch.input_ids[:, 1:]).float(), states], dim=-1))
+        positions = batch.position_ids[:, :-1]
+        document = (positions == 0).cumsum(1)
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        mask = (causal & (document[:, :, None] == document[:, None]))[:, None]
+        output = self.layer(
+            x, attention_mask=mask, position_embeddings=self.rotary(x, positions), position_ids=positions
+        )
+        return output[0] if isinstance(output, tuple) else output
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        hidden = self.final_states(batch)
+        predicted, wanted = (states.flatten(0, 1) for states in (self.predicted(batch, hidden), hidden[:, 1:]))
+        known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
+        regression = functional.smooth_l1_loss(predicted[known].float(), wanted[known])
+        rows = self.share_of(known, self.options.position_share)
+        classification, counts = self.imitation(self.logits(predicted[rows]), self.logits(wanted[rows]))
+        return regression + self.CLASSIFICATION * classification, counts
+
+    def config(self) -> dict[str, Any]:
+        return self.target.config.to_dict() | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        layer = {f"layers.0.{name}": tensor for name, tensor in self.layer.state_dict().items()}
+        return {"fc.weight": self.fc.weight, **layer}
+
+
+class MedusaOptions(PeerOptions):
+    """Medusa heads on a frozen target."""
+
+    kind: ClassVar[str] = "medusa"
+
+    heads: int = Field(3, ge=1, description="tokens after the sampled one, a head each")
+    optimizer: Literal["adamw", "muon"] = "adamw"  # LM heads are too large for Muon
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+
+
+class Medusa(Peer):
+    """Medusa heads (Cai et al., 2024), of Medusa-1: the target stays frozen.
+
+    Head k reads the state that gave token t+1 and predicts token t+1+k through a residual block and an LM head, which
+    starts as the target's. The loss of head k counts 0.8^k.
+    """
+
+    DECAY = 0.8
+
+    def __init__(self, options: MedusaOptions, target: Target) -> None:
+        super().__init__(options, target)
+        size, unembedding = target.hidden_size, target.unembedding.detach().float()
+        self.blocks = nn.ParameterList([nn.Parameter(torch.zeros(size, size)) for _ in range(options.heads)])
+        self.lm_heads = nn.ParameterList([nn.Parameter(unembedding.clone()) for _ in range(options.heads)])
+        self.to(target.device)
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        hidden = self.final_states(batch).flatten(0, 1)
+        losses, right, known = [], [], []
+        for head, (block, lm_head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
+            tokens, valid = batch.ahead(head + 2)
+            rows = self.share_of(valid, self.options.position_share)
+            states = hidden[rows] + functional.silu(functional.linear(hidden[rows], block))
+            logits = functional.linear(states, lm_head).float()
+            losses.append(self.DECAY ** (head + 1) * functional.cross_entropy(logits, tokens[rows, -1]))
+            right.append((logits.argmax(-1) == tokens[rows, -1]).sum())
+            known.append(torch.tensor(len(rows)))
+        return torch.stack(losses).sum(), {"right": torch.stack(right), "known": torch.stack(known)}
+
+    def summary(self, counts: dict[str, float]) -> dict[str, Any]:
+        heads = range(len(self.blocks))
+        return {f"token {h + 2} right": round(counts[f"right.{h}"] / counts[f"known.{h}"], 4) for h in heads}
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size, "num_heads": len(self.blocks), "num_hidden_layers": 1,
+            "medusa_fc_bias": False,
+        }  # fmt: skip
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        blocks = {f"blocks.{head}.layers.0.weight": block for head, block in enumerate(self.blocks)}
+        return blocks | {f"lm_heads.{head}.weight": weight for head, weight in enumerate(self.lm_heads)}
+
+
+class DraftModelOptions(PeerOptions):
+    """A small model that drafts for a target."""
+
+    kind: ClassVar[str] = "draft_model"
+
+    others_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW: embeddings and norms")
+
+
+class DraftModel(Peer):
+    """A Llama with the target's tokenizer: two layers and two thirds of the demo model's width.
+
+    It is trained from nothing on the target's distribution over the data.
+    """
+
+    LAYERS, HIDDEN = 2, 128
+
+    def __init__(self, options: DraftModelOptions, target: Target) -> None:
+        super().__init__(options, target)
+        theirs = target.config
+        config = LlamaConfig(
+            vocab_size=theirs.vocab_size, hidden_size=self.HIDDEN, intermediate_size=2 * self.HIDDEN,
+            num_hidden_layers=self.LAYERS, num_attention_heads=self.HIDDEN // 32,
+            num_key_value_heads=self.HIDDEN // 64, head_dim=32, tie_word_embeddings=True,
+            max_position_embeddings=theirs.max_position_embeddings, bos_token_id=theirs.bos_token_id,
+            eos_token_id=theirs.eos_token_id,
+        )  # fmt: skip
+        self.model: Any = LlamaForCausalLM(config)
+        self.to(target.device)
+
+    def matrices(self) -> list[nn.Parameter]:
+        return [p for p in self.model.model.layers.parameters() if p.dim() == 2]
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
+        teacher = self.logits(self.final_states(batch)).flatten(0, 1)
+        output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
+        return self.imitation(output.logits.float().flatten(0, 1), teacher)
+
+    def config(self) -> dict[str, Any]:
+        return self.model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
+
+    def write(self, out: Path, provenance: str) -> None:
+        self.target.tokenizer.save_pretrained(out)
+        super().write(out, provenance)
+
+
+PEERS: dict[str, tuple[type[PeerOptions], type[Peer]]] = {
+    "eagle": (EagleOptions, Eagle),
+    "medusa": (MedusaOptions, Medusa),
+    "draft_model": (DraftModelOptions, DraftModel),
+}
+
+
+def run(recipe: type[Peer], options: Any) -> int:
+    """Train a peer and write its folder."""
+    check_data(options.data)
+    facts = train(options, recipe)
+    print(f"wrote {Path(options.out)}: {facts['tokens']:,} tokens; held out: {facts['held_out_after']}")
+    return 0
