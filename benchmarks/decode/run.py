@@ -116,12 +116,12 @@ class _Decoding(Session[EngineProcess, Load]):
             )
 
     def warm_up(self, running: EngineProcess, load: Load) -> None:
-        running.turn(self.others[: load.batch], min(WARM_UP_TOKENS, self.options.new_tokens), load.temperature)
+        running.call("turn", self.others[: load.batch], min(WARM_UP_TOKENS, self.options.new_tokens), load.temperature)
 
     def turn(self, running: EngineProcess, load: Load, number: int) -> Turn:
         if any(other.ranks > 1 for other in self.alive if other is not running):
             time.sleep(SPIN_SECONDS)
-        return self._turn(running, load, running.turn(*self._request(load, number)))
+        return self._turn(running, load, running.call("turn", *self._request(load, number)))
 
     def round(self, load: Load, number: int) -> Iterator[Turn]:
         """A whole batch of each, or turns of a few steps there and back until a request has ended."""
@@ -130,13 +130,13 @@ class _Decoding(Session[EngineProcess, Load]):
             yield from super().round(load, number)
             return
         for engine in list(self.alive):
-            self.attempt(engine, engine.begin, *self._request(load, number))
+            self.attempt(engine, engine.call, "begin", *self._request(load, number))
         order, decoding = 1, True
         while decoding:
-            going = [self.attempt(engine, engine.advance, steps) for engine in self.alive[::order]]
+            going = [self.attempt(engine, engine.call, "advance", steps) for engine in self.alive[::order]]
             order, decoding = -order, False not in going
         for engine in list(self.alive):
-            ended = self.attempt(engine, engine.end)
+            ended = self.attempt(engine, engine.call, "end")
             if ended is not None:
                 yield {"contender": engine.name} | self._turn(engine, load, ended)
 

@@ -97,6 +97,12 @@ class Engine:
 
         setattr(owner, name, timed)
 
+    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
+        """Decode the prompts as one batch, to its end; as end()."""
+        self.begin(prompts, new_tokens, temperature, top_p)
+        self.advance()
+        return self.end()
+
     def begin(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> None:
         """Send the requests of a batch, each for so many tokens."""
         from vllm import SamplingParams

@@ -56,26 +56,8 @@ class EngineProcess:
         """
         self.facts = self._receive()
 
-    def begin(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> None:
-        """As Engine.begin; raises BenchError if the engine fails, as do advance, end and turn."""
-        self._call("begin", prompts, new_tokens, temperature, top_p)
-
-    def advance(self, steps: int | None = None) -> bool:
-        """As Engine.advance."""
-        return bool(self._call("advance", steps))
-
-    def end(self) -> dict[str, Any]:
-        """As Engine.end."""
-        ended: dict[str, Any] = self._call("end")
-        return ended
-
-    def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-        """Decode the prompts as one batch, to its end."""
-        self.begin(prompts, new_tokens, temperature, top_p)
-        self.advance()
-        return self.end()
-
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the Engine returns; raises BenchError if the engine fails."""
         with contextlib.suppress(BrokenPipeError):  # what is received says why
             self.pipe.send((method, arguments))
         return self._receive()

@@ -124,7 +124,7 @@ def _measure(
         with closing(engine):
             for results, part in missing:
                 temperature = float(results.run["options"]["temperature"])
-                decoded = engine.turn(batches[part], options.new_tokens, temperature, options.top_p)
+                decoded = engine.call("turn", batches[part], options.new_tokens, temperature, options.top_p)
                 ids = decoded.pop("token_ids")
                 turn = {
                     "contender": name, "part": part, "prompts": len(ids),

@@ -14,8 +14,7 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.estimates import bootstrap
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
-from vllm_ppd.benchmarks.papers.published import CP as theirs
-from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, rises
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, published, rises
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
 from vllm_ppd.heads.calibration.session import Calibration
@@ -24,6 +23,7 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 
 KIND = "cp"
+theirs = published("cp")
 
 
 @dataclass(eq=False)
@@ -55,10 +55,10 @@ def all_heads(context: Context) -> list[CPHeads]:
 
 
 def by_rank(
-    context: Context, values: Callable[[CPHeads, Task], Sequence[Value]], published: dict[int, Any]
+    context: Context, values: Callable[[CPHeads, Task], Sequence[Value]], by_paper: dict[int, Any]
 ) -> list[Row]:
     """A row a rank and task; beside the first of a rank stands the paper's."""
-    left = dict(published)
+    left = dict(by_paper)
     rows = [
         (heads.config.rank, Row(f"{heads.label}, {task.name}", values(heads, task), left.pop(heads.config.rank, None)))
         for heads in all_heads(context) for task in context.tasks

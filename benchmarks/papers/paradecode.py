@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ParaDecode's tables of speed-ups and consistency (1 and 2), its ablation (3), and Fig. 6 over gamma."""
+"""ParaDecode's tables of speed-ups, trained and not, and consistency (1 to 3), and Fig. 6 over gamma."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.context import Context, once, timed
 from vllm_ppd.benchmarks.papers.ppd import early_heads
-from vllm_ppd.benchmarks.papers.published import PARADECODE as theirs
-from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Verdict, paper_table, published
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, logits_at
 from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"
+theirs = published("paradecode")
 DRAFTER = "SpecDecode, given model w/ given drafter"
 OURS = "ParaDecode (Ours), given model"
 PARALLEL = "ParaDecode (Ours), given model, layer-parallel schedule"
@@ -28,7 +28,7 @@ SETTINGS = ("rounds", "new_tokens", "engine_dtype", "eager")
 
 @once
 def engines(context: Context, task: Task) -> dict[str, Summary]:
-    """Everyone of Tables 1 to 3, one request at a time; who failed to start is missing."""
+    """Everyone of the tables, one request at a time; who failed to start is missing."""
     config = drafting(context)
     contenders = [
         Contender(BASE),
@@ -58,7 +58,7 @@ def exit_layer(context: Context) -> int:
 
 
 def speedups(context: Context) -> PaperTable:
-    """Table 1."""
+    """Table 1, and of Table 3 what training the head gains."""
     by_task = {task.name: engines(context, task) for task in context.tasks}
     claims = []
     for task, rows in by_task.items():
@@ -68,6 +68,13 @@ def speedups(context: Context) -> PaperTable:
                 "ParaDecode is faster than autoregressive decoding", True if low > 1 else False if high < 1 else None,
                 f"{task}: {median:.3f}x, quartiles {low:.2f} to {high:.2f}",
             ))  # fmt: skip
+        if {OURS, UNTRAINED} <= rows.keys():  # Table 3
+            trained, plain = rows[OURS]["speed_up"][0], rows[UNTRAINED]["speed_up"][0]
+            evidence = f"{task}: {plain:.3f}x untrained, {trained:.3f}x trained"
+            claims += [
+                Verdict("Without training the head, drafting is slower than ordinary decoding", plain < 1, evidence),
+                Verdict("Training the head makes drafting faster", trained > plain, evidence),
+            ]
     cells = {
         task: {name: "{:.3f}x ({})".format(*timed(row)) for name, row in rows.items()} for task, rows in by_task.items()
     }
@@ -89,10 +96,10 @@ def consistency(context: Context) -> PaperTable:
 
 
 def _by_task(
-    context: Context, key: str, cells: dict[str, dict[str, str]], published: dict[str, Any], claims: list[Verdict]
+    context: Context, key: str, cells: dict[str, dict[str, str]], by_paper: dict[str, Any], claims: list[Verdict]
 ) -> PaperTable:
     """A column a task of ours and of theirs; cells by task and contender."""
-    rows = [Row(label, None, [*[None] * len(cells), *values]) for label, values in published.items()]
+    rows = [Row(label, None, [*[None] * len(cells), *values]) for label, values in by_paper.items()]
     for label in (DRAFTER, OURS, PARALLEL, UNTRAINED, CONTROL):
         if any(label in ours for ours in cells.values()):
             rows.append(Row(label, [ours.get(label) for ours in cells.values()]))
@@ -100,27 +107,6 @@ def _by_task(
         key, rows, columns=(*cells, *theirs.TASKS), settings=context.settings(*SETTINGS), claims=claims,
         dtype=context.options.engine_dtype, **_facts(context),
     )  # fmt: skip
-
-
-def ablation(context: Context) -> PaperTable:
-    """Table 3."""
-    task = context.task
-    summaries = engines(context, task)
-    ours: dict[str, list[Value]] = {}
-    for label, name in (("ParaDecode", OURS), (UNTRAINED, UNTRAINED)):
-        row = summaries.get(name)
-        ours[label] = [] if row is None else [row["consistency"], *timed(row)]
-    claims = []
-    if OURS in summaries and UNTRAINED in summaries:
-        trained, plain = summaries[OURS]["speed_up"][0], summaries[UNTRAINED]["speed_up"][0]
-        evidence = f"{task.name}: {plain:.3f}x untrained, {trained:.3f}x trained"
-        claims = [
-            Verdict("Without training the head, drafting is slower than ordinary decoding", plain < 1, evidence),
-            Verdict("Training the head makes drafting faster", trained > plain, evidence),
-        ]
-    rows = [Row(label, ours.get(label), published) for label, published in theirs.ABLATION.items()]
-    settings = context.settings(*SETTINGS)
-    return paper_table("paradecode-3", rows, settings=settings, claims=claims, task=task.name, **_facts(context))
 
 
 def threshold(context: Context) -> PaperTable:
@@ -187,6 +173,5 @@ def predictions(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer
 TABLES = {
     "paradecode-1": speedups,
     "paradecode-2": consistency,
-    "paradecode-3": ablation,
     "paradecode-fig-6": threshold,
 }

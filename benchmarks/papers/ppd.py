@@ -11,14 +11,14 @@ from vllm_ppd.benchmarks.decode.group import MICRO_STEPS, STAGES, matched, split
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.estimates import Estimate, bootstrap
 from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
-from vllm_ppd.benchmarks.papers.published import PPD as theirs
-from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, rises
+from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, published, rises
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.early.calibration import FORMS, TOP_K, TOP_P, ExitMatches, match_exits
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"
+theirs = published("ppd")
 DECODINGS: dict[str, dict[str, float]] = {
     "Greedy decoding": {},
     "Top-k sampling": {"temperature": 1.0, "top_k": TOP_K},
@@ -44,9 +44,9 @@ def matches(context: Context, task: Task, temperature: float = 0.0, **sampling: 
     return match_exits(calibration.target, early_heads(context), texts, theirs.KS, batch, calibration.autocast)
 
 
-def nearest(layers: Sequence[int], published: int, num_layers: int) -> int:
-    """The exit at about the same share of the model's depth as a published layer."""
-    return min(layers, key=lambda layer: abs(layer - published * num_layers / theirs.DEPTH))
+def nearest(layers: Sequence[int], theirs_at: int, num_layers: int) -> int:
+    """The exit at about the same share of the model's depth as a layer of the paper."""
+    return min(layers, key=lambda layer: abs(layer - theirs_at * num_layers / theirs.DEPTH))
 
 
 def match_rates(context: Context) -> PaperTable:
@@ -61,7 +61,7 @@ def match_rates(context: Context) -> PaperTable:
         for k, (index, form) in itertools.product(theirs.KS, enumerate(FORMS)):
             rows.append(Row(f"{task.name}, k = {k}, {form}", [rates.rate(index, layer, k) for layer in exits]))
         claims += _claims(task, rates, middle, sorted(set(exits)))
-    rows += [Row(label, None, published) for label, published in theirs.MATCH.items()]
+    rows += [Row(label, None, rates) for label, rates in theirs.MATCH.items()]
     columns = [f"layer {layer} of {theirs.DEPTH}; ours {ours} of {depth}"
                for layer, ours in zip(theirs.LAYERS, exits, strict=True)]  # fmt: skip
     return paper_table("ppd-2", rows, columns=columns, settings=_settings(context), claims=claims)

@@ -62,39 +62,34 @@ def make_tables(options: TablesOptions) -> tuple[list[PaperTable], dict[str, str
     """
     wanted, context, path = chosen(options.only), Context(options), Path(options.out)
     entries = read_tables(path) if path.exists() else []
+    before = len(entries)
     tables: list[PaperTable] = []
     left_out: dict[str, str] = {}
-    fresh = 0
-    with tqdm(wanted.items(), desc="tables", mininterval=1) as progress:
-        for key, (measure, kind) in progress:
-            progress.set_postfix_str(key)
-            identity = _identity(context, kind)
-            alike = [entry for entry in entries if (entry["key"], entry["identity"]) == (key, identity)]
-            if alike and not options.again:
-                tables.append(PaperTable.model_validate(alike[-1]))
-                continue
-            try:
-                context.heads(kind)
-                tables.append(measure(context))
-            except BenchError as error:
-                left_out[key] = str(error)
-                tqdm.write(f"left out: {key}: {error}")
-                continue
-            except KeyboardInterrupt:
-                raise Stopped(
-                    f"stopped at {key}; {fresh} new tables are kept in {path}, the same command goes on there"
-                ) from None
-            fresh += 1
-            entries.append(provenance(identity=identity, **tables[-1].model_dump(mode="json")))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps({"benchmark": "tables", "tables": entries}, indent=1) + "\n")
+    for key, (measure, kind) in tqdm(wanted.items(), desc="tables", mininterval=1):
+        identity = _identity(context, kind)
+        alike = [entry for entry in entries if (entry["key"], entry["identity"]) == (key, identity)]
+        if alike and not options.again:
+            tables.append(PaperTable.model_validate(alike[-1]))
+            continue
+        try:
+            context.heads(kind)
+            tables.append(measure(context))
+        except BenchError as error:
+            left_out[key] = str(error)
+            tqdm.write(f"left out: {key}: {error}")
+            continue
+        except KeyboardInterrupt:
+            fresh = f"{len(entries) - before} new tables are kept in {path}"
+            raise Stopped(f"stopped at {key}; {fresh}, the same command goes on there") from None
+        entries.append(provenance(identity=identity, **tables[-1].model_dump(mode="json")))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"benchmark": "tables", "tables": entries}, indent=1) + "\n")
     return tables, left_out
 
 
 def _identity(context: Context, kind: str) -> dict[str, Any]:
     """What a table was measured on: files by size and time of change."""
-    options = context.options
-    folders = context.folders[kind]
+    options, folders = context.options, context.folders[kind]
     return {
         "model": options.model,
         "model_files": _stamps(sorted(Path(options.model).glob("*.safetensors"))),

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +20,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.estimates import Estimate
 from vllm_ppd.heads.in_words import table as markdown
 
+HERE = Path(__file__).parent
 VERDICTS = {True: "holds", False: "does not hold", None: "not decided"}
 Value = float | str | None  # None: not measured, or not in the paper
 
@@ -73,7 +75,17 @@ class PaperTable(BaseModel):
         return self
 
 
-_ABOUT: dict[str, Any] = json.loads(Path(__file__).with_name("tables.json").read_text())
+def published(paper: str) -> Any:
+    """What a paper prints (published.json), beside which our tables put what was measured: a namespace."""
+    tables = json.loads((HERE / "published.json").read_text())[paper]
+    return SimpleNamespace(**{key: _values(table["values"]) for key, table in tables.items() if key != "about"})
+
+
+def _values(data: Any) -> Any:
+    """JSON's keys as the numbers that they are, and lists as tuples."""
+    if isinstance(data, dict):
+        return {json.loads(key) if key.replace(".", "").isdigit() else key: _values(data[key]) for key in data}
+    return tuple(map(_values, data)) if isinstance(data, list) else data
 
 
 def paper_table(
@@ -90,7 +102,8 @@ def paper_table(
         columns, forms: where they depend on the measurement.
         facts: for the placeholders of the note.
     """
-    about = _ABOUT["tables"][key]
+    described = json.loads((HERE / "tables.json").read_text())
+    about = described["tables"][key]
     columns = tuple(columns or about["columns"])
 
     def filled(values: Sequence[Value] | None) -> tuple[Value, ...] | None:
@@ -99,7 +112,7 @@ def paper_table(
     return PaperTable(
         key=key, paper=about["paper"], title=about["title"], columns=columns, forms=tuple(forms) or about["forms"],
         rows=tuple(Row(row.label, filled(row.ours), filled(row.theirs)) for row in rows),
-        note=" ".join(_ABOUT["sentences"].get(part, part) for part in about["note"]).format(**facts),
+        note=" ".join(described["sentences"].get(sentence, sentence) for sentence in about["note"]).format(**facts),
         settings=settings, claims=tuple(dict.fromkeys(claims)),
     )  # fmt: skip
 

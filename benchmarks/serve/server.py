@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,11 +23,11 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.machine import free_bytes, huge_pages, peak_bytes
 from vllm_ppd.benchmarks.harness.process import last_line
-from vllm_ppd.benchmarks.harness.with_parent import command
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
 STOP_SECONDS = 30
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
 SETTLE_SECONDS = 10.0  # until a server has counted the requests that it has answered
 
 
@@ -152,9 +153,15 @@ def start(words: list[str], log: Path, environment: dict[str, str] | None = None
         variables.setdefault("LD_PRELOAD", str(openmp))
     with log.open("w") as output:
         return subprocess.Popen(
-            command([*VLLM, *words]), stdout=output, stderr=subprocess.STDOUT, env=variables | (environment or {}),
-            start_new_session=True,
+            [*VLLM, *words], stdout=output, stderr=subprocess.STDOUT, env=variables | (environment or {}),
+            start_new_session=True, preexec_fn=_end_with_parent,
         )  # fmt: skip
+
+
+def _end_with_parent() -> None:
+    """Ask the system to end this process when its parent does, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def end(process: subprocess.Popen[Any], how: signal.Signals) -> None:

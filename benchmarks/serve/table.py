@@ -8,9 +8,16 @@ from collections.abc import Callable
 
 from vllm_ppd.benchmarks.harness.estimates import cells, number, quartiles, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row
-from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES
 from vllm_ppd.benchmarks.serve.options import Load
 
+COUNTERS = {
+    "drafts": "vllm:spec_decode_num_drafts_total",
+    "draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+}
+TIMES = ("ttft", "tpot", "itl", "e2el")
 FASTER = ("ttft", "tpot", "e2el")
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "load": lambda row: str(row["load"]),

@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +19,6 @@ from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, con
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results
 from vllm_ppd.benchmarks.harness.session import Session
-from vllm_ppd.benchmarks.harness.with_parent import command
 
 
 def options(**changes: Any) -> DecodeOptions:
@@ -185,29 +181,3 @@ def test_prompts_of_texts_and_token_ids(tiny_model: Callable[..., Path], tmp_pat
     data.write_text(json.dumps({"text": "ab"}))
     with pytest.raises(BenchError, match="no document has 4 tokens"):
         read_prompts((str(data),), str(tiny_model()), 8, 2, False)
-
-
-def test_a_killed_parent_takes_its_children_along() -> None:
-    code = "import subprocess, sys; from vllm_ppd.benchmarks.harness.with_parent import command; "
-    code += "print(subprocess.Popen(command(['/bin/sleep', '600'])).pid, flush=True); sys.stdin.read()"
-    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    deadline = time.monotonic() + 30
-    while b"sleep" not in command_line(child)[:12] and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert command_line(child) == b"/bin/sleep\x00600\x00"
-    parent.kill()
-    parent.wait()
-    while command_line(child) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not command_line(child)
-    refused = subprocess.run([*command([])[:-1], "1", "/bin/true"], capture_output=True, text=True)
-    assert refused.stderr.strip() == "the parent has ended"
-
-
-def command_line(process: int) -> bytes:
-    try:
-        return Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return b""

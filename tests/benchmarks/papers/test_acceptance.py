@@ -40,7 +40,7 @@ class Engine:
     def ready(self) -> None:
         pass
 
-    def turn(self, prompts: list[list[int]], tokens: int, temperature: float, top_p: float) -> dict[str, Any]:
+    def call(self, _: str, prompts: list[list[int]], tokens: int, *sampling: float) -> dict[str, Any]:
         if Engine.turns >= Engine.stop_after:
             raise KeyboardInterrupt
         Engine.turns += 1

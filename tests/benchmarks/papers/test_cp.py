@@ -13,7 +13,6 @@ from heads_folders import log_likelihood
 
 from vllm_ppd.benchmarks.papers import cp
 from vllm_ppd.benchmarks.papers.context import Context
-from vllm_ppd.benchmarks.papers.published import CP
 from vllm_ppd.benchmarks.papers.run import make_tables
 from vllm_ppd.benchmarks.papers.table import PaperTable
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
@@ -24,8 +23,8 @@ def rows_of(table: PaperTable) -> dict[str, tuple[Any, Any]]:
 
 
 def test_published_gains_are_those_that_the_text_names() -> None:
-    assert CP.FROM_SCRATCH[8][1] / CP.FROM_SCRATCH[1][1] == pytest.approx(1.3, abs=0.02)
-    assert CP.HEAD_ONLY[5][1] / CP.HEAD_ONLY[1][1] == pytest.approx(1.09, abs=0.01)
+    assert cp.theirs.FROM_SCRATCH[8][1] / cp.theirs.FROM_SCRATCH[1][1] == pytest.approx(1.3, abs=0.02)
+    assert cp.theirs.HEAD_ONLY[5][1] / cp.theirs.HEAD_ONLY[1][1] == pytest.approx(1.09, abs=0.01)
 
 
 def test_accepted_drafts_by_position_add_up() -> None:

@@ -11,11 +11,10 @@ import pytest
 import tiny
 import torch
 
-from vllm_ppd.benchmarks.papers import dynamo, dynamo_texts
+from vllm_ppd.benchmarks.papers import dynamo
 from vllm_ppd.benchmarks.papers.context import Context
-from vllm_ppd.benchmarks.papers.dynamo_texts import SameQuality, mean_log_prob, measures_of, same_quality, win_rate
+from vllm_ppd.benchmarks.papers.dynamo import SameQuality, mean_log_prob, measures_of, same_quality, win_rate
 from vllm_ppd.benchmarks.papers.ngrams import CachedStates, emit
-from vllm_ppd.benchmarks.papers.published import DYNAMO
 from vllm_ppd.benchmarks.papers.run import make_tables
 from vllm_ppd.benchmarks.papers.table import PaperTable
 from vllm_ppd.benchmarks.papers.tasks import Task
@@ -31,7 +30,7 @@ def rows_of(table: PaperTable) -> dict[str, tuple[Any, Any]]:
 
 
 def test_published_joint_perplexities_follow_from_the_heads() -> None:
-    for first, second, third, two, three in DYNAMO.SUITE.values():
+    for first, second, third, two, three in dynamo.theirs.SUITE.values():
         if first and second and two:
             assert (first * second) ** (1 / 2) == pytest.approx(two, rel=0.05)
         if first and second and third and three:
@@ -102,7 +101,7 @@ def test_quality_is_where_the_regression_is_one() -> None:
 def test_perplexities_stand_beside_the_papers(drafted: Context) -> None:
     suite, folder = rows_of(dynamo.suite(drafted)), drafted.heads("dynamo")[0]
     label = dynamo.name(drafted, folder)
-    assert label.endswith("-T3, given heads")
+    assert label == "DynaMo-T3, dynamo"
     ours, _ = suite[f"{label}, patterns"]
     assert list(ours[:3]) == measures_of(drafted, folder).perplexities(drafted.windows(drafted.task))["ppl_n"]
     assert suite["given model, patterns"][0][0] == ours[0] and suite["DynaMo-77M-T3"][1][2] == 262.0
@@ -123,14 +122,6 @@ def test_dynamic_perplexity_goes_on_at_the_next_document(drafted: Context) -> No
     assert points[-1]["tokens_a_pass"] == 1 and points[-1]["ppl_d"] == pytest.approx(first, rel=1e-3)
 
 
-def test_the_ablation_stands_beside_the_papers(drafted: Context) -> None:
-    table = dynamo_texts.ablation(drafted)
-    assert "likelihood" in table.note
-    values, published = rows_of(table)["CO + AT + G-3, eps_b = 0.5"]
-    assert published == (2.57, 0.98, None, None) and 1 <= values[0] <= 3 and values[2] > 0
-    assert rows_of(table)["vanilla, eps_b = 0"][0][0] == 3
-
-
 @pytest.mark.full
 def test_engines_are_measured(drafted: Context, tmp_path: Path) -> None:
     changes = {"out": str(tmp_path / "speeds.json"), "only": ("dynamo-4",), "heads": (drafted.heads("dynamo")[0],)}
@@ -139,6 +130,7 @@ def test_engines_are_measured(drafted: Context, tmp_path: Path) -> None:
     assert not left_out and all(run["finished"] and not run["failures"] for run in turns["runs"])
     rows = rows_of(table)
     (verified,) = (ours for label, (ours, _) in rows.items() if label.endswith(", verified"))
-    assert verified[4] > 0 and 0 < verified[1] < verified[2]
-    assert all(ours[4] > 0 for label, (ours, _) in rows.items() if "unverified" in label)
-    assert rows["DynaMo-7.3B-T3"][1][:2] == ("6.9B", 0.0587)
+    assert verified[3] > 0
+    unverified = {label: ours for label, (ours, _) in rows.items() if "unverified" in label}
+    assert all((ours[3] is not None) == label.endswith(("= 0", "= 0.5")) for label, ours in unverified.items())
+    assert all(1 <= float(ours[0].rstrip("x")) <= 3 for ours in unverified.values())

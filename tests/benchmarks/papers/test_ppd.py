@@ -10,7 +10,6 @@ import tiny
 
 from vllm_ppd.benchmarks.papers import ppd
 from vllm_ppd.benchmarks.papers.context import Context
-from vllm_ppd.benchmarks.papers.published import PPD
 from vllm_ppd.benchmarks.papers.table import PaperTable
 
 
@@ -21,7 +20,7 @@ def value(table: PaperTable, label: str, column: int) -> Any:
 
 def test_match_rates_are_those_of_a_slow_count(early: Context) -> None:
     table = ppd.match_rates(early)
-    assert value(table, "SQUAD, k = 5, Y", PPD.LAYERS.index(20)) == pytest.approx(2 * (1 - 0.629), abs=1e-3)
+    assert value(table, "SQUAD, k = 5, Y", ppd.theirs.LAYERS.index(20)) == pytest.approx(2 * (1 - 0.629), abs=1e-3)
     target, texts = early.target, early.texts(early.task)
     heads, depth = ppd.early_heads(early), tiny.LAYERS
     assert all(f"of {depth}" in column for column in table.columns)
@@ -31,7 +30,7 @@ def test_match_rates_are_those_of_a_slow_count(early: Context) -> None:
         best = (read @ target.unembedding.T).topk(3).indices[:, texts.prompt - 1 : -1]
         hit = (best == texts.generated[..., None]).any(-1) & texts.valid()
         share = float(hit.sum() / texts.valid().sum())
-        assert value(table, f"patterns, k = 3, {form}", PPD.LAYERS.index(20)) == pytest.approx(share)
+        assert value(table, f"patterns, k = 3, {form}", ppd.theirs.LAYERS.index(20)) == pytest.approx(share)
 
 
 def test_sampling_is_beside_greedy_decoding(early: Context) -> None:

@@ -23,11 +23,10 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.results import Results, stored
 from vllm_ppd.benchmarks.serve import server
-from vllm_ppd.benchmarks.serve.generator import COUNTERS, TIMES, send
 from vllm_ppd.benchmarks.serve.options import Load, ServeOptions
+from vllm_ppd.benchmarks.serve.run import Workload, send
 from vllm_ppd.benchmarks.serve.server import Server, flags
-from vllm_ppd.benchmarks.serve.table import rows_of, table
-from vllm_ppd.benchmarks.serve.workload import Workload
+from vllm_ppd.benchmarks.serve.table import COUNTERS, TIMES, rows_of, table
 from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
@@ -37,7 +36,7 @@ def options(**changes: Any) -> ServeOptions:
     return ServeOptions(**{"model": "model", "data": ("texts.jsonl",), "plain": "none", **changes})
 
 
-def turn(contender: str, number: int, slower: float, **changes: Any) -> dict[str, Any]:
+def a_turn(contender: str, number: int, slower: float, **changes: Any) -> dict[str, Any]:
     times = {f"{name}_ms": {"mean": 10 * slower, "p50": 9 * slower, "p95": 20 * slower, "p99": 30.0} for name in TIMES}
     return {
         "contender": contender, "group": 0, "round": number, "rate": 2.0, "concurrency": None, "completed": 8,
@@ -116,11 +115,11 @@ def test_table_and_what_is_stored(tmp_path: Path) -> None:
     for changes in ({}, {"also": ('a={"method": "ppd"}',)}):
         made = options(out=str(out), **changes)
         results = Results(made, contenders(made))
-        results.add(turn(BASE, 0, 1.0))
-        results.add(turn(BASE, 1, 2.0))
+        results.add(a_turn(BASE, 0, 1.0))
+        results.add(a_turn(BASE, 1, 2.0))
         if changes:
-            results.add(turn("a", 0, 0.5, **drafted))
-            results.add(turn("a", 1, 1.0, **drafted, failed=1))
+            results.add(a_turn("a", 0, 0.5, **drafted))
+            results.add(a_turn("a", 1, 1.0, **drafted, failed=1))
     base, ours = rows_of(results)
     assert base["length"] is base["rate"] is None
     assert (base["ttft"], base["prefix_hits"]) == ((13.5, 30.0), 0.25)
@@ -173,56 +172,53 @@ def test_a_server_that_does_not_start(tiny_model: Callable[..., Path], tmp_path:
 @pytest.mark.ranks
 @pytest.mark.engine
 def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path) -> None:
-    """Turns in order, counters that add up, every token that was asked for; then Ctrl-C, and no process is left."""
+    """Turns in order, counters that add up, every token that was asked for; after Ctrl-C no process is left."""
     out = tmp_path / "serve.json"
     settings = {
         "model": tiny_model(), "data": texts_file, "plain": "none", "rates": "8", "concurrencies": "2",
         "requests": 6, "new-tokens": 16, "context": 192, "dtype": "float32",
-        "kv-cache-gib": 0.05, "rounds": 1, "engine": '{"block_size": 32}', "out": out,
+        "kv-cache-gib": 0.05, "rounds": 2, "engine": '{"block_size": 32}', "out": out,
         "also": 'ppd={"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 2, "adaptive": false}',
     }  # fmt: skip
-    words = ["bench", "serve", "--eager", *(str(part) for k, v in settings.items() for part in (f"--{k}", v))]
-    assert main(words) == 0
-    (run,) = json.loads(out.read_text())["runs"]
-    assert run["finished"]
-    turns = run["turns"]
-    loads = [(8.0, None), (None, 2)]
-    order = [(turn["rate"], turn["concurrency"], turn["contender"]) for turn in turns]
-    assert order == [(*load, name) for load in loads for name in (BASE, CONTROL, "ppd")]
-    for each in turns:
-        assert (each["completed"], each["failed"]) == (6, 0)
-        assert len(each["latency"]) == len(each["arrival"]) == 6
-        assert all(0 < first <= last for first, last in zip(each["ttft"], each["latency"], strict=True))
-        assert each["prefix_queries"] == sum(each["prompt_tokens"])  # every prompt's tokens are looked up once
-        ours = each["contender"] == "ppd"
-        assert (each["drafts"] is not None) == ours
-        if ours:
-            assert 0 <= each["accepted_tokens"] <= each["draft_tokens"] <= 2 * each["drafts"]
-            # A step makes a token and its accepted drafts; a prefill makes the first one, and at the end some are cut.
-            made = 6 + each["drafts"] + each["accepted_tokens"]
-            assert abs(made - sum(each["output_tokens"])) <= 6 * 2
-    asked = [turn["output_tokens"] for turn in turns]
-    assert asked[0] == asked[1] == asked[2] != asked[3]
-    # Further turns, stopped under load.
-    mark = f"PPD_TEST={tmp_path}"
+    words = ["bench", "serve", "--eager", *(str(word) for k, v in settings.items() for word in (f"--{k}", v))]
     environment = {**os.environ, "PPD_TEST": str(tmp_path)}
-    process = subprocess.Popen([*PPD, *words, "--rounds", "50"], stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([*PPD, *words], stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        while not (runs := json.loads(out.read_text())["runs"])[1:] or not runs[1]["turns"]:
+        while len(turns_of(out)) < 7:  # a turn of the second load
             assert process.poll() is None
             time.sleep(0.1)
+        mark = f"PPD_TEST={tmp_path}"
         assert sum(b"cli.main\x00serve" in line for line in marked(mark)) == 3
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    runs = json.loads(out.read_text())["runs"]
+    turns = turns_of(out)
     assert process.returncode == 130, errors
-    assert len(runs) == 2
-    assert runs[0] == run
-    assert not runs[1]["finished"]
-    assert f"ppd: stopped; {len(runs[1]['turns'])} turns are kept in {out}" in errors
+    assert f"ppd: stopped; {len(turns)} turns are kept in {out}" in errors
+    assert not json.loads(out.read_text())["runs"][0]["finished"]
     assert not list(marked(mark))
+    expected = [(rate, at_once, number, name) for rate, at_once in ((8.0, None), (None, 2)) for number in range(2)
+                for name in (BASE, CONTROL, "ppd")]  # fmt: skip
+    order = [(turn["rate"], turn["concurrency"], turn["round"], turn["contender"]) for turn in turns]
+    assert order == expected[: len(turns)]
+    for turn in turns:
+        assert (turn["completed"], turn["failed"]) == (6, 0)
+        assert turn["prefix_queries"] == sum(turn["prompt_tokens"])  # every prompt's tokens are looked up once
+        assert (turn["drafts"] is not None) == (turn["contender"] == "ppd")
+        if turn["contender"] == "ppd":
+            assert 0 <= turn["accepted_tokens"] <= turn["draft_tokens"] <= 2 * turn["drafts"]
+            # A step makes a token and its accepted drafts; a prefill makes the first one, and at the end some are cut.
+            made = 6 + turn["drafts"] + turn["accepted_tokens"]
+            assert abs(made - sum(turn["output_tokens"])) <= 6 * 2
+    asked = [turn["output_tokens"] for turn in turns]
+    assert asked[0] == asked[1] == asked[2] != asked[3]
+
+
+def turns_of(out: Path) -> list[dict[str, Any]]:
+    """What a run has written so far."""
+    turns: list[dict[str, Any]] = json.loads(out.read_text())["runs"][0]["turns"] if out.exists() else []
+    return turns
 
 
 @pytest.mark.full
@@ -254,3 +250,19 @@ def test_a_contender_has_its_own_environment(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(server, "VLLM", [sys.executable, "-c", script])
     with pytest.raises(BenchError, match="its last line: LEVEL is 3"):
         Server(Contender("ours", environment={"LEVEL": "3"}), "model", {}, tmp_path / "log")
+
+
+def test_a_killed_parent_takes_its_children_along(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from vllm_ppd.benchmarks.serve import server; "
+    code += "server.VLLM = ['/bin/sleep']; print(server.start(['600'], Path(sys.argv[1])).pid, flush=True); "
+    command = [sys.executable, "-c", f"{code}sys.stdin.read()", str(tmp_path / "log")]
+    environment = {**os.environ, "PPD_TEST": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        assert b"/bin/sleep\x00600\x00" in marked(f"PPD_TEST={tmp_path}")
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while list(marked(f"PPD_TEST={tmp_path}")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not list(marked(f"PPD_TEST={tmp_path}"))

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.serve.options import ServeOptions
-from vllm_ppd.benchmarks.serve.workload import Workload
+from vllm_ppd.benchmarks.serve.run import Workload
 from vllm_ppd.heads.calibration.text import take_prompts
 from vllm_ppd.heads.data import documents as documents_module
 from vllm_ppd.heads.data import files

@@ -16,7 +16,7 @@ from vllm_ppd.benchmarks.harness.prompts import read_prompts as bench_prompts
 from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, task_of
 from vllm_ppd.benchmarks.papers.tasks import read_task
 from vllm_ppd.benchmarks.serve.options import ServeOptions
-from vllm_ppd.benchmarks.serve.workload import Workload
+from vllm_ppd.benchmarks.serve.run import Workload
 from vllm_ppd.heads.calibration.text import record_prompts, take_prompts
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
