@@ -138,11 +138,11 @@ def _emit(context: Context, folder: str, eps_b: torch.Tensor, seed: int = 0) -> 
     """Texts after the prompts, over and over, one for each threshold."""
     prompts, starts = _prompts(context)
     times = len(eps_b) // len(prompts)
-    settings = JointSettings(k=config_of(context, folder).sampling.k, repetition_penalty=PENALTY)
+    sampling = {"k": config_of(context, folder).sampling.k, "repetition_penalty": PENALTY}
     generator = torch.Generator(prompts.device).manual_seed(context.options.seed + seed)
     return emit(
         measures_of(context, folder), prompts.repeat(times, 1), context.options.new_tokens // 2,
-        settings, eps_b.to(prompts.device), TEMPERATURE, generator, starts.repeat(times),
+        JointSettings.model_validate(sampling), eps_b.to(prompts.device), TEMPERATURE, generator, starts.repeat(times),
     )  # fmt: skip
 
 
