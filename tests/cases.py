@@ -33,6 +33,20 @@ def greedy(max_tokens: int = 40, **settings: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **settings})
 
 
+def after_a_prefix(llm: Any, count: int = 6, tokens: int = 40) -> list[tuple[list[int], int]]:
+    """Outputs, and cached tokens, of requests that begin alike, the last of them with the whole output of the first.
+
+    The positions of that output were drafted.
+    """
+    shared = prompts(1)[0]["prompt_token_ids"][:96]
+    requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(count)]
+    first = generate(llm, requests[:1], greedy())[0]
+    requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + first})
+    outputs = llm.generate(requests, greedy(tokens), use_tqdm=False)
+    assert outputs[-1].num_cached_tokens >= 128
+    return [(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
+
+
 def batch_1(llm: Any) -> Any:
     return [generate(llm, [request], greedy())[0] for request in prompts(3)]
 

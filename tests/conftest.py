@@ -213,11 +213,15 @@ def drafter_of(llm: Any) -> Any:
     return runner_of(llm).drafter
 
 
-def our_counter(name: str) -> float:
-    """The value of one of our counters, of all engines of this process together."""
+@contextlib.contextmanager
+def counting(llm: Any) -> Iterator[Counter[str]]:
+    """By how much an engine's counts and our counters (of all engines of this process together) grow in a block."""
     from vllm_ppd.vllm_plugins.engine.metrics import totals
 
-    return totals()[name]
+    grown, before = Counter[str](), {**llm.counts, **totals()}
+    yield grown
+    after = {**llm.counts, **totals()}
+    grown.update({name: value - before.get(name, 0) for name, value in after.items() if value != before.get(name, 0)})
 
 
 def counter(llm: Any, name: str) -> float:
@@ -228,31 +232,19 @@ def counter(llm: Any, name: str) -> float:
 @pytest.fixture(scope="session")
 def heads_folder(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """heads_folder(exit_layers, noise): a hand-made heads folder for the tiny llama; T is the identity plus noise."""
+    import heads_folders
     import torch
 
-    from vllm_ppd.heads.base import TargetLayers
-    from vllm_ppd.heads.early.config import EarlyConfig
     from vllm_ppd.heads.early.module import EarlyHeads
-    from vllm_ppd.heads.fingerprint import fingerprint
     from vllm_ppd.heads.weights import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
-        target = tiny_model()
-        heads = EarlyHeads(exit_layers, hidden_size=64)
+        heads, exits = EarlyHeads(exit_layers, hidden_size=64), list(exit_layers)
         torch.manual_seed(0)
         for weight in heads.weights.values():
             weight.data += noise * torch.randn_like(weight)
-        config = EarlyConfig(
-            verifier=str(target),
-            exit_layers=list(exit_layers),
-            default_exit_layers=list(exit_layers),
-            num_speculative_tokens=2,
-            target=TargetLayers(
-                model_type="llama", hidden_size=64, vocab_size=tiny.VOCAB, num_hidden_layers=tiny.LAYERS
-            ),
-            fingerprint=fingerprint(target),
-        )
         folder = tmp_path_factory.mktemp("heads")
+        config = heads_folders.config_of("early", tiny_model(), exit_layers=exits, default_exit_layers=exits)
         save_heads(folder, config, heads.tensors())
         return folder
 
@@ -309,5 +301,27 @@ def fitted_heads(tiny_model: Factory, said: Factory, made_once: Factory) -> Call
             name, lambda folder: overfitted.fit(tiny_model(family), kind, said(family), folder / "heads", **options)
         )
         return str(folder / "heads")
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def with_heads(
+    heads_folder: Factory, fitted_heads: Factory, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
+    """with_heads(options, family, target): options whose "heads", a kind and how they are made, become their model.
+
+    With a target, heads of the family's tiny model are named anew for a model that says what that one says.
+    """
+    import overfitted
+
+    def get(options: dict[str, Any], family: str = "llama", target: Path | None = None) -> dict[str, Any]:
+        if "heads" not in options:
+            return options
+        kind, how = options["heads"]
+        made = heads_folder(**how) if kind == "hand-made" else fitted_heads(kind, family, **how)
+        if target is not None:
+            made = overfitted.moved(made, target, tmp_path_factory.mktemp("heads"))
+        return {name: value for name, value in options.items() if name != "heads"} | {"model": str(made)}
 
     return get

@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import numpy as np
 import torch
 
 from vllm_ppd.kernels import dispatch
@@ -134,46 +133,6 @@ def heads() -> None:
     same(seeded, "adaptive_threshold")
 
 
-def candidates() -> None:
-    """The winner's block goes into the request's own and into the other candidates', in two groups of layers."""
-    from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
-    from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
-    from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
-
-    tables = [SimpleNamespace(block_table=SimpleNamespace(np=np.arange(24).reshape(4, 6) + gid), block_size=16)
-              for gid in range(2)]  # fmt: skip
-    names = ["layers.0", "layers.1", "layers.2"]
-    groups = [SimpleNamespace(layer_names=names[:2]), SimpleNamespace(layer_names=names[2:])]
-    batch = SimpleNamespace(req_ids=list("abcd"), block_table=SimpleNamespace(block_tables=tables))
-    made: dict[str, torch.Tensor] = {}
-    context = {name: SimpleNamespace(get=made.get) for name in names}
-    cache_config = SimpleNamespace(kv_cache_groups=groups, num_blocks=30, kv_cache_tensors=[])
-    runner = SimpleNamespace(
-        input_batch=batch, device=torch.device("cpu"), kv_cache_config=cache_config, max_model_len=96,
-        compilation_config=SimpleNamespace(static_forward_context=context),
-    )  # fmt: skip
-    candidates = Candidates(Batch(runner), KVBlocks(runner, list), count=3, requests=4)
-    candidates.reserve(cache_config)
-
-    def choose() -> list[torch.Tensor]:
-        torch.manual_seed(2)
-        for name in names:
-            # The backend's blocks are half the scheduler's.
-            context[name].kv_cache = torch.randn(2 * cache_config.num_blocks, 2, 8, 6)
-        before = [context[name].kv_cache.clone() for name in names]
-        candidates.warm_up()
-        assert all(torch.equal(context[name].kv_cache, kept) for name, kept in zip(names, before, strict=True))
-        candidates._copy(np.array([0, 2, 3]), np.array([40, 3, 95]), np.array([2, 0, 1]), whole=True)  # as off the CPU
-        return [context[name].kv_cache for name in names]
-
-    caches = same(choose, "copy_blocks")
-    row, winner = 0, 2
-    blocks = caches[0].unflatten(0, (-1, 2))
-    block, tails = tables[0].block_table.np[row, 40 // 16], candidates.tails[row, :, 0]
-    assert torch.equal(blocks[block], blocks[tails[winner - 1]])
-    assert torch.equal(blocks[block], blocks[tails[0]])
-
-
 def engines(model: str, options: list[dict[str, Any]]) -> None:
     """The same drafts, and the same output, of real engines."""
     from cases import generate, greedy, prompts
@@ -211,12 +170,14 @@ def engines(model: str, options: list[dict[str, Any]]) -> None:
 def group(model: str) -> None:
     """Prints what a worker group of three candidates says, and its hits and misses, with the environment's kernels."""
     from cases import generate, greedy, prompts
-    from conftest import our_counter, start_engine
+    from conftest import start_engine
+
+    from vllm_ppd.vllm_plugins.engine.metrics import totals
 
     options = {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5}
     llm = start_engine(Path(model), options, pipeline_parallel_size=2)
     output = generate(llm, prompts(3, 40), greedy(30))
-    counts = {name: our_counter(f"group_{name}") for name in ("micro_steps", "hits", "misses", "candidates")}
+    counts = {name: totals()[f"group_{name}"] for name in ("micro_steps", "hits", "misses", "candidates")}
     llm.llm_engine.engine_core.shutdown()
     print("RESULT", json.dumps([output, counts]))
 
@@ -225,7 +186,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     if sys.argv[1] == "parts":
         with torch.inference_mode():
-            for part in (reader, heads, candidates):
+            for part in (reader, heads):
                 part()
     elif sys.argv[1] == "group":
         group(sys.argv[2])

@@ -3,25 +3,21 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
-VLLM = [str(Path(sys.executable).with_name("vllm")), "serve"]
+from vllm_ppd.benchmarks.serve.server import end, start
+
 START_SECONDS = 300
-
-
-def environment() -> dict[str, str]:
-    changes = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    return {**os.environ, **changes}
+LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
+FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--kv-cache-memory-bytes", str(1 << 26))
 
 
 class Server:
@@ -30,16 +26,10 @@ class Server:
     def __init__(self, model: Path, log: Path, *args: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+            port = str(probe.getsockname()[1])
         self.log, self.model = log, str(model)
-        command = [
-            *VLLM, str(model), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "256", "--kv-cache-memory-bytes", str(1 << 26), *args,
-        ]  # fmt: skip
-        self.process = subprocess.Popen(
-            command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-        )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.process = start(["serve", str(model), "--host", "127.0.0.1", "--port", port, *FLAGS, *args], log, LOGGED)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             assert self.process.poll() is None, log.read_text()[-3000:]
@@ -57,18 +47,11 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Each series of /metrics, summed over its labels."""
-        values: dict[str, float] = {}
-        for line in self.http.get("/metrics").text.splitlines():
-            sample = re.match(r"((?:vllm|ppd):\w+)(?:\{[^}]*\})? (\S+)$", line)
-            if sample:
-                values[sample[1]] = values.get(sample[1], 0.0) + float(sample[2])
+        values: dict[str, float] = defaultdict(float)
+        for family in text_string_to_metric_families(self.http.get("/metrics").text):
+            for sample in family.samples:
+                values[sample.name] += sample.value
         return values
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGINT)
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(30)
+        end(self.process, signal.SIGINT)

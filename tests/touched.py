@@ -27,9 +27,7 @@ V2 = "vllm.v1.worker.gpu"
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
     f"{PLUGIN}.v1.runner:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.nonspeculative_steps:NonSpeculativeSteps": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.token_logprobs:TokenLogprobs": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.seeded_requests:SeededRequests": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.verification:Verification": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{GROUP}.runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.warm_up:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
@@ -37,8 +35,16 @@ OVERRIDING = {
     f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
     f"{PLUGIN}.v2.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",
 }
-# What is called or assumed beside: runner V2's step, and what stands around a speculator.
+# What is called or assumed beside.
 ASSUMED = [
+    "vllm.engine.arg_utils:EngineArgs.create_engine_config",  # hands over to maybe_override_with_speculators
+    "vllm.engine.arg_utils:EngineArgs.__post_init__",  # resolves names of heads by get_model_path
+    "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
+    "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",  # whose global unseen_by_connectors hides
+    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.requires_piecewise_for_cudagraph",
+    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule",  # counts steps in flight, takes placeholder drafts
+    "vllm.v1.kv_cache_interface:KVCacheTensor",  # laid out anew by kv_blocks.added_blocks
+    # Runner V2's step, and what stands around a speculator.
     *(f"{V2}.model_runner:GPUModelRunner.{name}" for name in (
         "execute_model", "sample_tokens", "sample", "postprocess_sampled", "capture_model", "prepare_attn",
         "gather_batch_req_state", "_dummy_run",

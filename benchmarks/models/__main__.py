@@ -32,4 +32,4 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(commands=COMMANDS, prog="models"))
+    sys.exit(main(table=COMMANDS, prog="models"))

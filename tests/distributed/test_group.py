@@ -8,8 +8,8 @@ from typing import Any
 
 import preempted
 import pytest
-from cases import CASES, SCHEMA, generate, greedy, prompts
-from conftest import DEMO, Factory, end_workers, our_counter, start_engine
+from cases import CASES, SCHEMA, after_a_prefix, generate, greedy, prompts
+from conftest import DEMO, Factory, counting, end_workers, start_engine
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
@@ -21,13 +21,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # The first stage in two stacks: candidates run through two layers, the rest waits for the target's choice.
     "candidates": {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5},
     "late": {
-        "method": "ppd",
-        "candidates": 8,
-        "exit_layer": 5,
-        "num_speculative_tokens": 1,
-        "disable_by_batch_size": 16,
+        "method": "ppd", "candidates": 8, "exit_layer": 5, "num_speculative_tokens": 1, "disable_by_batch_size": 16,
     },
-}
+}  # fmt: skip
 
 # Structured output and logprobs: test_prompts_of_one_token_join and test_logprobs_of_some_tokens.
 QUICK = {"batch_1", "batch_16", "arrivals_and_aborts"}
@@ -50,13 +46,6 @@ def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
     yield get
     for llm in started.values():
         end_workers(llm)
-
-
-def counted(run: Callable[[], Any], *names: str) -> tuple[Any, list[float]]:
-    """What a run gives, and by how much our counters grew in it."""
-    before = [our_counter(name) for name in names]
-    result = run()
-    return result, [our_counter(name) - value for name, value in zip(names, before, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -82,40 +71,34 @@ def test_same_tokens_as_stages_without_speculation(engine: Factory, group: Facto
 def test_group_works_in_small_batches_alone(group: Factory) -> None:
     """The suite above would pass without a micro-step: hits and misses of every kind must have been seen."""
     llm = group(VARIANTS["candidates"])
-    names = (
-        "group_micro_steps", "group_hits", "group_misses", "group_candidates", "group_candidates_discarded",
-        "group_tokens", "group_first_stage_layers", "group_last_stage_layers",
-    )  # fmt: skip
     generate(llm, prompts(1), greedy())  # what a step's last frame was too early for comes with the next step
-    before = llm.counts.copy()
-    counts = counted(lambda: generate(llm, prompts(1), greedy()), *names)[1]
-    micro_steps, hits, misses, candidates, discarded, tokens, first, last = counts
-    seen = llm.counts - before
-    # Every token but the prompt's own comes from a micro-step, and the last one needs no candidates.
-    assert micro_steps == 39
-    assert hits + misses == 38
-    assert hits > 3 and misses > 3
-    assert (candidates, discarded) == (3 * 38, 3 * 38 - hits)
+    with counting(llm) as seen:
+        generate(llm, prompts(1), greedy())
+    hits, misses = seen["group_hits"], seen["group_misses"]
+    # Every token but the prompt's comes from a micro-step, and the last of them needs no candidates.
+    assert seen["group_micro_steps"] == seen["group_tokens"] == 39
+    assert hits + misses == 38 and min(hits, misses) > 3
+    assert (seen["group_candidates"], seen["group_candidates_discarded"]) == (3 * 38, 3 * 38 - hits)
     # Of six layers: two of each candidate, and all of each token but for the two that its candidate has done.
-    assert tokens == 39 and last == 2 * 39
-    assert first == 2 * candidates + 4 * 39 - 2 * hits
+    assert seen["group_first_stage_layers"] == 2 * 3 * 38 + 4 * 39 - 2 * hits
+    assert seen["group_last_stage_layers"] == 2 * 39
     assert seen["accepted"] + seen["drafts"] == 39
     # Nine requests are more than the cut-off of eight; they start and end together, so it is never undercut.
-    _, (micro_steps, *_) = counted(lambda: generate(llm, SHORT, greedy(12)), *names)
-    assert micro_steps == 0
-    _, (micro_steps, hits, misses, *_) = counted(lambda: generate(llm, SHORT[:8], greedy(12)), *names)
-    assert micro_steps > 0 and hits > 0 and misses > 0
+    for requests in (SHORT, SHORT[:8]):
+        with counting(llm) as seen:
+            generate(llm, requests, greedy(12))
+        grown = [seen[f"group_{name}"] > 0 for name in ("micro_steps", "hits", "misses")]
+        assert grown == [len(requests) <= 8] * 3
 
 
 def test_seeded_requests_draw_as_without_speculation(engine: Factory, group: Factory) -> None:
     """A token is sampled once, from the target's own logits: with a seed nothing differs at all."""
     params = [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, seed=i, ignore_eos=True) for i in range(6)]
     expected = generate(engine(), SHORT[:6], params)
-    got, (hits, misses) = counted(
-        lambda: generate(group(VARIANTS["candidates"]), SHORT[:6], params), "group_hits", "group_misses"
-    )
-    assert got == expected
-    assert hits > 0 and misses > 0
+    llm = group(VARIANTS["candidates"])
+    with counting(llm) as seen:
+        assert generate(llm, SHORT[:6], params) == expected
+    assert seen["group_hits"] > 0 and seen["group_misses"] > 0
 
 
 def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Factory, group: Factory) -> None:
@@ -131,9 +114,9 @@ def test_output_with_a_seed_is_vllms_through_preemptions() -> None:
     options = {"method": "ppd", "candidates": 3, "num_speculative_tokens": 3}
     llm = start_engine(DEMO, options, pipeline_parallel_size=2, **preempted.SMALL_KV)
     try:
-        answers, (hits, misses) = counted(lambda: preempted.outputs(llm), "group_hits", "group_misses")
-        preempted.check(answers, alone["alone"])
-        assert hits > 0 and misses > 0 and llm.counts["preempted"] > 6
+        with counting(llm) as seen:
+            preempted.check(preempted.outputs(llm), alone["alone"])
+        assert seen["group_hits"] > 0 and seen["group_misses"] > 0 and seen["preempted"] > 6
     finally:
         end_workers(llm)
 
@@ -189,9 +172,9 @@ def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
 def test_prompts_of_a_single_token_join(engine: Factory, group: Factory, running: int, params: SamplingParams) -> None:
     """vLLM's own padding of such prompts does not say that a step may go on."""
     alone, stages = _with_prefix_cache(engine, group)
-    got, (micro_steps,) = counted(lambda: _joined(stages, running, params), "group_micro_steps")
-    assert got == _joined(alone, running, params)
-    assert (micro_steps > 0) == (running <= 8)
+    with counting(stages) as seen:
+        assert _joined(stages, running, params) == _joined(alone, running, params)
+    assert (seen["group_micro_steps"] > 0) == (running <= 8)
 
 
 def test_logprobs_of_some_tokens(engine: Factory, group: Factory) -> None:
@@ -221,16 +204,8 @@ def test_thinking_budget(engine: Factory, group: Factory) -> None:
 
 def test_prefix_cache_hits(engine: Factory, group: Factory) -> None:
     """What the group wrote is good for later requests, emitted tokens included."""
-    results = []
-    for llm in _with_prefix_cache(engine, group):
-        shared = prompts(1)[0]["prompt_token_ids"][:96]
-        requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(5)]
-        first = llm.generate(requests[:1], greedy(), use_tqdm=False)
-        requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
-        outputs = llm.generate(requests, greedy(), use_tqdm=False)
-        results.append([(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs])
-    assert results[1] == results[0]
-    assert results[0][-1][1] >= 128
+    expected, answers = (after_a_prefix(llm, 5) for llm in _with_prefix_cache(engine, group))
+    assert answers == expected
 
 
 def test_preemption(engine: Factory, group: Factory) -> None:
@@ -249,23 +224,19 @@ def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its norms are of another kind."""
     expected = CASES["batch_1"](engine(family=family)), generate(engine(family=family), prompts(6), greedy())
     llm = group({"method": "ppd", "candidates": 3, "exit_layer": 4}, family=family)
-    got, (hits,) = counted(lambda: (CASES["batch_1"](llm), generate(llm, prompts(6), greedy())), "group_hits")
-    assert got == expected
-    assert hits > 0
+    with counting(llm) as seen:
+        assert (CASES["batch_1"](llm), generate(llm, prompts(6), greedy())) == expected
+    assert seen["group_hits"] > 0
 
 
 def test_heads_on_the_first_stage(alone: Factory, group: Factory, fitted_heads: Factory) -> None:
     """Trained heads are right more often than the bare exit."""
     rates = []
-    for options in (
-        VARIANTS["candidates"],
-        {**VARIANTS["candidates"], "model": fitted_heads("early", head="classifier")},
-    ):
-        got, (hits, misses) = counted(
-            lambda options=options: CASES["batch_1"](group(options)), "group_hits", "group_misses"
-        )
-        assert got == alone("batch_1")
-        rates.append(hits / (hits + misses))
+    for heads in ({}, {"model": fitted_heads("early", head="classifier")}):
+        llm = group(VARIANTS["candidates"] | heads)
+        with counting(llm) as seen:
+            assert CASES["batch_1"](llm) == alone("batch_1")
+        rates.append(seen["group_hits"] / (seen["group_hits"] + seen["group_misses"]))
     assert rates[1] > rates[0] + 0.05
 
 
@@ -273,6 +244,8 @@ def test_heads_on_the_first_stage(alone: Factory, group: Factory, fitted_heads: 
 def test_two_by_two_ranks(alone: Factory, group: Factory) -> None:
     """Two tensor-parallel ranks a stage: each finds the same candidates, and talks to the rank of its own number."""
     llm = group(VARIANTS["candidates"], tensor_parallel_size=2)
-    got, (hits,) = counted(lambda: (CASES["batch_1"](llm), CASES["arrivals_and_aborts"](llm)), "group_hits")
-    assert got == (alone("batch_1"), alone("arrivals_and_aborts"))
-    assert hits > 0
+    with counting(llm) as seen:
+        assert [CASES[case](llm) for case in ("batch_1", "arrivals_and_aborts")] == [
+            alone(case) for case in ("batch_1", "arrivals_and_aborts")
+        ]
+    assert seen["group_hits"] > 0

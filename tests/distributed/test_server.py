@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 from conftest import Factory
-from server import VLLM, Server, environment
+from server import LOGGED, Server
+
+from vllm_ppd.benchmarks.serve.server import VLLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
@@ -116,9 +119,9 @@ def test_streamed_and_aborted(server: Server) -> None:
 
 
 def refused(model: Path, *args: str) -> str:
-    run = subprocess.run(
-        [*VLLM, str(model), "--dtype", "float32", *args], capture_output=True, text=True, env=environment(), timeout=300
-    )
+    command = [*VLLM, "serve", str(model), "--dtype", "float32", *args]
+    environment = {**os.environ, **LOGGED, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert run.returncode != 0
     assert "Traceback" not in run.stderr, run.stderr[-2000:]
     assert "Loading" not in run.stderr + run.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from cases import generate, greedy, prompts
-from conftest import Factory, our_log
+from conftest import Factory, counting, our_log
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
 
@@ -19,7 +19,7 @@ def test_hardly_any_accepted_draft_is_a_warning(engine: Factory, monkeypatch: py
         generate(llm, prompts(2, 30), greedy(30))
         assert not messages  # enough are accepted
         monkeypatch.setattr(acceptance_watch, "NEAR_ZERO", 1.1)
-        before = llm.counts.copy()
-        generate(llm, prompts(2, 30), greedy(30))
-        assert (llm.counts - before)["drafts"] > 20
+        with counting(llm) as seen:
+            generate(llm, prompts(2, 30), greedy(30))
+        assert seen["drafts"] > 20
     assert len(messages) == 1 and "drafted tokens were accepted over the last 2" in messages[0]

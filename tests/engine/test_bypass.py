@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import CASES, generate, greedy, prompts
 from conftest import Factory, drafter_of, runner_of
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
@@ -18,14 +18,12 @@ from vllm_ppd.vllm_plugins.engine.v1.proposer import Bypass
 ADAPTIVE = {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 3, "adaptive": True}
 
 
-def scheduled(tokens: dict[str, int], new: tuple[str, ...] = (), resumed: tuple[str, ...] = ()) -> Any:
-    """As much of vLLM's SchedulerOutput as a bypass reads."""
-    return SimpleNamespace(
-        num_scheduled_tokens=tokens,
-        total_num_scheduled_tokens=sum(tokens.values()),
-        scheduled_new_reqs=new,
-        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(resumed)),
-    )
+def scheduled(tokens: dict[str, int], new: tuple[Any, ...] = (), resumed: tuple[str, ...] = ()) -> SchedulerOutput:
+    """A step of these tokens of each request."""
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens, output.total_num_scheduled_tokens = tokens, sum(tokens.values())
+    output.scheduled_new_reqs, output.scheduled_cached_reqs.resumed_req_ids = list(new), set(resumed)
+    return output
 
 
 def test_so_many_steps_are_bypassed() -> None:

@@ -12,7 +12,7 @@ import overfitted
 import pytest
 import torch
 from cases import greedy
-from conftest import DEMO, ROOT, Factory, start_engine, write_texts
+from conftest import DEMO, ROOT, Factory, counting, start_engine, write_texts
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
@@ -119,12 +119,11 @@ def test_engine_counts_what_calibration_expects(calibration: Factory, variant: s
         max_num_seqs=32, kv_cache_memory_bytes=1 << 28,
     )  # fmt: skip
     for temperature, rounds in ((0.0, 1), (0.8, 3)):
-        before = llm.counts.copy()
-        params = greedy(TOKENS) if not temperature else SamplingParams(
-            temperature=temperature, max_tokens=TOKENS, ignore_eos=True
-        )  # fmt: skip
-        outputs = llm.generate(requests * rounds, params, use_tqdm=False)
-        seen = llm.counts - before
+        with counting(llm) as seen:
+            params = greedy(TOKENS) if not temperature else SamplingParams(
+                temperature=temperature, max_tokens=TOKENS, ignore_eos=True
+            )  # fmt: skip
+            outputs = llm.generate(requests * rounds, params, use_tqdm=False)
         ids = torch.tensor([o.prompt_token_ids + list(o.outputs[0].token_ids) for o in outputs])
         texts = Texts(ids, PROMPT, torch.full((len(ids),), TOKENS), temperature)
         expected = predicted(variant, made, texts)

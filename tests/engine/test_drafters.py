@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, generate, prompts
-from conftest import Factory, drafter_of
+from conftest import Factory, counting, drafter_of
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -52,32 +52,28 @@ class Watch:
         return watched
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("early", {"method": "ppd", "gamma": 0.02}),
-        ("cp", {"method": "cp"}),
-        ("cp", {"method": "cp", "draft_vocab_size": 100, "condition": "chain"}),
-        ("dynamo", {"method": "dynamo", "eps_b": 0.1}),
-    ],
-    ids=["early", "cp", "cp-chain", "dynamo"],
-)
+METHODS: dict[str, dict[str, Any]] = {
+    "early": {"method": "ppd", "gamma": 0.02, "heads": ("early", {})},
+    "cp": {"method": "cp", "heads": ("cp", {})},
+    "cp-chain": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"condition": "chain"})},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_propose_never_waits_for_the_device(
-    engine: Factory, fitted_heads: Factory, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    engine: Factory, with_heads: Factory, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    how = {"condition": options["condition"]} if "condition" in options else {}
-    llm = engine(
-        {name: value for name, value in options.items() if name not in how} | {"model": fitted_heads(kind, **how)}
-    )
+    llm = engine(with_heads(METHODS[method]))
     proposer = drafter_of(llm)
     watch, drafter = Watch(monkeypatch), proposer.host.drafter
     monkeypatch.setattr(drafter, "propose", watch.around(drafter.propose, True))
     if hasattr(proposer, "passes"):  # the V1 runner builds attention metadata on the host
         monkeypatch.setattr(proposer.passes, "first", watch.around(proposer.passes.first, False))
-    before = llm.counts.copy()
-    CASES["batch_16"](llm)
-    generate(llm, prompts(6), SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=12))
-    assert (llm.counts - before)["accepted"] > 0
+    with counting(llm) as seen:
+        CASES["batch_16"](llm)
+        generate(llm, prompts(6), SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=12))
+    assert seen["accepted"] > 0
 
 
 def test_the_watch_sees_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import adapters
 import pytest
 import torch
 from cases import CASES, greedy, prompts
-from conftest import Factory, drafter_of, runner_of, start_engine
+from conftest import Factory, counting, drafter_of, runner_of, start_engine
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
@@ -24,11 +23,10 @@ from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker
 
 pytestmark = pytest.mark.engine
 
-# What is tested with each method that runs with a feature.
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "early": ({"method": "ppd"}, {}),
-    "cp": ({"method": "cp"}, {"rank": 3, "condition": "none"}),
-    "dynamo": ({"method": "dynamo", "eps_b": 0.1}, {}),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "early": {"method": "ppd"},
+    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 CHAIN = {"rank": 3, "condition": "chain"}  # reads input embeddings and the LM head
 
@@ -48,10 +46,10 @@ def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest) -> N
 
     def said(llm: Any, draft: bool = True) -> tuple[list[list[int]], Any]:
         """Output and counts; without draft, adapted requests do not."""
-        before = llm.counts.copy()
-        params = [greedy(extra_args={"ppd_draft": draft or request is None}) for request in chosen]
-        outputs = llm.generate(prompts(16), params, use_tqdm=False, lora_request=chosen)
-        return [list(output.outputs[0].token_ids) for output in outputs], llm.counts - before
+        with counting(llm) as seen:
+            params = [greedy(extra_args={"ppd_draft": draft or request is None}) for request in chosen]
+            outputs = llm.generate(prompts(16), params, use_tqdm=False, lora_request=chosen)
+        return [list(output.outputs[0].token_ids) for output in outputs], seen
 
     expected, llm, base = said(engine(**settings))[0], engine(options, **settings), engine(options)
     plain = CASES["batch_16"](engine())
@@ -62,9 +60,9 @@ def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest) -> N
     # Drafts are those of an engine without adapters.
     tokens, counts = said(llm, draft=False)
     assert tokens == expected
-    base.counts.clear()
-    base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
-    assert counts == base.counts
+    with counting(base) as seen:
+        base.generate(prompts(16)[::2], greedy(), use_tqdm=False)
+    assert all(counts[name] == seen[name] for name in ("drafts", "drafted", "accepted"))
     target, hidden, ids = drafter_of(llm).host.target, torch.randn(40, 64), torch.arange(40)
     torch.testing.assert_close(
         target.lm_head.logits(hidden), drafter_of(base).host.target.lm_head.logits(hidden), rtol=0, atol=1e-5
@@ -72,36 +70,27 @@ def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest) -> N
     torch.testing.assert_close(target.embed(ids), drafter_of(base).host.target.embed(ids), rtol=0, atol=0)
 
 
-@pytest.fixture(scope="module")
-def variant(fitted_heads: Factory) -> Callable[[str], dict[str, Any]]:
-    def get(name: str) -> dict[str, Any]:
-        options, how = VARIANTS[name]
-        return options if name == "early" else {**options, "model": fitted_heads(name, **how)}
-
-    return get
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_kv_connector(
-    engine: Factory, variant: Factory, tiny_model: Factory, tmp_path: Path,
+    engine: Factory, with_heads: Factory, tiny_model: Factory, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:  # fmt: skip
     """KV of prompts is stored and loaded, that of draft layers included; drafts are never stored."""
     where = {"shared_storage_path": str(tmp_path)}
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both", kv_connector_extra_config=where)
-    requests, options = prompts(4, 100), {**variant(name), "step_costs": "measure"}
+    requests, options = prompts(4, 100), {**with_heads(VARIANTS[name]), "step_costs": "measure"}
     expected = [list(o.outputs[0].token_ids) for o in engine().generate(requests, greedy(), use_tqdm=False)]
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)  # one a process, and its end is the test's
     # The connector stores prompts that are taken in at once.
     llm = start_engine(tiny_model(), options, kv_transfer_config=connector, max_num_batched_tokens=512)
     stored: list[set[str]] = []
     for hit in (False, True):
-        before = llm.counts.copy()
-        outputs = llm.generate(requests, greedy(), use_tqdm=False)
-        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-        assert [output.num_cached_tokens for output in outputs] == [32 * ((len(r["prompt_token_ids"]) - 1) // 32) * hit
-                                                                    for r in requests]  # fmt: skip
-        assert (llm.counts - before)["accepted"] > 0
+        with counting(llm) as seen:
+            outputs = llm.generate(requests, greedy(), use_tqdm=False)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            hits = [32 * ((len(request["prompt_token_ids"]) - 1) // 32) * hit for request in requests]
+            assert [output.num_cached_tokens for output in outputs] == hits
+        assert seen["accepted"] > 0
         stored.append({path.name for path in tmp_path.rglob("*.safetensors")})
     # Step costs are measured beside a connector, too.
     set_draft_length(drafter_of(llm))
@@ -137,7 +126,7 @@ class Pool:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_sleep_level_1(
-    engine: Factory, variant: Factory, tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+    engine: Factory, with_heads: Factory, tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """What was allocated while loading comes back, the KV cache does not. (The CPU build has no sleep mode of its own:
     the worker does to this memory what vLLM's allocator does on a GPU.)"""
@@ -157,15 +146,14 @@ def test_sleep_level_1(
     monkeypatch.setattr(DraftingWorker, "load_model", load_model)
     monkeypatch.setattr(DraftingWorker, "sleep", sleep)
     monkeypatch.setattr(DraftingWorker, "wake_up", lambda self, tags=None: pool.resume())
-    llm = start_engine(tiny_model(), variant(name), enable_sleep_mode=True, enable_prefix_caching=True)
+    llm = start_engine(tiny_model(), with_heads(VARIANTS[name]), enable_sleep_mode=True, enable_prefix_caching=True)
     expected = CASES["batch_16"](engine())
     assert CASES["batch_16"](llm) == expected
     with pytest.raises(OptionError, match=r"sleep level 2 is not supported .* use level 1"):
         llm.sleep(level=2)
     llm.sleep(level=1)
     llm.wake_up()
-    before = llm.counts.copy()
-    assert CASES["batch_16"](llm) == expected
-    seen = llm.counts - before
+    with counting(llm) as seen:
+        assert CASES["batch_16"](llm) == expected
     assert seen["accepted"] > 0.02 * seen["drafted"] > 0
     assert len(pool.kept) > 20

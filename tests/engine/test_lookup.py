@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, generate, greedy
-from conftest import Factory, our_counter
+from conftest import Factory, counting
 from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shallow
 
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
@@ -37,26 +37,6 @@ def test_the_longest_agreement_counts() -> None:
     assert drafts_of([text], 2) == [[7, 8, 51]]
     assert drafts_of([[80, 81, 3, *text]], LONGEST_LOOKUP) == [[7, 8, 51]]
     assert drafts_of([text[1:]], LONGEST_LOOKUP + 1) == [[]]
-
-
-def naive(text: list[int], shortest: int, most: int) -> list[int]:
-    """What vLLM's n-gram method drafts; its own code imports Numba, after which no CPU engine starts in the process."""
-    longest, follows = 0, 0
-    for place in range(1, len(text)):
-        length = 0
-        while length < min(place, LONGEST_LOOKUP) and text[place - 1 - length] == text[-1 - length]:
-            length += 1
-        if length > longest:
-            longest, follows = length, place
-    return text[follows : follows + most] if longest >= shortest else []
-
-
-def test_it_is_vllms_n_gram_method() -> None:
-    rng = np.random.default_rng(0)
-    for tokens in (2, 3, 8):
-        texts = [rng.integers(1, tokens + 1, size=rng.integers(1, 190)).tolist() for _ in range(40)]
-        for shortest in (1, 3, 5):
-            assert drafts_of(texts, shortest, 4) == [naive(text, shortest, 4) for text in texts]
 
 
 # ---- which source drafts
@@ -185,10 +165,9 @@ def test_lookups_are_drafted_and_accepted(engine: Factory) -> None:
     """The exactness suite would pass without them; a loop is found after its first turn."""
     llm, params = engine(OPTIONS), greedy(40)
     loop = {"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}
-    before, steps = llm.counts.copy(), our_counter("lookup_steps")
-    generate(llm, [loop], params)
-    assert our_counter("lookup_steps") > steps
-    assert (llm.counts - before)["accepted"] > 0
+    with counting(llm) as seen:
+        generate(llm, [loop], params)
+    assert seen["lookup_steps"] > 0 and seen["accepted"] > 0
 
 
 @pytest.mark.engine

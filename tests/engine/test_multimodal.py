@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import overfitted
 import pytest
 import tiny_multimodal
 from cases import CASES, greedy, prompts
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.engine
 
 METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 4},
-    "cp": {"method": "cp", "heads": {"rank": 3, "condition": "chain"}},
-    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": {}},
+    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "chain"})},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 
 
@@ -28,23 +28,13 @@ def target(tiny_model: Factory, made_once: Factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(target: Path, fitted_heads: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def started(target: Path, with_heads: Factory) -> Callable[..., Any]:
     """started(method): an engine; its heads were fitted to the text model that the language model is."""
-    engines: dict[str | None, Any] = {}
 
-    def options(method: str) -> dict[str, Any]:
-        options = dict(METHODS[method])
-        how = options.pop("heads", None)
-        if how is not None:
-            heads = fitted_heads(method, tiny_multimodal.TEXT, **how)
-            options["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
-        return options
-
+    @functools.cache
     def get(method: str | None = None) -> Any:
-        if method not in engines:
-            chosen = None if method is None else options(method)
-            engines[method] = start_engine(target, chosen, limit_mm_per_prompt={"audio": 1})
-        return engines[method]
+        options = None if method is None else with_heads(METHODS[method], tiny_multimodal.TEXT, target)
+        return start_engine(target, options, limit_mm_per_prompt={"audio": 1})
 
     return get
 

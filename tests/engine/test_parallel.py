@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import Factory, drafter_of, our_counter
+from conftest import Factory, counting, drafter_of
 from torch.nn import functional
 
 from vllm_ppd.kernels.batched_linear import batched_linear
@@ -22,7 +22,7 @@ PARALLEL = {"method": "paradecode", "schedule": "parallel"}
 FAMILIES = ["llama", *(pytest.param(f, marks=pytest.mark.full) for f in ("mistral", "qwen2")), "qwen3"]
 
 
-def counting(owner: Any, name: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def recording(owner: Any, name: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the first argument of every call."""
     original = getattr(owner, name)
 
@@ -122,20 +122,18 @@ def test_what_a_token_costs(
     """A token that an exit predicted rightly starts l layers after the one before it, any other L layers."""
     heads = fitted_heads("early", head="classifier")
     llm = engine({**PARALLEL, "model": heads, "exit_layer": exit_layer, "num_speculative_tokens": 4})
-    schedule, calls, kept = drafter_of(llm).schedule, [], 0
-    counting(schedule.layers.stacked, "run_layers", calls, monkeypatch)
+    schedule, calls = drafter_of(llm).schedule, []
+    recording(schedule.layers.stacked, "run_layers", calls, monkeypatch)
     plans: list[Any] = []
-    counting(schedule, "run", plans, monkeypatch)
-    before = {name: our_counter(name) for name in ("early_predictions", "early_rejections", "deferred_steps")}
-    accepted, drafted = llm.counts["accepted"], llm.counts["drafted"]
-    generate(llm, prompts(1), greedy())
-    seen = {name: our_counter(name) - value for name, value in before.items()}
+    recording(schedule, "run", plans, monkeypatch)
+    with counting(llm) as seen:
+        generate(llm, prompts(1), greedy())
     kept = seen["early_predictions"] - seen["early_rejections"]
     tokens = sum(int(plan.max_drafts[0]) + 1 for plan in plans)
     assert 0 < kept < tokens
     assert len(calls) == (tokens - kept) * LAYERS + kept * exit_layer
     # The final layer chose every draft, and no step but the prompt's ran the model.
-    assert llm.counts["accepted"] - accepted == llm.counts["drafted"] - drafted == tokens - len(plans)
+    assert seen["accepted"] == seen["drafted"] == tokens - len(plans)
     assert seen["deferred_steps"] == len(plans)
     assert max(len(range(which.start, which.stop, which.step)) for which in calls) == LAYERS // exit_layer
 
@@ -145,7 +143,7 @@ def test_gamma_decides_what_an_exit_may_predict(engine: Factory) -> None:
     made = []
     for gamma in (0.0, 0.03, 0.99):
         llm = engine({**PARALLEL, "gamma": gamma})
-        before = our_counter("early_predictions")
-        generate(llm, prompts(3), greedy())
-        made.append(our_counter("early_predictions") - before)
+        with counting(llm) as seen:
+            generate(llm, prompts(3), greedy())
+        made.append(seen["early_predictions"])
     assert made[0] > made[1] > made[2] == 0

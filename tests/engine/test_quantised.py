@@ -8,10 +8,10 @@ Formats that end in `-amx` run the kernel of 8 bits that vLLM takes where there 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import overfitted
 import pytest
 import quantised
 import torch
@@ -23,48 +23,36 @@ from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
+CHAIN = ("cp", {"rank": 3, "condition": "chain"})
 METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 4},
-    "cp": {"method": "cp", "heads": {"rank": 3, "condition": "chain"}},
-    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": {"rank": 3, "condition": "chain"}},
-    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": {}},
+    "cp": {"method": "cp", "heads": CHAIN},
+    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": CHAIN},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo"), ("w8a8-amx", "early")}
 NEAR = 0.25  # nats between a token and the best one, from rounding to 8 bits of mantissa
-FOUR_BITS = [
-    ("awq", "early"),
-    ("awq", "cp-short"),
-    ("gptq", "early"),
-    ("gptq", "cp-short"),
-    ("gptq", "dynamo"),
-    ("gptq-head", "cp-short"),
-]
 EIGHT_BITS = [(kind, method) for kind in ("w8a8", "w8a8-head", "w8a8-amx") for method in METHODS]
+FOUR_BITS = [
+    *((kind, method) for kind in ("awq", "gptq") for method in ("early", "cp-short")),
+    ("gptq", "dynamo"), ("gptq-head", "cp-short"),
+]  # fmt: skip
 CHOSEN = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full]) for case in [*EIGHT_BITS, *FOUR_BITS]]
 
 
 @pytest.fixture(scope="module")
-def started(
-    tiny_model: Factory, fitted_heads: Factory, made_once: Factory, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Any]:
+def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Callable[..., Any]:
     """started(format, method): an engine; its heads were fitted to the model before it was quantised."""
-    engines: dict[tuple[str, str | None], Any] = {}
 
+    @functools.cache
     def get(kind: str, method: str | None = None) -> Any:
-        if (kind, method) in engines:
-            return engines[kind, method]
         form = kind.removesuffix("-amx")
         target = made_once(f"quantised-{form}", lambda folder: quantised.quantise(tiny_model(), folder, form))
-        options = None if method is None else dict(METHODS[method])
-        how = None if options is None else options.pop("heads", None)
-        if options is not None and how is not None:
-            heads = fitted_heads(options["method"], **how)
-            options["model"] = str(overfitted.moved(heads, target, tmp_path_factory.mktemp("heads")))
+        options = None if method is None else with_heads(METHODS[method], "llama", target)
         with pytest.MonkeyPatch.context() as patch:
             if kind != form:
                 as_if_amx(patch)
-            engines[kind, method] = start_engine(target, options, dtype=quantised.dtype(kind))
-        return engines[kind, method]
+            return start_engine(target, options, dtype=quantised.dtype(kind))
 
     return get
 

@@ -10,11 +10,11 @@ import preempted
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import DEMO, Factory, counter, start_engine
+from conftest import DEMO, Factory, counter, counting, start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import Draws, verify
+from vllm_ppd.vllm_plugins.engine.v1.verification import Draws, verify
 
 pytestmark = pytest.mark.engine
 HEADS = DEMO.parent / "heads"
@@ -82,9 +82,9 @@ def test_output_is_vllms_with_other_ways_of_sampling(engine: Factory, sampling: 
     llm = engine({"method": "ppd", "exit_layer": 5})
     params = [seeded(i, temperature=0.7, **sampling) for i in range(4)]
     company = [greedy(30), *params, SamplingParams(temperature=1.0, max_tokens=20)]
-    before = llm.counts.copy()
-    assert generate(llm, prompts(6, 30), company)[1:-1] == generate(engine(), prompts(6, 30)[1:-1], params)
-    assert (llm.counts - before)["accepted"] > 0
+    with counting(llm) as seen:
+        assert generate(llm, prompts(6, 30), company)[1:-1] == generate(engine(), prompts(6, 30)[1:-1], params)
+    assert seen["accepted"] > 0
 
 
 def test_generators_end_behind_what_is_emitted() -> None:

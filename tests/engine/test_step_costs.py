@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,14 +26,14 @@ SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS, second_fastest=SECONDS)
 
 
-def measured(seconds: Callable[[int, int], float], largest: int, delays: Sequence[float] = ()) -> tuple[CostTable, int]:
-    """A table of steps that take so long, and the rounds that were run; each takes one of `delays` to run, in turn."""
+def measured(seconds: Callable[[int, int], float], largest: int, delay: float = 0.0) -> tuple[CostTable, int]:
+    """A table of steps that take so long, and the rounds that were run; every other one is late unless all are slow."""
     rounds: list[int] = []
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
         rounds.append(requests)
-        time.sleep(delays[len(rounds) % len(delays)] if delays else 0.0)
-        late = 10.0 if len(rounds) % 2 and not delays else 1.0
+        time.sleep(delay)
+        late = 10.0 if len(rounds) % 2 and not delay else 1.0
         return [late * seconds(requests, count) for count in counts]
 
     return measure.measure_table(run, largest, [0, 1, 3], lambda value: value), len(rounds)
@@ -50,29 +49,28 @@ def test_the_fastest_round_of_each_batch_size_counts() -> None:
 def test_slow_steps_are_measured_in_few_rounds_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "SECONDS", 0.01)
     monkeypatch.setattr(measure, "ROUND_SECONDS", 0.01)
-    table, rounds = measured(lambda requests, drafts: 1.0, 1024, [0.02])
+    table, rounds = measured(lambda requests, drafts: 1.0, 1024, 0.02)
     assert table.sizes == [1, 4, 16] and rounds == 3 * measure.LEAST_ROUNDS
 
 
-def test_a_busy_machine_is_measured_once_more() -> None:
-    """The table that an engine was seen to measure, start to end, and the machine's own once it is idle."""
-    busy = [[0.0203, 0.099, 0.3758], [0.0233, 0.029, 0.0345], [0.0171, 0.04, 0.0766]]
-    idle = [[0.02, 0.022, 0.025], [0.023, 0.026, 0.0345], [0.027, 0.041, 0.0766]]
+BUSY = [[0.0203, 0.099, 0.3758], [0.0233, 0.029, 0.0345], [0.0171, 0.04, 0.0766]]
+IDLE = [[0.02, 0.022, 0.025], [0.023, 0.026, 0.0345], [0.027, 0.041, 0.0766]]
+
+
+@pytest.mark.parametrize("then", [IDLE, BUSY])
+def test_a_busy_machine_is_measured_once_more(then: list[list[float]]) -> None:
+    """The table that an engine was seen to measure, start to end, and the machine's own once it is idle, if ever."""
     rounds: list[int] = []
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
         rounds.append(requests)
-        return (busy if len(rounds) <= 3 * measure.ROUNDS else idle)[[1, 4, 16].index(requests)]
+        return (BUSY if len(rounds) <= 3 * measure.ROUNDS else then)[[1, 4, 16].index(requests)]
 
     table = measure.measure_table(run, 16, [0, 1, 3], lambda value: value)
     assert len(rounds) == 2 * 3 * measure.ROUNDS
-    assert table.seconds == np.minimum(idle, busy).tolist()
-    # The machine was busy both times.
-    rounds.clear()
-    idle = busy
-    table = measure.measure_table(run, 16, [0, 1, 3], lambda value: value)
-    assert len(rounds) == 2 * 3 * measure.ROUNDS
-    assert table.implausible() == "1 request with 3 drafts 375.8 ms, 4 requests with 3 drafts 34.5 ms"
+    assert table.seconds == np.minimum(then, BUSY).tolist()
+    if then is BUSY:
+        assert table.implausible() == "1 request with 3 drafts 375.8 ms, 4 requests with 3 drafts 34.5 ms"
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -118,23 +116,21 @@ def test_a_damaged_or_implausible_file_is_none(damage: bytes, tmp_path: Path) ->
     assert warm_up.load(path) is None
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(
-    ("limits", "largest"),
+    ("owner", "name", "value", "largest"),
     [
-        ({}, 64),
-        ({"max_model_len": 20}, 0),  # a request of a round is longer
-        ({"num_blocks": 12}, 2),  # of 2 blocks in each of two groups, and vLLM's null block
-        ({"max_num_batched_tokens": 48}, 12),
+        ("scheduler_config", "max_num_seqs", 16, 16),
+        ("", "max_model_len", 20, 0),  # a request of a round is longer
+        ("kv_cache_config", "num_blocks", 12, 11),  # a block each, and vLLM's null block
+        ("scheduler_config", "max_num_batched_tokens", 48, 12),
     ],
 )
-def test_the_largest_batch_that_can_be_timed(limits: dict[str, int], largest: int) -> None:
-    sizes = {"max_model_len": 100, "num_blocks": 1000, "max_num_batched_tokens": 4096, **limits}
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
-    runner = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=sizes["max_num_batched_tokens"]),
-        kv_cache_config=SimpleNamespace(num_blocks=sizes["num_blocks"], kv_cache_groups=[group, group]),
-        max_model_len=sizes["max_model_len"],
-    )
+def test_the_largest_batch_that_can_be_timed(
+    engine: Factory, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, value: int, largest: int
+) -> None:
+    runner = runner_of(engine(ADAPTIVE))
+    monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
     assert most_requests(runner, [0, 1, 3]) == largest
 
 
@@ -205,8 +201,7 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
     drafter = drafter_of(engine(ADAPTIVE))
     path = warm_up.cache_file(str(tmp_path), drafter.vllm_config, drafter.config.model_dump(exclude=warm_up.NOT_STEPS))
-    busy = [[0.0203, 0.099, 0.3758], [0.0233, 0.029, 0.0345], [0.0171, 0.04, 0.0766]]
-    table = CostTable(sizes=[1, 4, 16], counts=[0, 1, 3], seconds=busy, second_fastest=busy)
+    table = CostTable(sizes=[1, 4, 16], counts=[0, 1, 3], seconds=BUSY, second_fastest=BUSY)
     MeasuredCosts(method=table).save(path)
     written = path.read_bytes()
 

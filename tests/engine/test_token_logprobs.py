@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.outputs import LogprobsTensors
 
-from vllm_ppd.vllm_plugins.engine.v1.token_logprobs import fill
+from vllm_ppd.vllm_plugins.engine.v1.verification import fill
 
 Rows = list[list[tuple[int, float, int | None]]] | None
 

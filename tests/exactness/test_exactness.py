@@ -9,74 +9,51 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from cases import CASES, generate, greedy, prompts
-from conftest import Factory, drafter_of, runner_of
+from cases import CASES, after_a_prefix, generate, greedy, prompts
+from conftest import Factory, counting, drafter_of
 from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine
 
-WHOLE = {"rank": 2, "factorised": False, "condition": "none"}  # CP heads of whole classifiers
+EXITS = {"exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5}
+PARALLEL = {"method": "paradecode", "schedule": "parallel"}
+CUT_OFF = {"max_drafting_requests": 3, "disable_by_batch_size": 9}
+LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
+CLASSIFIERS, HAND_MADE = ("early", {"head": "classifier"}), ("hand-made", {"exit_layers": (4,), "noise": 0.05})
+# CP heads of experts without a condition, of experts that read the drafts, and of whole classifiers.
+PLAIN, CHAIN, WHOLE = (
+    ("cp", {"rank": 3, "condition": "none"}),
+    ("cp", {"rank": 3, "condition": "chain"}),
+    ("cp", {"rank": 2, "factorised": False, "condition": "none"}),
+)
+DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
 # A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
 VARIANTS: dict[str, dict[str, Any]] = {
     "middle": {"method": "ppd"},
-    "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": ("hand-made", {})},
-    "classifiers": {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "heads": ("early", {"head": "classifier"})},
-    "exits": {"method": "paradecode", "exit_layer": [1, 2, 4], "gamma": 0.03, "num_speculative_tokens": 5},
-    "parallel": {"method": "paradecode", "schedule": "parallel"},
-    "parallel-exits": {
-        "method": "paradecode",
-        "schedule": "parallel",
-        "exit_layer": [1, 2, 4],
-        "gamma": 0.03,
-        "num_speculative_tokens": 5,
-    },
-    "parallel-heads": {
-        "method": "paradecode",
-        "schedule": "parallel",
-        "exit_layer": 2,
-        "num_speculative_tokens": 4,
-        "heads": ("early", {"head": "classifier"}),
-    },
+    "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": HAND_MADE},
+    "classifiers": {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "heads": CLASSIFIERS},
+    "exits": {"method": "paradecode", **EXITS},
+    "parallel": PARALLEL,
+    "parallel-exits": PARALLEL | EXITS,
+    "parallel-heads": {**PARALLEL, "exit_layer": 2, "num_speculative_tokens": 4, "heads": CLASSIFIERS},
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
-    "cut-off": {"method": "ppd", "max_drafting_requests": 3, "disable_by_batch_size": 9},
-    "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
+    "cut-off": {"method": "ppd", **CUT_OFF},
+    "cp": {"method": "cp", "heads": PLAIN},
     "cp-token": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "token"})},
-    "cp-chain": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "chain"})},
-    "cp-chain-short": {
-        "method": "cp",
-        "num_speculative_tokens": 2,
-        "draft_vocab_size": 100,
-        "heads": ("cp", {"rank": 3, "condition": "chain"}),
-    },
-    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": ("cp", WHOLE)},
-    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"rank": 3, "condition": "none"})},
-    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": ("cp", WHOLE)},
-    "dynamo-short": {"method": "dynamo", "draft_vocab_size": 100, "eps_b": 0.1, "heads": ("dynamo", {})},
-    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
-    "dynamo-cut-off": {
-        "method": "dynamo",
-        "max_drafting_requests": 3,
-        "disable_by_batch_size": 9,
-        "eps_b": 0.1,
-        "heads": ("dynamo", {}),
-    },
-    "dynamo-2": {
-        "method": "dynamo",
-        "num_speculative_tokens": 1,
-        "eps_b": 0.0,
-        "heads": ("dynamo", {"mask_entries": 0}),
-    },
+    "cp-chain": {"method": "cp", "heads": CHAIN},
+    "cp-chain-short": {"method": "cp", "num_speculative_tokens": 2, "draft_vocab_size": 100, "heads": CHAIN},
+    "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": WHOLE},
+    "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": PLAIN},
+    "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": WHOLE},
+    "dynamo-short": {**DYNAMO, "draft_vocab_size": 100},
+    "dynamo": DYNAMO,
+    "dynamo-cut-off": DYNAMO | CUT_OFF,
+    "dynamo-2": {**DYNAMO, "num_speculative_tokens": 1, "eps_b": 0.0, "heads": ("dynamo", {"mask_entries": 0})},
     "lookup": {"method": "ppd", "prompt_lookup_min": 1, "prompt_lookup_drafts": 6},
-    "lookup-adaptive": {"method": "ppd", "prompt_lookup_min": 1, "prompt_lookup_drafts": 8, "adaptive": True},
-    "cp-lookup": {"method": "cp", "prompt_lookup_min": 1, "adaptive": True, "heads": ("cp", {"rank": 3})},
-    "dynamo-lookup": {
-        "method": "dynamo",
-        "prompt_lookup_min": 1,
-        "adaptive": True,
-        "eps_b": 0.1,
-        "heads": ("dynamo", {}),
-    },
-}
+    "lookup-adaptive": {"method": "ppd", **LOOKUP, "prompt_lookup_drafts": 8},
+    "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
+    "dynamo-lookup": DYNAMO | LOOKUP,
+}  # fmt: skip
 QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} | {
     ("exits", "batch_16"), ("exits", "more_than_fit"), ("exits", "arrivals_and_aborts"), ("exits", "model_length"),
     ("classifiers", "batch_16"), ("heads", "batch_16"), ("heads", "structured_output"),
@@ -94,18 +71,9 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def variant(heads_folder: Factory, fitted_heads: Factory) -> Callable[[str], dict[str, Any]]:
-    def get(name: str) -> dict[str, Any]:
-        options = dict(VARIANTS[name])
-        kind, how = options.pop("heads", (None, {}))
-        if kind == "hand-made":
-            options["model"] = str(heads_folder(exit_layers=(4,), noise=0.05))
-        elif kind is not None:
-            options["model"] = fitted_heads(kind, **how)
-        return options
-
-    return get
+@pytest.fixture
+def variant(with_heads: Factory) -> Callable[[str], dict[str, Any]]:
+    return lambda name: with_heads(VARIANTS[name])
 
 
 @pytest.mark.parametrize(
@@ -138,7 +106,9 @@ def test_drafts_were_made_and_deferred(engine: Factory) -> None:
 
 
 @pytest.mark.parametrize("name", ["cp-short", "cp-chain-short", "cp-full-short", "dynamo-short"])
-def test_draft_vocabulary_is_a_part_of_the_lm_head(engine: Factory, variant: Factory, name: str) -> None:
+def test_draft_vocabulary_is_a_part_of_the_lm_head(
+    engine: Factory, variant: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Its logits are those of the whole at its tokens, and nothing else is drafted."""
     drafter = drafter_of(engine(variant(name)))
     vocabulary, hidden = drafter.host.drafter.vocabulary, torch.randn(5, 64)
@@ -146,18 +116,16 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(engine: Factory, variant: Fac
     torch.testing.assert_close(vocabulary.logits(hidden), whole[:, vocabulary.token_ids], rtol=0, atol=1e-5)
     assert vocabulary.place_of[vocabulary.token_ids].tolist() == list(range(len(vocabulary.token_ids)))
     drafted: set[int] = set()
-    original = drafter.draft_plan
+    plan = drafter.draft_plan
 
     def record(*args: Any) -> Any:
-        tokens, made = original(*args)
-        drafted.update(
-            token for row, count in zip(tokens.tolist(), made.tolist(), strict=True) for token in row[:count]
-        )
+        tokens, made = plan(*args)
+        for row, count in zip(tokens.tolist(), made.tolist(), strict=True):
+            drafted.update(row[:count])
         return tokens, made
 
-    drafter.draft_plan = record
+    monkeypatch.setattr(drafter, "draft_plan", record)
     CASES["batch_1"](engine(variant(name)))
-    drafter.draft_plan = original
     assert drafted and drafted <= set(vocabulary.token_ids.tolist())
 
 
@@ -168,9 +136,8 @@ HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", 
 def test_heads_draft_and_are_accepted(engine: Factory, variant: Factory, name: str) -> None:
     """Heads fitted to what the model says are right at times, and wrong at times."""
     llm = engine(variant(name))
-    before = llm.counts.copy()
-    CASES["batch_16"](llm)
-    seen = llm.counts - before
+    with counting(llm) as seen:
+        CASES["batch_16"](llm)
     assert 0.1 < seen["accepted"] / seen["drafted"] < 1
 
 
@@ -179,27 +146,13 @@ def test_dynamo_drafts_as_many_as_it_is_sure_of(engine: Factory, variant: Factor
     llm = engine(variant("dynamo"))
     drafted = {}
     for eps_b in (0.0, 0.6, 1.0):
-        before = llm.counts.copy()
-        generate(llm, prompts(4), greedy(extra_args={"ppd_eps_b": eps_b}))
-        drafted[eps_b] = (llm.counts - before)["drafted"]
+        with counting(llm) as seen:
+            generate(llm, prompts(4), greedy(extra_args={"ppd_eps_b": eps_b}))
+        drafted[eps_b] = seen["drafted"]
     assert drafted[1.0] == 0 < drafted[0.6] < drafted[0.0]
-    before = llm.counts.copy()
-    generate(llm, prompts(4), [greedy(extra_args={"ppd_eps_b": 1.0})] * 3 + [greedy(extra_args={"ppd_eps_b": 0.0})])
-    assert 0 < (llm.counts - before)["drafted"] < drafted[0.0]
-
-
-def test_steps_without_drafts_are_sampled_as_vllm_does(
-    engine: Factory, variant: Factory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's rejection sampler costs time even with nothing to reject; it runs only where a request has drafts."""
-    llm = engine(variant("middle"))
-    sampler, rejected = runner_of(llm).rejection_sampler, []
-    original = sampler.forward
-    monkeypatch.setattr(sampler, "forward", lambda metadata, *args: rejected.append(1) or original(metadata, *args))
-    generate(llm, prompts(2), greedy(extra_args={"ppd_draft": False}))
-    assert not rejected
-    generate(llm, prompts(2), [greedy(extra_args={"ppd_draft": draft}) for draft in (False, True)])
-    assert rejected
+    with counting(llm) as seen:
+        generate(llm, prompts(4), [greedy(extra_args={"ppd_eps_b": 1.0})] * 3 + [greedy(extra_args={"ppd_eps_b": 0.0})])
+    assert 0 < seen["drafted"] < drafted[0.0]
 
 
 @pytest.mark.parametrize("drafting", [False, True])
@@ -218,18 +171,9 @@ def test_thinking_budget(engine: Factory, variant: Factory, drafting: bool) -> N
 
 def test_prefix_cache_hits(engine: Factory, variant: Factory) -> None:
     """Hits are as many as without speculation, and what is generated from them is the same."""
-    results = []
-    for name in (None, "middle", "exits", "parallel", "cp", "dynamo"):
-        llm = engine(name and variant(name), enable_prefix_caching=True)
-        shared = prompts(1)[0]["prompt_token_ids"][:96]
-        requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(6)]
-        first = llm.generate(requests[:1], greedy(), use_tqdm=False)
-        # The whole of the first output is a prefix too, drafted positions included.
-        requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
-        outputs = llm.generate(requests, greedy(), use_tqdm=False)
-        results.append([(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs])
-    assert all(result == results[0] for result in results)
-    assert results[0][-1][1] >= 128
+    expected = after_a_prefix(engine(enable_prefix_caching=True))
+    for name in ("middle", "exits", "parallel", "cp", "dynamo"):
+        assert after_a_prefix(engine(variant(name), enable_prefix_caching=True)) == expected
 
 
 def test_prefix_cache_hits_hold_the_heads_history(engine: Factory, variant: Factory) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import overfitted
 import pytest
 from cases import generate
-from conftest import Factory, drafter_of, our_counter, start_engine
+from conftest import Factory, counting, drafter_of, start_engine
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
@@ -52,45 +52,20 @@ def worst(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> float:
 LEVEL = 2e-4
 
 
+BATCH: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
+LIMITS: dict[str, Any] = {"top_k": 6, "top_p": 0.9}
+
+
 @pytest.fixture(scope="module")
 def expected(engine: Factory) -> list[tuple[int, ...]]:
-    return sample(engine(max_num_seqs=64, max_num_batched_tokens=512))
+    """Samples of vLLM alone."""
+    return sample(engine(**BATCH))
 
 
-SINGLE, SEVERAL = {"exit_layer": 5}, {"exit_layer": [2, 4], "gamma": 0.05}
-
-
-@pytest.mark.parametrize(
-    ("exits", "method"),
-    [
-        pytest.param(SINGLE, "greedy", id="one-greedy"),
-        pytest.param(SINGLE, "probabilistic", id="one-probabilistic"),
-        pytest.param(SEVERAL, "greedy", id="several-greedy", marks=pytest.mark.full),
-        pytest.param(SEVERAL, "probabilistic", id="several-probabilistic"),
-    ],
-)
-def test_distribution(engine: Factory, expected: list[tuple[int, ...]], exits: dict[str, Any], method: str) -> None:
-    options = {"method": "ppd", "draft_sample_method": method, **exits}
-    llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
-    before = llm.counts.copy()
-    assert worst(sample(llm), expected) > LEVEL
-    # Both outcomes of the rejection sampler must have been seen.
-    seen = llm.counts - before
-    assert 0.02 < seen["accepted"] / seen["drafted"] < 0.98
-
-
-@pytest.mark.parametrize("method", [pytest.param("greedy", marks=pytest.mark.full), "probabilistic"])
-def test_distribution_of_the_parallel_schedule(engine: Factory, expected: list[tuple[int, ...]], method: str) -> None:
-    """Within a step tokens are coupled to what an exit predicted, some kept and some not; vLLM verifies them again."""
-    options = {"method": "paradecode", "schedule": "parallel", "draft_sample_method": method, "exit_layer": [3, 5]}
-    llm = engine({**options, "gamma": 0.05}, max_num_seqs=64, max_num_batched_tokens=512)
-    before = llm.counts.copy(), our_counter("early_predictions"), our_counter("early_rejections")
-    assert worst(sample(llm), expected) > LEVEL
-    predicted, rejected = our_counter("early_predictions") - before[1], our_counter("early_rejections") - before[2]
-    assert 0.02 < rejected / predicted < 0.98
-    seen = llm.counts - before[0]
-    # A sample of the final layer is what vLLM's own would be; its best token is not always.
-    assert (seen["accepted"] > 0.99 * seen["drafted"]) == (method == "probabilistic")
+@pytest.fixture(scope="module")
+def limited(engine: Factory) -> list[tuple[int, ...]]:
+    """Samples of vLLM alone within LIMITS."""
+    return sample(engine(**BATCH), **LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -112,77 +87,78 @@ def heads(
     return get
 
 
-def test_distribution_with_lookups(engine: Factory, expected: list[tuple[int, ...]]) -> None:
-    """The prompt is what followed it before: a place that the model's own words may lead back to."""
-    llm = engine(
-        {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "prompt_lookup_drafts": 6, "adaptive": True},
-        max_num_seqs=64,
-        max_num_batched_tokens=512,
-    )
-    before, steps = llm.counts.copy(), our_counter("lookup_steps")
-    assert worst(sample(llm), expected) > LEVEL
-    assert our_counter("lookup_steps") > steps
-    assert (llm.counts - before)["accepted"] > 50
-
-
-HEADS = {
-    "cp": ("cp", {}),
-    "cp-short": ("cp", {"draft_vocab_size": 150}),
-    "cp-token": ("cp-token", {}),
-    "cp-chain-short": ("cp-chain", {"draft_vocab_size": 150}),
-    "dynamo": ("dynamo", {"eps_b": 0.0}),
-    "dynamo-backing-off": ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}),
+# The kind of heads that is filled in as the model, options, and how drafts are drawn where that is not run in full
+# alone: greedy drafts of heads differ in nothing but their vocabulary, and a kind of each stands for both.
+DRAFTERS: dict[str, tuple[str | None, dict[str, Any], tuple[str, ...]]] = {
+    "early": (None, {"method": "ppd", "exit_layer": 5}, ("greedy", "probabilistic")),
+    "several-exits": (None, {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.05}, ("probabilistic",)),
+    "cp": ("cp", {}, ("probabilistic",)),
+    "cp-short": ("cp", {"draft_vocab_size": 150}, ("greedy", "probabilistic")),
+    "cp-token": ("cp-token", {}, ("greedy",)),
+    "cp-chain": ("cp-chain", {}, ()),
+    "cp-chain-short": ("cp-chain", {"draft_vocab_size": 150}, ("probabilistic",)),
+    "dynamo": ("dynamo", {"eps_b": 0.0}, ("greedy",)),
+    "dynamo-backing-off": ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}, ("probabilistic",)),
 }
 
 
+@pytest.fixture(scope="module")
+def drafting(engine: Factory, heads: Factory) -> Callable[..., Any]:
+    """drafting(name, method): an engine with one of DRAFTERS, and how it draws drafts."""
+
+    def get(name: str, method: str = "probabilistic") -> Any:
+        kind, options, _ = DRAFTERS[name]
+        model = {} if kind is None else {"model": heads(kind)}
+        return engine({"draft_sample_method": method, **options, **model}, **BATCH)
+
+    return get
+
+
 @pytest.mark.parametrize(
-    ("kind", "options", "method"),
+    ("name", "method"),
     [
-        # Greedy drafts differ in nothing but their vocabulary; one kind of each stands for both.
-        pytest.param(*HEADS[name], method, id=f"{name}-{method}", marks=[pytest.mark.full] * (method not in methods))
-        for name, methods in {
-            "cp": ("probabilistic",),
-            "cp-short": ("greedy", "probabilistic"),
-            "cp-token": ("greedy",),
-            "cp-chain-short": ("probabilistic",),
-            "dynamo": ("greedy",),
-            "dynamo-backing-off": ("probabilistic",),
-        }.items()
+        pytest.param(name, method, marks=[] if method in quick else [pytest.mark.full])
+        for name, (_, _, quick) in DRAFTERS.items()
         for method in ("greedy", "probabilistic")
     ],
 )
-def test_distribution_with_heads(
-    engine: Factory, heads: Factory, expected: list[tuple[int, ...]], kind: str, options: dict[str, Any], method: str
-) -> None:
-    options = {"method": kind.partition("-")[0], "model": heads(kind), "draft_sample_method": method, **options}
-    llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
-    before = llm.counts.copy()
-    assert worst(sample(llm), expected) > LEVEL
-    seen = llm.counts - before
+def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: str, method: str) -> None:
+    """Both outcomes of the rejection sampler must have been seen."""
+    llm = drafting(name, method)
+    with counting(llm) as seen:
+        assert worst(sample(llm), expected) > LEVEL
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
-BATCH: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
-LIMITS: dict[str, Any] = {"top_k": 6, "top_p": 0.9}
-
-
-@pytest.fixture(scope="module")
-def limited(engine: Factory) -> list[tuple[int, ...]]:
-    """Samples of vLLM alone within these limits."""
-    return sample(engine(**BATCH), **LIMITS)
-
-
-@pytest.mark.parametrize("kind", ["ppd", "cp", "cp-chain", "dynamo"])
-def test_distribution_with_top_k_and_top_p(
-    engine: Factory, heads: Factory, limited: list[tuple[int, ...]], kind: str
-) -> None:
+@pytest.mark.parametrize("name", ["early", "cp", "cp-chain", "dynamo"])
+def test_distribution_with_top_k_and_top_p(drafting: Factory, limited: list[tuple[int, ...]], name: str) -> None:
     """Drafts and q(x) are cut as the request asks; the output's distribution stays the target's."""
-    options = {"exit_layer": 5} if kind == "ppd" else {"model": heads(kind)}
-    llm = engine({"method": kind.partition("-")[0], **options}, **BATCH)
-    before = llm.counts.copy()
-    assert worst(sample(llm, **LIMITS), limited) > LEVEL
-    seen = llm.counts - before
+    llm = drafting(name)
+    with counting(llm) as seen:
+        assert worst(sample(llm, **LIMITS), limited) > LEVEL
     assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
+
+
+@pytest.mark.parametrize("method", [pytest.param("greedy", marks=pytest.mark.full), "probabilistic"])
+def test_distribution_of_the_parallel_schedule(engine: Factory, expected: list[tuple[int, ...]], method: str) -> None:
+    """Within a step tokens are coupled to what an exit predicted, some kept and some not; vLLM verifies them again."""
+    options = {"method": "paradecode", "schedule": "parallel", "draft_sample_method": method, "exit_layer": [3, 5]}
+    llm = engine({**options, "gamma": 0.05}, **BATCH)
+    with counting(llm) as seen:
+        assert worst(sample(llm), expected) > LEVEL
+    assert 0.02 < seen["early_rejections"] / seen["early_predictions"] < 0.98
+    # A sample of the final layer is what vLLM's own would be; its best token is not always.
+    assert (seen["accepted"] > 0.99 * seen["drafted"]) == (method == "probabilistic")
+
+
+def test_distribution_with_lookups(engine: Factory, expected: list[tuple[int, ...]]) -> None:
+    """The prompt is what followed it before: a place that the model's own words may lead back to."""
+    llm = engine(
+        {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "prompt_lookup_drafts": 6, "adaptive": True}, **BATCH
+    )
+    with counting(llm) as seen:
+        assert worst(sample(llm), expected) > LEVEL
+    assert seen["lookup_steps"] > 0 and seen["accepted"] > 50
 
 
 @pytest.fixture(scope="module")
@@ -202,11 +178,10 @@ def shallow_model(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory)
 def test_a_perfect_drafter_is_accepted_under_top_k_and_top_p(shallow_model: Path, schedule: str) -> None:
     """q(x) is the target's own distribution, whatever the request cuts off (0.21 at top-k 3 if q ignored it)."""
     options = {"method": "paradecode", "schedule": schedule, "exit_layer": 5}
-    llm = start_engine(shallow_model, options, max_num_seqs=64, max_num_batched_tokens=512)
+    llm = start_engine(shallow_model, options, **BATCH)
     for limits in ({}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}):
-        before = llm.counts.copy()
-        sample(llm, 300, **limits)
-        seen = llm.counts - before
+        with counting(llm) as seen:
+            sample(llm, 300, **limits)
         assert seen["drafted"] > 300
         assert seen["accepted"] > 0.99 * seen["drafted"], limits
 
@@ -214,7 +189,7 @@ def test_a_perfect_drafter_is_accepted_under_top_k_and_top_p(shallow_model: Path
 def test_drafts_that_a_grammar_may_cut_off_are_greedy(engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether such a draft stays depends on which it is, so what stays is not a sample of q(x)."""
     options = {"method": "ppd", "draft_sample_method": "probabilistic", "exit_layer": 5}
-    llm = engine(options, max_num_seqs=64, max_num_batched_tokens=512)
+    llm = engine(options, **BATCH)
     seen: list[list[float]] = []
     drafter = drafter_of(llm).host.drafter
     propose = drafter.propose
@@ -234,5 +209,5 @@ def test_drafts_that_a_grammar_may_cut_off_are_greedy(engine: Factory, monkeypat
 
 def test_the_test_can_fail(engine: Factory, expected: list[tuple[int, ...]]) -> None:
     """A sampler that forgets the temperature is caught."""
-    llm = engine(max_num_seqs=64, max_num_batched_tokens=512)
+    llm = engine(**BATCH)
     assert worst(sample(llm, temperature=1.2), expected) < LEVEL

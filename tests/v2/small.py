@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the V2 tests share: an engine's view that keeps cases small, and the demo model's heads."""
+"""What the V2 tests share: the methods on the demo model, and an engine's view that keeps cases small."""
 
 from __future__ import annotations
 
 from copy import copy
 from typing import Any
 
-from conftest import ROOT
+from conftest import DEMO
 
-HEADS = ROOT / "benchmarks" / "demo" / "heads"
-
-
-def demo_heads(kind: str) -> str:
-    """The demo model's heads of a kind."""
-    return str(HEADS / kind)
+HEADS = DEMO.parent / "heads"
+METHODS: dict[str, dict[str, Any]] = {
+    "cp": {"method": "cp", "model": str(HEADS / "cp")},
+    "early": {"method": "ppd", "model": str(HEADS / "early"), "exit_layer": 6, "num_speculative_tokens": 3},
+    "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo"), "eps_b": 0.05},
+}
 
 
 class Small:

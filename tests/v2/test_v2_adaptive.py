@@ -10,17 +10,11 @@ import numpy as np
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, runner_of
-from small import Small, demo_heads
+from conftest import Factory, counting, runner_of
+from small import METHODS, Small
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 pytestmark = pytest.mark.engine
-
-METHODS = {
-    "cp": {"method": "cp", "model": demo_heads("cp")},
-    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3},
-    "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
-}
 
 
 @pytest.fixture
@@ -69,9 +63,9 @@ def test_output_is_the_same(v2_engine: Factory, adaptive: Factory, name: str) ->
     requests, params = prompts(3, 20), [greedy(max_tokens=n) for n in (24, 12, 24)]
     expected = generate(v2_engine(), requests, params)
     llm, steps = adaptive(name, 0.1)
-    before = llm.counts.copy()
-    assert generate(llm, requests, params) == expected
-    assert (llm.counts - before)["accepted"] > 0
+    with counting(llm) as seen:
+        assert generate(llm, requests, params) == expected
+    assert seen["accepted"] > 0
     assert any(0 < verified < scheduled for scheduled, verified, _ in steps)
     if name == "early":
         assert any(mode == "deep" and verified < scheduled for scheduled, verified, mode in steps)
@@ -109,8 +103,8 @@ def test_confidence_is_that_of_usable_drafts(adaptive: Factory, monkeypatch: pyt
 
 def test_drafts_that_never_pay_are_left_out(adaptive: Factory) -> None:
     llm, steps = adaptive("cp", 100.0)
-    before = llm.counts.copy()
-    generate(Small(llm, 2, 8), prompts(2), greedy(8))
+    with counting(llm) as seen:
+        generate(Small(llm, 2, 8), prompts(2), greedy(8))
     # The first drafts of a request count as sure: their confidence is known a step later.
     assert sum(verified for _, verified, _ in steps) < sum(scheduled for scheduled, _, _ in steps) / 2
-    assert (llm.counts - before)["drafted"] > 0
+    assert seen["drafted"] > 0

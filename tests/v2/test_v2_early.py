@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, runner_of
-from small import demo_heads
+from conftest import Factory, counting, runner_of
+from small import METHODS
 
 from vllm_ppd.vllm_plugins.engine.metrics import totals
 
 pytestmark = pytest.mark.engine
-EARLY = {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3}
+EARLY = METHODS["early"]
 
 
 @pytest.fixture
@@ -98,9 +98,9 @@ def test_drafts_below_gamma_are_never_accepted(v2_engine: Factory) -> None:
     accepted = {}
     for gamma in (0.0, 0.999):
         llm = v2_engine({**EARLY, "gamma": gamma} if gamma else EARLY)
-        before = llm.counts.copy()
-        generate(llm, prompts(2, 40), greedy(16))
-        accepted[gamma] = (llm.counts - before)["accepted"]
+        with counting(llm) as seen:
+            generate(llm, prompts(2, 40), greedy(16))
+        accepted[gamma] = seen["accepted"]
     assert accepted[0.0] > accepted[0.999]
 
 

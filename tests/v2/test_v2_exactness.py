@@ -7,17 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cases import CASES, generate, greedy, prompts
-from conftest import Factory
-from small import Small, demo_heads
+from cases import CASES, after_a_prefix, generate, greedy, prompts
+from conftest import Factory, counting
+from small import METHODS, Small
 
 pytestmark = pytest.mark.engine
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "cp": {"method": "cp", "model": demo_heads("cp")},
-    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3},
-    "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
-}
 LONG = ("arrivals_and_aborts", "more_than_fit", "token_limits")  # drive the engine themselves, or many times
 
 
@@ -33,31 +28,30 @@ def expected(v2_engine: Factory) -> Callable[[str], Any]:
     return get
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.full] if case in LONG else []) for case in CASES]
 )
 def test_same_tokens(v2_engine: Factory, expected: Factory, name: str, case: str) -> None:
-    assert CASES[case](Small(v2_engine(VARIANTS[name]))) == expected(case)
+    assert CASES[case](Small(v2_engine(METHODS[name]))) == expected(case)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", METHODS)
 def test_drafts_are_accepted(v2_engine: Factory, name: str) -> None:
     """The suite above would pass without drafting."""
-    llm = v2_engine(VARIANTS[name])
-    before = llm.counts.copy()
-    generate(Small(llm, 3, 24), prompts(3), greedy())
-    seen = llm.counts - before
+    llm = v2_engine(METHODS[name])
+    with counting(llm) as seen:
+        generate(Small(llm, 3, 24), prompts(3), greedy())
     assert 0.04 < seen["accepted"] / seen["drafted"] < 1
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", METHODS)
 def test_preemption(v2_engine: Factory, name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode, and come back to other rows."""
     block = 2 * 2 * 32 * 4 * 32  # bytes of a layer: keys and values, 2 heads of 32 numbers, 32 tokens
     outputs = []
-    for options, layers in ((None, 12), (VARIANTS[name], 14 if name == "dynamo" else 12)):
+    for options, layers in ((None, 12), (METHODS[name], 14 if name == "dynamo" else 12)):
         llm = v2_engine(options, kv_cache_memory_bytes=10 * layers * block)
         outputs.append(generate(llm, prompts(4), greedy(64)))
     assert llm.counts["preempted"] > 0
@@ -65,17 +59,10 @@ def test_preemption(v2_engine: Factory, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", METHODS)
 def test_prefix_cache_hits(v2_engine: Factory, name: str) -> None:
     """What is generated from cached blocks, decoded ones included, is the same."""
-    results = []
-    for options in (None, VARIANTS[name]):
-        llm = v2_engine(options, enable_prefix_caching=True)
-        shared = prompts(1)[0]["prompt_token_ids"][:96]
-        requests = [{"prompt_token_ids": [*shared, 5 + i, 9]} for i in range(3)]
-        first = llm.generate(requests[:1], greedy(40), use_tqdm=False)
-        requests.append({"prompt_token_ids": requests[0]["prompt_token_ids"] + list(first[0].outputs[0].token_ids)})
-        outputs = llm.generate(requests, greedy(16), use_tqdm=False)
-        results.append([(list(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs])
-    assert results[1] == results[0]
-    assert results[0][-1][1] >= 128
+    expected, answers = (
+        after_a_prefix(v2_engine(options, enable_prefix_caching=True), 3, 16) for options in (None, METHODS[name])
+    )
+    assert answers == expected

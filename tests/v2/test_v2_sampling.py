@@ -13,7 +13,7 @@ import overfitted
 import pytest
 import tiny
 import torch
-from conftest import Factory, start_engine
+from conftest import Factory, counting, start_engine
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
@@ -116,10 +116,9 @@ def test_distribution(sampling_engine: Factory, logits: Any, method: str, sample
     params = SamplingParams(
         temperature=0.8, max_tokens=TOKENS, top_k=top_k or 0, ignore_eos=True, detokenize=False, seed=None
     )
-    before = llm.counts.copy()
-    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * samples, params, use_tqdm=False)
-    said = [tuple(output.outputs[0].token_ids) for output in outputs]
+    with counting(llm) as seen:
+        outputs = llm.generate([{"prompt_token_ids": PROMPT}] * samples, params, use_tqdm=False)
+        said = [tuple(output.outputs[0].token_ids) for output in outputs]
     assert worst(said, probabilities(logits, 0.8, top_k)) > LEVEL
     # Both outcomes of the rejection sampler must have been seen.
-    seen = llm.counts - before
     assert 0.05 < seen["accepted"] / seen["drafted"] < 0.95

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, runner_of
+from conftest import Factory, counting, runner_of
 from replayed import Replayed, call_attention_directly
-from small import Small, demo_heads
+from small import METHODS, Small
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.engine
 
-METHODS = {
-    "cp": {"method": "cp", "model": demo_heads("cp")},
-    "early": {"method": "ppd", "model": demo_heads("early"), "exit_layer": 6, "num_speculative_tokens": 3},
-    "dynamo": {"method": "dynamo", "model": demo_heads("dynamo"), "eps_b": 0.05},
-}
 # What makes the host wait for the device: values read as Python numbers, and results whose shape depends on values.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique_dim", "_unique2", "bincount"}
 
@@ -81,9 +76,9 @@ def test_asynchronous_scheduling_gives_the_same(v2_engine: Factory, name: str) -
     llm = v2_engine(METHODS[name], asynchronous=True)
     core = llm.llm_engine.engine_core.engine_core
     assert type(core.scheduler).__name__ == "AsyncScheduler" and core.batch_queue_size == 2
-    before = llm.counts.copy()
-    assert generate(llm, requests, params) == expected
-    assert (llm.counts - before)["accepted"] > 0
+    with counting(llm) as seen:
+        assert generate(llm, requests, params) == expected
+    assert seen["accepted"] > 0
 
 
 def test_request_that_opts_out_accepts_nothing(v2_engine: Factory) -> None:
@@ -91,9 +86,9 @@ def test_request_that_opts_out_accepts_nothing(v2_engine: Factory) -> None:
     llm = v2_engine(METHODS["cp"])
     accepted = []
     for allowed in (True, False):
-        before = llm.counts.copy()
-        generate(Small(llm, 2, 24), prompts(2), greedy(extra_args={"ppd_draft": allowed}))
-        accepted.append((llm.counts - before)["accepted"])
+        with counting(llm) as seen:
+            generate(Small(llm, 2, 24), prompts(2), greedy(extra_args={"ppd_draft": allowed}))
+        accepted.append(seen["accepted"])
     assert accepted[0] > 0 == accepted[1]
 
 
@@ -102,13 +97,13 @@ def test_request_that_opts_out_accepts_nothing(v2_engine: Factory) -> None:
 def test_hard_cut_off(v2_engine: Factory, name: str) -> None:
     """In a batch of more requests nobody drafts; vLLM's scheduler keeps to it."""
     llm = v2_engine({**METHODS[name], "disable_by_batch_size": 2})
-    before = llm.counts.copy()
-    crowd = prompts(3, 20)
+    with counting(llm) as seen:
+        crowd = prompts(3, 20)
     assert generate(llm, crowd, greedy(8)) == generate(v2_engine(), crowd, greedy(8))
-    assert (llm.counts - before)["drafted"] == 0
+    assert seen["drafted"] == 0
     params = [greedy(4), greedy(4), greedy(24)]
     assert generate(llm, crowd, params) == generate(v2_engine(), crowd, params)
-    assert (llm.counts - before)["drafted"] > 0  # once one is left
+    assert seen["drafted"] > 0  # once one is left
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="engines there have real graphs")
@@ -123,11 +118,11 @@ def test_replayed_drafts_are_those_of_the_step(v2_engine: Factory, name: str) ->
         if graphs is not None:
             graphs.capture()
         speculator.graphs = graphs
-        before = llm.counts.copy()
-        try:
-            assert generate(llm, requests, params) == expected
-        finally:
-            speculator.graphs = None
-        accepted.append((llm.counts - before)["accepted"])
+        with counting(llm) as seen:
+            try:
+                assert generate(llm, requests, params) == expected
+            finally:
+                speculator.graphs = None
+        accepted.append(seen["accepted"])
     assert accepted[0] == accepted[1] > 0
     assert graphs is not None and graphs.replays > 4

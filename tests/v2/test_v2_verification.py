@@ -11,8 +11,8 @@ import preempted
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory
-from test_v2_speculator import METHODS
+from conftest import Factory, counting
+from small import METHODS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ppd.vllm_plugins.engine.v2.verification import Verification, accept_drawn
@@ -45,10 +45,10 @@ def test_output_with_a_seed_is_vllms_through_preemptions(
 ) -> None:
     """A step that is done again after a preemption has no drafts, and so had other random numbers."""
     llm = v2_engine(METHODS[name], asynchronous, **TINY_KV)
-    before = llm.counts.copy()
-    answers = preempted.outputs(llm, (3,), 24)
-    preempted.check(answers, alone)
-    assert (llm.counts - before)["preempted"] >= 3 and (llm.counts - before)["accepted"] > 10
+    with counting(llm) as seen:
+        answers = preempted.outputs(llm, (3,), 24)
+        preempted.check(answers, alone)
+    assert seen["preempted"] >= 3 and seen["accepted"] > 10
 
 
 def test_seeds_change_nothing_for_requests_without(v2_engine: Factory) -> None:

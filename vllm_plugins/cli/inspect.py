@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 
+from vllm_ppd.vllm_plugins.cli.commands import print_aligned
+
 UNREAD = "; the numbers of the weights are read when they are fetched (`hf download`)"
 
 
@@ -47,9 +49,7 @@ def run(options: InspectOptions) -> int:
         f", {(Path(folder) / WEIGHTS_NAME).stat().st_size / 1e6:.2f} MB" if whole else ", not fetched"
     )
     lines |= _if_there("trained", _provenance, folder) | _if_there("calibrated", _calibration, folder)
-    width = max(map(len, lines))
-    for name, value in lines.items():
-        print(f"{name:<{width}}  {value}")
+    print_aligned(lines)
     try:
         print(f"will load: {_check(config, folder, target)}{'' if whole else UNREAD}")
     except HeadsError:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
 from vllm_ppd.heads.training.signals import termination_as_interrupt
-from vllm_ppd.vllm_plugins.cli import bench, calibrate, data, env, inspect, plan, train
+from vllm_ppd.vllm_plugins.cli import bench, commands, data, inspect
 from vllm_ppd.vllm_plugins.cli.arguments import Command, CommandParser, Group, add_commands, model_of, options_from
 
 COMMANDS: dict[str, Command | Group] = {
@@ -19,17 +19,17 @@ COMMANDS: dict[str, Command | Group] = {
         "Let the target answer prompts, or write user turns and answer them; token ids are kept.",
         data.run, "heads.generation.options:DataOptions",
     ),
-    "train": Group("train heads", "Train heads for a target model.", train.kinds),
+    "train": Group("train heads", "Train heads for a target model.", commands.kinds),
     "calibrate": Command(
         "measure heads and recommend a setting",
         "Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
-        calibrate.run, "heads.calibration.options:CalibrationOptions", positional="heads",
+        commands.calibrate, "heads.calibration.options:CalibrationOptions", positional="heads",
     ),
     "plan": Command(
         "predict speed-ups from a calibration and recommend how to serve",
         "Predict speed-up and compute of every calibrated setting of some heads, on this machine or another, and say "
         "from which batch size on to stop drafting.",
-        plan.run, "heads.planning.options:PlanOptions", positional="heads",
+        commands.plan, "heads.planning.options:PlanOptions", positional="heads",
     ),
     "bench": Group("measure speeds, and the papers' tables", "Measure speeds against vLLM's own.", bench.commands),
     "inspect": Command(
@@ -37,23 +37,21 @@ COMMANDS: dict[str, Command | Group] = {
         inspect.run, inspect.InspectOptions, positional="heads",
     ),
     "env": Command(
-        "print versions and machine for a bug report", "Print versions and machine.", env.run, env.EnvOptions
+        "print versions and machine for a bug report", "Print versions and machine.", commands.env, commands.EnvOptions
     ),
 }  # fmt: skip
 
 
-def make_parser(commands: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd") -> argparse.ArgumentParser:
-    description = "Train, measure, plan and look at heads for vllm-ppd." if commands is COMMANDS else None
+def make_parser(table: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd") -> argparse.ArgumentParser:
+    description = "Train, measure, plan and look at heads for vllm-ppd." if table is COMMANDS else None
     parser = CommandParser(prog=prog, description=description)
-    add_commands(commands, parser)
+    add_commands(table, parser)
     return parser
 
 
-def main(
-    argv: Sequence[str] | None = None, commands: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd"
-) -> int:
+def main(argv: Sequence[str] | None = None, table: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd") -> int:
     """Run one of the commands; returns the exit code."""
-    args = make_parser(commands, prog).parse_args(argv)
+    args = make_parser(table, prog).parse_args(argv)
     try:
         with termination_as_interrupt():
             return args.command.run(options_from(model_of(args.command), args))

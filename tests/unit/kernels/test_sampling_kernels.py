@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling that drafters share: greedy rows, draws in proportion, and the q(x) told of them."""
+"""The sampling that drafters share: greedy rows, draws in proportion and their q(x), top-k and top-p."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
-from vllm_ppd.kernels.sampling import divisor, draw, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import Sampling, distribution, divisor, draw, drawn_from, is_greedy, truncated
+from vllm_ppd.kernels.top_p import BEST, mask_top_p
+
+ROWS, VOCAB = 40, 97
 
 
 def test_temperatures() -> None:
@@ -38,3 +43,32 @@ def test_q_is_a_unit_vector_where_the_best_was_taken() -> None:
     for row in (0, 2):
         assert q[row].sum(-1).tolist() == [1, 1]
         assert q[row].argmax(-1).tolist() == index[row].tolist()
+
+
+@pytest.mark.parametrize("with_k", [False, True])
+@pytest.mark.parametrize("with_p", [False, True])
+def test_distribution_is_vllms(with_k: bool, with_p: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(ROWS, VOCAB, generator=generator)
+    temperature = 0.2 + 2 * torch.rand(ROWS, generator=generator)
+    top_k = torch.randint(1, VOCAB + 1, (ROWS,), generator=generator) if with_k else None
+    top_p = 1 - torch.rand(ROWS, generator=generator) if with_p else None
+    if top_p is not None:
+        top_p[:3] = torch.tensor([1.0, 1e-6, 0.5])
+    expected = apply_top_k_top_p_pytorch(logits / temperature[:, None], top_k, top_p).softmax(-1)
+    actual = distribution(logits, Sampling(temperature, top_k, top_p))
+    torch.testing.assert_close(actual, expected)
+    assert ((actual > 0) == (expected > 0)).all()
+
+
+@pytest.mark.parametrize("vocabulary", [40, 5 * BEST])
+def test_top_p_without_a_sort_keeps_what_a_sort_keeps(vocabulary: int) -> None:
+    torch.manual_seed(0)
+    spread = torch.tensor([0.01, 0.3, 1.0, 3.0, 8.0, 2.0])
+    logits = torch.randn(6, vocabulary) * spread[:, None]
+    top_p = torch.tensor([0.95, 0.5, 0.9, 0.95, 1e-6, 1.0])
+    expected = truncated(logits.softmax(-1), Sampling(torch.ones(6), top_p=top_p))
+    actual = mask_top_p(logits.clone(), top_p)
+    assert torch.equal(actual.isfinite(), expected > 0)
+    torch.testing.assert_close(actual.softmax(-1), expected)
+    assert torch.equal(actual[5], logits[5])

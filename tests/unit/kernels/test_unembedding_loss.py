@@ -16,6 +16,15 @@ def test_large_vocabularies_are_read_for_many_rows_at_once(vocabulary: int, rows
     assert unembedding_loss.rows_a_chunk(torch.empty(vocabulary, 1)) == rows
 
 
+def assert_same(ours: torch.Tensor, plain: torch.Tensor, actual: torch.Tensor, direct: torch.Tensor) -> None:
+    """Losses, and the gradients of a weighted sum of them in the states."""
+    torch.testing.assert_close(actual, direct)
+    weights = torch.randn_like(direct)
+    (actual * weights).sum().backward()
+    (direct * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     """The gradients that are formed in the forward pass are autograd's, for any size of chunk."""
@@ -23,32 +32,21 @@ def test_losses_equal_plain_autograd(monkeypatch: pytest.MonkeyPatch, bias: bool
     monkeypatch.setitem(unembedding_loss.CHUNK_ELEMENTS, "cpu", 3 * 50)
     monkeypatch.setattr(unembedding_loss, "LEAST_ROWS", 1)
     matrix, shift = torch.randn(50, 8), torch.randn(50) if bias else None
-    states, tokens, weight = torch.randn(10, 8), torch.randint(50, (10,)), torch.randn(10)
-    ours, plain = states.clone().requires_grad_(), states.clone().requires_grad_()
-    direct = functional.log_softmax(functional.linear(plain, matrix, shift), -1).gather(1, tokens[:, None])[:, 0]
-    actual = token_log_probs(ours, tokens, matrix, shift)
-    torch.testing.assert_close(actual, direct)
-    (actual * weight).sum().backward()
-    (direct * weight).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
 
-    several, weights = torch.randint(50, (10, 4)), torch.randn(10, 4)
-    ours, plain = states.clone().requires_grad_(), states.clone().requires_grad_()
-    direct = functional.log_softmax(functional.linear(plain, matrix, shift), -1).gather(1, several)
-    actual = token_log_probs(ours, several, matrix, shift)
-    torch.testing.assert_close(actual, direct)
-    (actual * weights).sum().backward()
-    (direct * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
+    def log_probs(states: torch.Tensor) -> torch.Tensor:
+        return functional.log_softmax(functional.linear(states, matrix, shift), -1)
 
-    students, teacher, weights = torch.randn(3, 10, 8), torch.randn(10, 8), torch.randn(3, 10)
-    ours, plain = students.clone().requires_grad_(), students.clone().requires_grad_()
-    log_p = functional.log_softmax(functional.linear(teacher, matrix, shift), -1)
-    log_q = functional.log_softmax(functional.linear(plain, matrix, shift), -1)
-    direct = (log_p.exp() * (log_p - log_q)).sum(-1)
+    def twice(*shape: int) -> list[torch.Tensor]:
+        states = torch.randn(*shape)
+        return [states.clone().requires_grad_() for _ in range(2)]
+
+    for tokens in (torch.randint(50, (10,)), torch.randint(50, (10, 4))):
+        ours, plain = twice(10, 8)
+        direct = log_probs(plain).gather(1, tokens.view(10, -1)).view(tokens.shape)
+        assert_same(ours, plain, token_log_probs(ours, tokens, matrix, shift), direct)
+
+    (ours, plain), teacher = twice(3, 10, 8), torch.randn(10, 8)
+    log_p, log_q = log_probs(teacher), log_probs(plain)
     actual, match = kl_to_teacher(ours, teacher, matrix, shift)
-    torch.testing.assert_close(actual, direct)
     assert torch.equal(match, log_q.argmax(-1) == log_p.argmax(-1))
-    (actual * weights).sum().backward()
-    (direct * weights).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
+    assert_same(ours, plain, actual, (log_p.exp() * (log_p - log_q)).sum(-1))

@@ -14,6 +14,7 @@ scenarios below, mean of 8 seeds at batch 1 and 8, it reached:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,8 +128,7 @@ PAYS = [(0.9, 0.1), (0.6, 0.25), (0.5, 0.05), (0.3, 0.1), (0.95, 0.5)]
 @pytest.mark.parametrize("requests", [1, 8])
 def test_drafts_that_never_pay(acceptance: float, share: float, requests: int) -> None:
     engine = Simulation(shallow(share), requests)
-    assert engine.speed(3000, acceptance) > 0.985  # from the first step on
-    assert engine.speed(3000, acceptance) > 0.985
+    assert min(engine.speed(3000, acceptance) for _ in range(2)) > 0.985  # from the first step on
 
 
 @pytest.mark.parametrize(("acceptance", "share"), PAYS)
@@ -252,13 +252,6 @@ def test_requests_of_a_batch_differ() -> None:
     assert mean[:4].min() > 2 and mean[4:].max() < 0.6
 
 
-def test_same_table_and_steps_give_the_same_choices() -> None:
-    runs = [Simulation(shallow(0.3), 4, seed=3) for _ in range(2)]
-    for engine in runs:
-        engine.run(1500, 0.5)
-    assert runs[0].chosen == runs[1].chosen and len({max(drafts) for drafts in runs[0].chosen}) > 1
-
-
 @pytest.mark.parametrize("layers", [0.0, 0.1])
 def test_bypassed_steps_change_no_choice(layers: float) -> None:
     bypassed, stepped = (Simulation(shallow(0.3), 2, layers=layers, life=300, bypass=on) for on in (True, False))
@@ -322,11 +315,6 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     np.testing.assert_allclose(costs.relative(1000), np.array([5, 6.5, 8.5, 10.5]) / 5, rtol=0.01)
 
 
-def test_drafts_never_seem_to_save_time() -> None:
-    table = CostTable(sizes=[1], counts=[0, 1, 2], seconds=[[10, 9, 12]])
-    np.testing.assert_allclose(StepCosts(table).relative(5), [1, 1, 12 / 9])
-
-
 def test_costs_never_fall_with_requests_or_drafts() -> None:
     """A table of which two entries were measured while something else ran on the machine."""
     clean = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=[[1.0, 1.5, 2.0], [2.0, 2.5, 3.0]])
@@ -336,20 +324,24 @@ def test_costs_never_fall_with_requests_or_drafts() -> None:
     assert StepCosts(noisy).relative(4).tolist() == [1.0, 1.5, 1.5, 1.5]
 
 
-def test_a_table_of_a_busy_machine_is_implausible() -> None:
-    """The first one was measured while other programs ran, and every later start read it."""
-    cached = [[20.3, 20.3 * 18.51], [23.3, 23.3 * 1.48], [17.1, 17.1 * 4.48]]
-    table = CostTable(sizes=[1, 4, 16], counts=[0, 3], seconds=cached, second_fastest=cached)
-    assert table.implausible().startswith("1 request with 3 drafts 375")
-    table = CostTable(sizes=[1, 4, 16], counts=[0, 3], seconds=cached)
-    assert "not recorded" in table.implausible()
-    rising = [[5.0, 6.0], [6.0, 8.0]]
-    for slow, said in (
-        ([[5.2, 6.1], [6.3, 8.2]], ""),
-        ([[5.2, 6.1], [9.0, 8.2]], "4 requests with 0 drafts 6000.0 ms, and"),
-    ):
-        table = CostTable(sizes=[1, 4], counts=[0, 1], seconds=rising, second_fastest=slow)
-        assert table.implausible().startswith(said) and bool(table.implausible()) is bool(said)
+BUSY, RISING = [[20.3, 20.3 * 18.51], [23.3, 23.3 * 1.48], [17.1, 17.1 * 4.48]], [[5.0, 6.0], [6.0, 8.0]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts", "fastest", "second", "message"),
+    [
+        # Measured while other programs ran, and every later start read it.
+        ([1, 4, 16], [0, 3], BUSY, BUSY, "1 request with 3 drafts 375"),
+        ([1, 4, 16], [0, 3], BUSY, None, "not recorded"),
+        ([1, 4], [0, 1], RISING, [[5.2, 6.1], [9.0, 8.2]], "4 requests with 0 drafts 6000.0 ms, and"),
+        ([1, 4], [0, 1], RISING, [[5.2, 6.1], [6.3, 8.2]], ""),
+    ],
+)
+def test_a_table_of_a_busy_machine_is_implausible(
+    sizes: list[int], counts: list[int], fastest: Any, second: Any, message: str
+) -> None:
+    reason = CostTable(sizes=sizes, counts=counts, seconds=fastest, second_fastest=second).implausible()
+    assert message in reason and bool(reason) is bool(message)
 
 
 @pytest.mark.parametrize("growth", [0.0, 0.3])

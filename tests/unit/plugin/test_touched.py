@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import touched
@@ -32,21 +33,10 @@ def test_what_moved_is_named() -> None:
 
 def test_comments_are_not_code() -> None:
     """Prose may change, code may not."""
-
-    def plain(x: int) -> int:
-        return x + 1
-
-    digests = [touched.digest_of(plain)]
-
-    def plain(x: int) -> int:  # type: ignore[no-redef]
-        """What it does."""
-        return x + 1  # and why
-
-    digests.append(touched.digest_of(plain))
-
-    def plain(x: int) -> int:  # type: ignore[no-redef]
-        return x + 2
-
-    digests.append(touched.digest_of(plain))
-    assert digests[0] == digests[1] != digests[2]
+    code = "def plain(x):\n    {}return x + {}  # {}"
+    plain, explained, other = (
+        touched.digest_of_code(ast.parse(code.format(*parts)))
+        for parts in (("", 1, ""), ('"""What it does."""\n    ', 1, "and why"), ("", 2, ""))
+    )
+    assert plain == explained != other
     assert touched.digest("vllm.nowhere:nothing") == "gone"

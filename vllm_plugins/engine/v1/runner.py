@@ -6,13 +6,12 @@ Overrides, each of which calls vLLM's unless we draft:
     _update_states             a step begins
     _model_forward             part of the target instead of the full forward
     sample_tokens              our counters go with the step's output
-    _sample                    tokens that a method adds to the sampled ones; see also token_logprobs.py and
-                               seeded_requests.py
-    _input_fits_in_drafter     length limits are ours to keep, a request at a time
+    _sample                    tokens that a method adds to the sampled ones
     propose_draft_token_ids    drafting
     take_draft_token_ids       nothing where nobody drafts
-    _prepare_inputs            see nonspeculative_steps.py
     profile_run                drafting takes memory, too, and compiles its kernels
+
+and those of verification.py.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from typing import Any
 import torch
 
 from vllm_ppd.vllm_plugins.engine.v1.batch import Step, with_counts
-from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
-from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import SeededRequests
-from vllm_ppd.vllm_plugins.engine.v1.token_logprobs import TokenLogprobs
+from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
 
 
-class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
+class DraftingRunnerMixin(Verification):
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
 
     drafter: Proposer
@@ -71,9 +68,6 @@ class DraftingRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
         self.drafter.warm_up()
-
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        return common_attn_metadata is not None
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return with_counts(super().sample_tokens(*args, **kwargs), self.drafter.counters)  # type: ignore[misc]

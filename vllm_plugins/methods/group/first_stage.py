@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from vllm_ppd.model_patches.base import CutState, ModelCut
+from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.host import buckets
 from vllm_ppd.vllm_plugins.engine.lm_head import CopiedLMHead
-from vllm_ppd.vllm_plugins.engine.v1.passes import Span, StackPasses
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
 from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
@@ -31,23 +31,18 @@ class FirstStage(Stage):
 
     def load_model(self, model: Any) -> None:
         config, vllm_config, device = self.config, self.vllm_config, self.runner.device
-        model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-        dtype, hidden_size = model_config.dtype, model_config.hf_text_config.hidden_size
+        dtype, hidden_size = vllm_config.model_config.dtype, vllm_config.model_config.hf_text_config.hidden_size
         early = config.num_layers - self.split  # candidates need not go further before the last stage has chosen
         exits = (early,) if early < self.split else ()
         self.depth = min(early, self.split)  # of the first stack
-        self.cut = ModelCut(model, vllm_config, exits, layers=(0, self.split))
+        self.take(model, exits, (0, self.split))
         adapter = self.cut.adapter
-        if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
-            self.cut.allocate_graph_buffers(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
-        self.connect()
         norm, shard, bias, place = self.channel.receive_weights()
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
         adapter.decoder.norm.weight.data = norm
         lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
         self.reader = EarlyReader(adapter, lm_head, None)
-        self.passes = StackPasses(self.runner, self.cut)
-        self.requests = min(config.disable_by_batch_size or 1, scheduler.max_num_seqs)
+        self.requests = min(config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs)
         # A row a request: the state behind d_bar of the token that the last stage is to take next.
         self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.engine.v1.passes import Span, StackPasses
+from vllm_ppd.vllm_plugins.engine.v1.passes import Span
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
 NO_TOKEN = -1  # vLLM's mark of a place without a token
@@ -23,17 +22,11 @@ class LastStage(Stage):
 
     def load_model(self, model: Any) -> None:
         self.model = model
-        self.cut = ModelCut(model, self.vllm_config, (), layers=(self.split, self.config.num_layers))
-        model_config, scheduler = self.vllm_config.model_config, self.vllm_config.scheduler_config
-        hidden_size, dtype, device = model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device
-        if self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
-            self.cut.allocate_graph_buffers(scheduler.max_num_batched_tokens, hidden_size, dtype, device)
-        self.passes = StackPasses(self.runner, self.cut)
-        self.connect()
+        self.take(model, (), (self.split, self.config.num_layers))
         # The first stage reads its candidates through the target's own norm and LM head, which vLLM loads here alone.
         lm_head = TargetLMHead(model)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
-        shard, bias = lm_head.shard_of_rank(self.vllm_config, device)
+        shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)
         self.channel.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
 
     @torch.inference_mode()

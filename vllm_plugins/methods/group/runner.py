@@ -5,12 +5,12 @@ Overrides, each of which calls vLLM's:
 
     execute_model              a group step becomes a step of one token a request
     _model_forward             the first stage has that token's state already if the step before ran ahead
-    sample_tokens, _sample     the micro-steps that follow, on either stage; see also token_logprobs.py
-    _update_states             see seeded_requests.py
+    sample_tokens, _sample     the micro-steps that follow, on either stage
     initialize_kv_cache        room for the candidates' tail blocks
     profile_run                candidates take memory, too, and compile their kernels
     propose_draft_token_ids    nothing: what the group emits is final
-    _prepare_inputs            see nonspeculative_steps.py
+
+and those of engine/v1/verification.py.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from vllm.distributed import get_pp_group
 from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.vllm_plugins.engine.v1.batch import with_counts
-from vllm_ppd.vllm_plugins.engine.v1.nonspeculative_steps import NonSpeculativeSteps
-from vllm_ppd.vllm_plugins.engine.v1.seeded_requests import SeededRequests
-from vllm_ppd.vllm_plugins.engine.v1.token_logprobs import TokenLogprobs
+from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 
 
-class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
+class GroupRunnerMixin(Verification):
     """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
 
     drafter: FirstStage | LastStage
@@ -100,9 +98,6 @@ class GroupRunnerMixin(NonSpeculativeSteps, TokenLogprobs, SeededRequests):
         if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
             return self.drafter.run_micro_steps(output)
         return output
-
-    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        return common_attn_metadata is not None
 
     def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         return [[] for _ in range(self.input_batch.num_reqs)]

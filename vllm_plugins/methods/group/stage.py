@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
+from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 
@@ -44,10 +46,16 @@ class Stage(ABC):
         self.batch = Batch(runner)
         self.counters = Counters()
 
-    def connect(self) -> None:
-        """Open the line to the other stage; the process groups must exist."""
-        model_config = self.vllm_config.model_config
-        self.channel = StageChannel(model_config.hf_text_config.hidden_size, model_config.dtype, self.runner.device)
+    def take(self, model: Any, exits: tuple[int, ...], layers: tuple[int, int]) -> None:
+        """Cut the loaded stage, and open the line to the other one; the process groups must exist."""
+        vllm_config, device = self.vllm_config, self.runner.device
+        hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
+        self.cut = ModelCut(model, vllm_config, exits, layers=layers)
+        if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
+            tokens = vllm_config.scheduler_config.max_num_batched_tokens
+            self.cut.allocate_graph_buffers(tokens, hidden_size, dtype, device)
+        self.passes = StackPasses(self.runner, self.cut)
+        self.channel = StageChannel(hidden_size, dtype, device)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own interface for drafts, of which a group makes none."""

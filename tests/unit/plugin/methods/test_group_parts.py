@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,8 +21,6 @@ from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
 from vllm_ppd.vllm_plugins.methods.group import stage_channel
-from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
-from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
@@ -160,7 +157,9 @@ def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
 def test_weights_travel_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device channel (NCCL) takes no tensor of the host, and with a bound its wait would poll."""
     channel, sent, waits = StageChannel.__new__(StageChannel), [], []
-    channel.group = SimpleNamespace(rank_in_group=1, device_group="device", cpu_group="host", send_object=Mock())
+    channel.group = SimpleNamespace(
+        rank_in_group=1, device_group="device", cpu_group="host", send_object=lambda *_: None
+    )
     channel.peer, channel.device, channel.inline = 0, torch.device("meta"), False
 
     def isend(tensor: torch.Tensor, peer: int, group: str) -> Any:
@@ -171,50 +170,3 @@ def test_weights_travel_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     channel.send_weights([torch.ones(2), torch.ones(3, device="meta")])
     assert sent == [("meta", "device")] * 2
     assert waits == [(), ()]
-
-
-def test_candidates_are_read_in_the_memory_profile() -> None:
-    """On a GPU: no first request of some batch size waits for a kernel, and what reading takes is accounted for."""
-    profiled, read = [], []
-
-    class VllmsRunner:
-        def profile_run(self) -> None:
-            profiled.append(True)
-
-    class Runner(GroupRunnerMixin, VllmsRunner):
-        def __init__(self, stage: Any) -> None:
-            self.drafter = stage
-
-    stage: Any = object.__new__(FirstStage)
-    stage.split, stage.requests, stage.candidates = 3, 6, SimpleNamespace(count=4)
-    stage.states, every = CarriedStates(6, 8, torch.float32, torch.device("cpu"), has_residual=True), np.arange(6)
-    stage.states.store(every, (torch.randn(6, 8), torch.randn(6, 8)))
-    before = stage.states.load(every)
-    stage.reader = SimpleNamespace(candidates=lambda split, state, k: read.append((split, len(state[0]), k)))
-    Runner(stage).profile_run()
-    assert profiled and read == [(3, requests, 4) for requests in (6, 4, 2, 1)]
-    assert all(torch.equal(*parts) for parts in zip(stage.states.load(every), before, strict=True))
-    Runner(object.__new__(LastStage)).profile_run()
-    assert len(profiled) == 2
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_copies_of_tail_blocks_are_made_once_before_serving(count: int) -> None:
-    class VllmsRunner:
-        def initialize_kv_cache(self, kv_cache_config: Any) -> None:
-            self.kv_cache_config = kv_cache_config
-
-    class Runner(GroupRunnerMixin, VllmsRunner):
-        def __init__(self) -> None:
-            stage: Any = object.__new__(FirstStage)
-            stage.candidates = Candidates(Mock(), Mock(), count, requests=2)
-            self.drafter = stage
-
-    runner = Runner()
-    runner.initialize_kv_cache(SimpleNamespace(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[1, 2]))
-    assert runner.kv_cache_config.num_blocks == 10 + 2 * (count - 1) * 2
-    copied = runner.drafter.candidates.blocks.copy.call_args_list
-    assert len(copied) == (count > 1)
-    for call in copied:
-        origins, targets, positions = call.args
-        assert origins.tolist() == targets.tolist() == [[10, 11]] and positions is None

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short commands: `ppd train`, `ppd calibrate`, `ppd plan` and `ppd env`.
+
+Each takes its options and returns the exit code. torch and transformers take seconds to import, so that data is looked
+at first.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel
+
+from vllm_ppd.heads.data.check import check_data
+from vllm_ppd.heads.in_words import in_words
+from vllm_ppd.vllm_plugins.cli.arguments import Command
+
+if TYPE_CHECKING:
+    from vllm_ppd.heads.calibration.options import CalibrationOptions
+    from vllm_ppd.heads.planning.options import PlanOptions
+    from vllm_ppd.heads.training.options import TrainingOptions
+
+
+def kinds() -> dict[str, Command]:
+    """A command of `ppd train` for each kind of heads."""
+    from vllm_ppd.heads.kinds import KINDS
+
+    texts = {kind: (config.options.__doc__ or "").strip().replace("%", "%%") for kind, config in KINDS.items()}
+    return {kind: Command(text.split(": ", 1)[-1], text, train, KINDS[kind].options) for kind, text in texts.items()}
+
+
+def train(options: TrainingOptions) -> int:
+    """From a model and text to a heads folder that vLLM can serve."""
+    check_data(options.data)
+
+    from vllm_ppd.heads.training import loop
+    from vllm_ppd.heads.training.parallel import over_ray
+
+    if options.ray_workers:
+        over_ray(loop.train, options)
+    else:
+        facts = loop.train(options)
+        if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start as many of us as there are GPUs
+            return 0
+        trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
+        print(f"{trained}; held out, before -> after:")
+        for name, after in facts["held_out_after"].items():
+            print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")
+    print(f"wrote {options.out}: `ppd inspect {options.out}` describes it, `ppd calibrate` measures it")
+    return 0
+
+
+def calibrate(options: CalibrationOptions) -> int:
+    """Measure a heads folder, print tables like the papers', recommend a setting."""
+    check_data(options.data, options.prompts)
+
+    from vllm_ppd.heads.calibration import run
+    from vllm_ppd.heads.calibration.report import report
+    from vllm_ppd.heads.io import CALIBRATION_NAME
+
+    print(report(run.calibrate(options)))
+    print(f"\nwrote {options.heads}/{CALIBRATION_NAME}")
+    return 0
+
+
+def plan(options: PlanOptions) -> int:
+    """What drafting will gain on a machine and under a load, and how to serve it."""
+    from vllm_ppd.heads.planning.plan import make_plan
+    from vllm_ppd.heads.planning.report import report
+
+    print(report(make_plan(options), options))
+    return 0
+
+
+class EnvOptions(BaseModel):
+    """`ppd env` takes no options."""
+
+
+def env(options: EnvOptions) -> int:
+    """What a bug report needs."""
+    from vllm_ppd.heads.training.provenance import machine, versions
+    from vllm_ppd.vllm_plugins.patches import SUPPORTED_VLLM, is_supported, vllm_version
+
+    version = vllm_version()
+    lines = {
+        "platform": platform.platform(),
+        "machine": machine(),
+        **versions(),
+        "vLLM supported": f"{'yes' if is_supported(version) else 'no'} (supported: {SUPPORTED_VLLM}; found {version})",
+        "plugin": _plugin(),
+    }
+    for name in sorted(os.environ):
+        if name.startswith(("VLLM_", "PPD_", "CUDA_VISIBLE", "OMP_")) and "KEY" not in name and "TOKEN" not in name:
+            lines[name] = os.environ[name]
+    print_aligned(lines)
+    return 0
+
+
+def print_aligned(lines: dict[str, str]) -> None:
+    """Print names and what they stand for in two columns."""
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")
+
+
+def _plugin() -> str:
+    if "vllm_ppd" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+        return "not registered: install vllm-ppd into the environment that runs vLLM"
+    chosen = os.environ.get("VLLM_PLUGINS")
+    off = chosen is not None and "vllm_ppd" not in chosen.split(",")
+    return "switched off by VLLM_PLUGINS" if off else "registered"
