@@ -2,7 +2,7 @@
 """Benchmarks: `ppd bench KIND`, and `python -m vllm_ppd.benchmarks.FOLDER.NAME` for the rest.
 
 harness/  contenders, engines, turns, files of results, statistics: what every benchmark shares
-decode/   batches of fixed size, beside what `ppd plan` and Theorem 4.1 predict
+decode/   batches of fixed size; worker groups beside Theorem 4.1
 serve/    requests that arrive at real servers
 soak/     many thousand requests to real servers: equal answers, counters, memory, what is left
 papers/   the tables and figures of the four papers, and how many drafts are accepted
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.locking import InUse, writing_file, writing_folder
+from vllm_ppd.heads.locking import InUse, writing_file
 
 
 class BenchError(UserError):
@@ -27,10 +27,10 @@ class BenchError(UserError):
 
 
 @contextlib.contextmanager
-def only_writer(out: Path, is_file: bool = False) -> Iterator[None]:
-    """What a script writes, locked against others; where another writes it, the script ends with one line."""
+def only_writer(out: Path) -> Iterator[None]:
+    """The file that a script writes, locked against others; where another writes it, the script ends with one line."""
     try:
-        with writing_file(out) if is_file else writing_folder(out):
+        with writing_file(out):
             yield
     except InUse as error:
         sys.exit(f"error: {error}")

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of every kernel beside its torch reference and beside what reading and writing its numbers must take.
+"""Seconds of every kernel beside its torch reference.
 
     python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json          # on a GPU: vocabulary 128K, hidden 4096
     python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json    # tiny, the references alone: does it run?
 
 Times are medians of triton.testing.do_bench, which empties the cache before each call; a launch counts, as it does in a
-server without CUDA graphs around it. The floor of a kernel is the greater of bytes / bandwidth and FLOP / peak, both
-measured here first, or given. Bytes are those that no implementation can avoid: every input once, every output once. A
-kernel pays by the rule of 80 %: it reaches 80 % of the floor without being slower than torch, or takes at most 80 % of
-torch's time.
+server without CUDA graphs around it. A kernel pays where it takes at most 80 % of torch's time. Bytes are those that no
+implementation can avoid, every input and every output once: their rate says how far a kernel is from the memory's.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 
-PAYS = 0.8  # share of the floor, and of torch's time
+PAYS = 0.8  # of torch's time
 
 
 class Case(NamedTuple):
@@ -41,7 +39,6 @@ class Case(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     bytes: int
-    flop: int = 0
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -55,28 +52,16 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
     return float(Timer("call()", globals={"call": call}).timeit(3).median)
 
 
-def bandwidth(device: torch.device, mib: int) -> float:
-    """Bytes a second of a long copy, reads and writes together."""
-    source = torch.ones(mib << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * len(source) / seconds(lambda: target.copy_(source), device)
-
-
-def peak(device: torch.device, size: int) -> float:
-    """FLOP a second of a large bfloat16 product."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * size**3 / seconds(lambda: a @ b, device)
-
-
 def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
     """Each kernel at a batch size, on random numbers."""
     v, d, n, r, k = args.vocab, args.hidden, args.positions, args.rank, args.top_k
     half: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     size = torch.bfloat16.itemsize
     hidden, unembedding = torch.randn(batch, d, **half), torch.randn(v, d, **half) * d**-0.5
-    read, work = size * (v * d + batch * d), 2 * batch * v * d
     for best in (1, 4):
-        yield Case(f"unembed_topk, k={best}", unembed_topk, (hidden, unembedding, best, 0, v), read, work)
+        yield Case(
+            f"unembed_topk, k={best}", unembed_topk, (hidden, unembedding, best, 0, v), size * (v * d + batch * d)
+        )
     del unembedding
     logits = torch.randn(batch, n, r, v, **half)
     weights = torch.zeros(batch, r, device=device)
@@ -96,24 +81,20 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
     yield Case("copy_blocks", copy_blocks, (caches, source, source + batch), moved)
 
 
-def measure(case: Case, batch: int, args: argparse.Namespace, device: torch.device) -> Row:
-    """A row of the table, in microseconds."""
-    floor = max(case.bytes / args.bandwidth, case.flop / args.peak)
+def measure(case: Case, batch: int, device: torch.device) -> Row:
+    """A row of the table: microseconds, and whether the kernel pays; without a GPU the reference alone runs."""
     reference = seconds(partial(case.function, *case.arguments), device)
-    row: Row = {"kernel": case.name, "batch": batch, "floor": floor, "torch": reference}
+    row: Row = {"kernel": case.name, "batch": batch, "torch": round(1e6 * reference, 4), "verdict": "not measured"}
     if (kernel := chosen(case.function, torch.empty(0, device=device))) is not case.function:
-        row["Triton"] = seconds(partial(kernel, *case.arguments), device)
-    row = {name: round(1e6 * value, 4) if isinstance(value, float) else value for name, value in row.items()}
-    return row | {"verdict": verdict(row["floor"], row["torch"], row.get("Triton"))}
+        triton = seconds(partial(kernel, *case.arguments), device)
+        row |= {"Triton": round(1e6 * triton, 4), "GB/s": round(case.bytes / triton / 1e9, 1)}
+        row["verdict"] = verdict(reference, triton)
+    return row
 
 
-def verdict(floor: float, reference: float, triton: float | None) -> str:
-    """Whether a kernel pays, by its times: "pays", "does not pay", or "not measured" without a GPU."""
-    if triton is None:
-        return "not measured: the reference alone runs here"
-    share, of_torch = floor / triton, triton / reference
-    pays = of_torch <= PAYS or (share >= PAYS and of_torch <= 1)
-    return f"{'pays' if pays else 'does not pay'}: {share:.0%} of the floor, {of_torch:.0%} of torch's time"
+def verdict(reference: float, triton: float) -> str:
+    """Whether a kernel pays, by its time and torch's."""
+    return f"{'pays' if triton <= PAYS * reference else 'does not pay'}: {triton / reference:.0%} of torch's time"
 
 
 def main() -> None:
@@ -127,32 +108,23 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=3, help="experts of the CP head")
     parser.add_argument("--top-k", type=int, default=50, help="of each DynaMo head")
     parser.add_argument("--layers", type=int, default=32, help="whose KV entries are copied")
-    parser.add_argument("--bandwidth", type=float, help="bytes a second, in place of a measurement")
-    parser.add_argument("--peak", type=float, help="bfloat16 FLOP a second, in place of a measurement")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
     if args.cpu:
         args.batch, args.vocab, args.hidden, args.layers = [1, 3], 1000, 64, 2
     elif not torch.cuda.is_available():
         parser.error("no GPU here; --cpu runs tiny sizes on the CPU")
-    with only_writer(args.out, is_file=True):
-        run(args)
-
-
-def run(args: argparse.Namespace) -> None:
-    """Measure every case; print the table."""
     device = torch.device("cpu" if args.cpu else "cuda")
-    args.bandwidth = args.bandwidth or bandwidth(device, 1 if args.cpu else 2048)
-    args.peak = args.peak or peak(device, 128 if args.cpu else 8192)
     settings = {name: value for name, value in vars(args).items() if name != "out"}
     rows: list[Row] = []
-    for batch in args.batch:
-        torch.manual_seed(batch)
-        for case in cases(batch, args, device):
-            if args.only in case.name:
-                rows.append(measure(case, batch, args, device))
-                write_rows(args.out, "kernels", rows, settings=settings)  # what is measured outlives a stopped run
-    names = ["kernel", "batch", "floor", "torch", "Triton", "verdict"]
+    with only_writer(args.out):
+        for batch in args.batch:
+            torch.manual_seed(batch)
+            for case in cases(batch, args, device):
+                if args.only in case.name:
+                    rows.append(measure(case, batch, device))
+                    write_rows(args.out, "kernels", rows, settings=settings)  # what is measured outlives a stopped run
+    names = ["kernel", "batch", "torch", "Triton", "GB/s", "verdict"]
     print(table(names, [[row.get(name, "-") for name in names] for row in rows]))
 
 

@@ -41,9 +41,9 @@ def run(options: CorpusOptions) -> int:
     return 0
 
 
-def sources(root: Path | None = None) -> Iterator[tuple[str, str]]:
+def sources() -> Iterator[tuple[str, str]]:
     """Yield (relative path, text) of every usable source file, in a fixed order."""
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS & set(relative.parts) or relative.name.startswith(SKIPPED_PREFIXES):
@@ -62,10 +62,9 @@ def is_validation(name: str) -> bool:
     return int.from_bytes(digest[:4], "big") / 2**32 < VALIDATION_SHARE
 
 
-def split(root: Path | None = None) -> tuple[list[str], list[str]]:
+def split() -> tuple[list[str], list[str]]:
     """Return (training texts, validation texts)."""
-    train: list[str] = []
-    validation: list[str] = []
-    for name, text in sources(root):
-        (validation if is_validation(name) else train).append(text)
-    return train, validation
+    texts: tuple[list[str], list[str]] = [], []
+    for name, text in sources():
+        texts[is_validation(name)].append(text)
+    return texts

@@ -3,10 +3,9 @@
 
     python -m vllm_ppd.benchmarks.models recipes --model benchmarks/demo/model --data build/corpus/train.jsonl \
         --out build/recipes --steps 100 --only 't*,classifier-*'
-    python -m vllm_ppd.benchmarks.models recipes --model MODEL --data build/corpus/train.jsonl --only 'cp-*' \
-        --results cp_recipes.json
 
-Each is a heads folder in --out, with its curve. A stopped run goes on where it was; finished ones are not repeated.
+Each is a heads folder in --out, with its curve and its held-out figures in provenance.json. A stopped run goes on where
+it was; finished ones are not repeated.
 """
 
 from __future__ import annotations
@@ -14,17 +13,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.harness.results import write_rows
 from vllm_ppd.heads.comma_lists import COMMAS
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.in_words import table
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.training.loop import train
@@ -45,7 +41,6 @@ class RecipesOptions(BaseModel):
     batch_size: int | None = Field(None, description="windows a step (none: 16, and PPD's 128 of its classifiers)")
     sequence_length: int | None = Field(None, description="tokens a window")
     evaluation_tokens: int | None = Field(None, description="held-out tokens of each evaluation")
-    results: str | None = Field(None, description="JSON file for a row a recipe, with machine and settings")
 
 
 def options_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -56,7 +51,7 @@ def options_of(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def run(options: RecipesOptions) -> int:
-    """Train what is not there yet, and print the held-out figures before and after.
+    """Train what is not there yet, and print the held-out figures of each.
 
     Raises:
         BenchError: if no recipe has such a name.
@@ -67,7 +62,6 @@ def run(options: RecipesOptions) -> int:
         raise BenchError(f"--only {','.join(options.only)} names no recipe; there are {', '.join(RECIPES)}"[:300])
     shared = options.model_dump(exclude_none=True, include=SHARED)
     check_data(options.data)
-    lines, rows = [], []
     with writing_folder(options.out):
         for number, name in enumerate(names, start=1):
             kind, changes = options_of(name)
@@ -76,26 +70,5 @@ def run(options: RecipesOptions) -> int:
                 print(f"{number} of {len(names)}: {name}", file=sys.stderr, flush=True)
                 train(KINDS[kind].options(**{**changes, **shared}, out=str(folder)))
             facts = json.loads((folder / "provenance.json").read_text())
-            before, after = (dict(_figures(facts[f"held_out_{when}"])) for when in ("before", "after"))
-            rows.append({"recipe": name, "tokens": facts["tokens"], **after})
-            for figure, value in after.items():
-                start = f"{before[figure]:.4f}" if figure in before else ""
-                lines.append([name, figure, start, f"{value:.4f}", f"{facts['tokens']:,}"])
-    print(table(["recipe", "held out", "before", "after", "tokens"], lines))
-    if options.results is not None:
-        write_rows(Path(options.results), "recipes", rows, options=shared)
+            print(f"{name}, {facts['tokens']:,} tokens: {json.dumps(facts['held_out_after'])}", flush=True)
     return 0
-
-
-def _figures(held_out: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in held_out.items():
-        if name in ("joint_nats_a_token", "first_position"):
-            continue
-        if isinstance(value, dict):
-            yield from ((f"{name}, {measure}", number) for measure, number in value.items())
-        elif name == "share_of_experts":
-            yield "largest share of an expert", max(value)
-        elif isinstance(value, list):
-            yield from ((f"{name}, {place}", number) for place, number in enumerate(value, start=1))
-        else:
-            yield name, value

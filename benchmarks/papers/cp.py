@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of the paper on CP heads: loss, accepted drafts and time of a token by rank (1 and 2)."""
+"""The table of the paper on CP heads: loss and accepted drafts by rank (2, and 1 but for the time of a token)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.estimates import bootstrap
-from vllm_ppd.benchmarks.harness.results import Row as Summary
-from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
+from vllm_ppd.benchmarks.papers.context import Context, loops, once
 from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, published, rises
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
@@ -115,46 +113,6 @@ def _counts(chance: torch.Tensor, lengths: torch.Tensor) -> tuple[list[float], l
     return [counts.accepted for counts in texts], [max(counts.cycles, 1e-9) for counts in texts]
 
 
-@once
-def engines(context: Context) -> dict[str, Summary]:
-    """Everyone of Table 1, sampling, one request at a time; who failed to start is missing."""
-    contenders = [Contender(BASE), Contender(CONTROL)]
-    for heads in all_heads(context):
-        config: dict[str, Any] = {
-            "method": "cp", "model": heads.folder, "num_speculative_tokens": heads.config.positions - 1,
-            "adaptive": False,
-        }  # fmt: skip
-        if heads.config.counts_tensor is not None:  # heads without counts draft from the whole vocabulary anyway
-            config["draft_vocab_size"] = heads.config.target.vocab_size
-        contenders.append(Contender(_name(heads), config))
-    return context.speeds(contenders, temperature=context.options.temperature)
-
-
-def _name(heads: CPHeads) -> str:
-    return f"cp, {heads.label}"
-
-
-def speculative(context: Context) -> PaperTable:
-    """Table 1."""
-    summaries = engines(context)
-
-    def seconds(name: str) -> list[Value]:
-        row = summaries.get(name)
-        return [] if row is None else [1 / row["tokens_per_second"][0], *timed(row)]
-
-    def values(heads: CPHeads, task: Task) -> list[Value]:
-        accepted = 1 + sum(accepted_by_position(*chances(context, heads, task)))
-        return [loss(context, heads, task), accepted, *(seconds(_name(heads)) if task is context.task else [])]
-
-    rows = [Row("vLLM, no heads", [None, None, seconds(BASE)[0], 1.0])]
-    if CONTROL in summaries:
-        rows.append(Row("vLLM, no heads, again", [None, None, *seconds(CONTROL)]))
-    return paper_table(
-        "cp-1", [*rows, *by_rank(context, values, theirs.FROM_SCRATCH)], task=context.task.name,
-        settings=context.settings("rounds", "prompts", "new_tokens", "temperature", "engine_dtype", "eager"),
-    )  # fmt: skip
-
-
 def head_only(context: Context) -> PaperTable:
     """Table 2."""
     most = max(heads.config.positions for heads in all_heads(context))
@@ -177,4 +135,4 @@ def head_only(context: Context) -> PaperTable:
     )  # fmt: skip
 
 
-TABLES = {"cp-1": speculative, "cp-2": head_only}
+TABLES = {"cp-2": head_only}

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
 from vllm_ppd.benchmarks.harness.results import Row as Summary
@@ -13,9 +11,6 @@ from vllm_ppd.benchmarks.papers.context import Context, once, timed
 from vllm_ppd.benchmarks.papers.ppd import early_heads
 from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Verdict, paper_table, published
 from vllm_ppd.benchmarks.papers.tasks import Task
-from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import Texts, logits_at
-from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"
 theirs = published("paradecode")
@@ -112,62 +107,31 @@ def _by_task(
 def threshold(context: Context) -> PaperTable:
     """Fig. 6."""
     task, config = context.task, drafting(context)
-    calibration = context.calibration(context.heads(KIND)[0])
-    exits = predictions(calibration, early_heads(context), context.texts(task), exit_layer(context))
     names = {gamma: f"paradecode, gamma {gamma:g}" for gamma in theirs.GAMMAS if gamma < 1}
     drafting_with = [Contender(name, {**config, "gamma": gamma}) for gamma, name in names.items()]
-    speeds = context.speeds([Contender(BASE), Contender(CONTROL), *drafting_with], task=task)
-    rates = {gamma: exits.rates(gamma) for gamma in theirs.GAMMAS}
+    summaries = context.speeds([Contender(BASE), Contender(CONTROL), *drafting_with], task=task)
+    rejected = {
+        gamma: 1 - summaries[name]["rate"] for gamma, name in names.items()
+        if name in summaries and summaries[name]["rate"] is not None
+    }  # fmt: skip
     rows = []
     for gamma in theirs.GAMMAS:
-        speed_up, quartiles = timed(speeds.get(names.get(gamma, CONTROL)))
-        rows.append(Row(f"gamma = {gamma:g}", [speed_up, *rates[gamma], quartiles], theirs.THRESHOLD.get(gamma)))
-    best = max((speeds[name]["speed_up"][0], gamma) for gamma, name in names.items() if name in speeds)
-    early, rejected = [rate for rate, _ in rates.values()], [value for _, value in rates.values() if value is not None]
+        speed_up, quartiles = timed(summaries.get(names.get(gamma, CONTROL)))
+        rows.append(Row(f"gamma = {gamma:g}", [speed_up, rejected.get(gamma), quartiles], theirs.THRESHOLD.get(gamma)))
+    best = max((summaries[name]["speed_up"][0], gamma) for gamma, name in names.items() if name in summaries)
+    shares = list(rejected.values())
+    evidence = f"{task.name}: {', '.join(f'{share:.1%} at {gamma:g}' for gamma, share in rejected.items())}"
     claims = [
         Verdict("gamma 0 is the fastest", best[1] == 0, f"{task.name}: {best[0]:.3f}x at gamma {best[1]:g}"),
-        Verdict("A higher gamma predicts fewer tokens early", early == sorted(early, reverse=True), task.name),
-        Verdict("A higher gamma rejects fewer of them", rejected == sorted(rejected, reverse=True),
-                f"{task.name}: {', '.join(f'{value:.1%}' for value in rejected)}"),
-        Verdict("Around 30 % are rejected at gamma 0", 0.2 <= rejected[0] <= 0.4, f"{task.name}: {rejected[0]:.1%}"),
-    ]  # fmt: skip
+        Verdict("A higher gamma rejects fewer of them", shares == sorted(shares, reverse=True), evidence),
+        Verdict("Around 30 % are rejected at gamma 0", 0.2 <= rejected.get(0.0, 1.0) <= 0.4, evidence),
+    ]
     settings = context.settings(*SETTINGS)
     return paper_table("paradecode-fig-6", rows, settings=settings, claims=claims, task=task.name, **_facts(context))
 
 
 def _facts(context: Context) -> dict[str, Any]:
     return {"layer": exit_layer(context), "depth": context.num_layers, "drafts": context.options.drafts}
-
-
-class Predictions(NamedTuple):
-    """Early predictions at every generated token of texts, a flat row of tokens each."""
-
-    confidence: torch.Tensor  # [tokens] p of the exit's best token
-    right: torch.Tensor  # [tokens] whether the target chose it, too
-
-    def rates(self, gamma: float) -> tuple[float, float | None]:
-        """Early prediction rate, and the share of these that verification rejects (None: there are none)."""
-        early = self.confidence > gamma
-        rejected = 1 - float(self.right[early].double().mean()) if bool(early.any()) else None
-        return float(early.double().mean()), rejected
-
-
-@torch.no_grad()
-def predictions(calibration: Calibration, heads: EarlyHeads, texts: Texts, layer: int) -> Predictions:
-    """Read one exit at every token of greedy texts."""
-    confidence, right = [], []
-    for rows, windows in texts.batches(calibration.options.batch):
-        with calibration.autocast():
-            states = calibration.target.run(windows, (layer,))
-        valid = texts.valid()[rows].flatten()
-        hidden = texts.reading(states.exits[layer], windows)[valid]
-        with calibration.autocast():
-            read = heads(hidden, layer)
-        logits = read.float() if heads.form == "classifier" else logits_at(calibration.target, read, 0.0)
-        best = logits.softmax(-1).max(-1)
-        confidence.append(best.values.cpu())
-        right.append((best.indices == texts.generated[rows].flatten()[valid]).cpu())
-    return Predictions(torch.cat(confidence), torch.cat(right))
 
 
 TABLES = {

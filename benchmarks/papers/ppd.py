@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPD's match rates by layer, k and decoding (Tables 2 and 5), and a worker group beside Theorem 4.1 (Table 3)."""
+"""PPD's match rates by layer and k (Table 2), and a worker group beside Theorem 4.1 (Table 3)."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from vllm_ppd.benchmarks.decode.group import MICRO_STEPS, STAGES, matched, split_of, theorem
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
-from vllm_ppd.benchmarks.harness.estimates import Estimate, bootstrap
+from vllm_ppd.benchmarks.harness.estimates import bootstrap
 from vllm_ppd.benchmarks.papers.context import Context, loops, once, timed
 from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, paper_table, published, rises
 from vllm_ppd.benchmarks.papers.tasks import Task
-from vllm_ppd.heads.early.calibration import FORMS, TOP_K, TOP_P, ExitMatches, match_exits
+from vllm_ppd.heads.early.calibration import FORMS, ExitMatches, match_exits
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 
 KIND = "early"
 theirs = published("ppd")
-DECODINGS: dict[str, dict[str, float]] = {
-    "Greedy decoding": {},
-    "Top-k sampling": {"temperature": 1.0, "top_k": TOP_K},
-    "Top-p sampling": {"temperature": 1.0, "top_p": TOP_P},
-}
 CANDIDATES = (1, 3)  # of Table 3
 TOKENS = 128  # of the texts of Table 3
 
@@ -37,9 +31,9 @@ def early_heads(context: Context) -> EarlyHeads:
 
 
 @once
-def matches(context: Context, task: Task, temperature: float = 0.0, **sampling: float) -> ExitMatches:
-    """Every exit at every token of texts that were decoded so, read once for all tables."""
-    calibration, texts = context.calibration(context.heads(KIND)[0]), context.texts(task, temperature, **sampling)
+def matches(context: Context, task: Task) -> ExitMatches:
+    """Every exit at every token of the greedy texts of a task."""
+    calibration, texts = context.calibration(context.heads(KIND)[0]), context.texts(task)
     batch = context.options.batch
     return match_exits(calibration.target, early_heads(context), texts, theirs.KS, batch, calibration.autocast)
 
@@ -64,7 +58,13 @@ def match_rates(context: Context) -> PaperTable:
     rows += [Row(label, None, rates) for label, rates in theirs.MATCH.items()]
     columns = [f"layer {layer} of {theirs.DEPTH}; ours {ours} of {depth}"
                for layer, ours in zip(theirs.LAYERS, exits, strict=True)]  # fmt: skip
-    return paper_table("ppd-2", rows, columns=columns, settings=_settings(context), claims=claims)
+    return paper_table(
+        "ppd-2",
+        rows,
+        columns=columns,
+        settings=context.settings("prompts", "new_tokens") | loops(context),
+        claims=claims,
+    )
 
 
 def _claims(task: Task, rates: ExitMatches, layer: int, exits: list[int]) -> list[Verdict]:
@@ -72,7 +72,8 @@ def _claims(task: Task, rates: ExitMatches, layer: int, exits: list[int]) -> lis
     trained = [
         rises(
             "A classifier trained for the layer raises the match rate", f"{task.name}, k = {k}, layer {layer}",
-            _difference(rates.counts(1, layer, k), rates.counts(0, layer, k)),
+            bootstrap(lambda hits, tokens, a, b: hits / tokens - a / b,
+                      *rates.counts(1, layer, k), *rates.counts(0, layer, k)),
         )
         for k in theirs.KS
     ]  # fmt: skip
@@ -90,31 +91,6 @@ def _claims(task: Task, rates: ExitMatches, layer: int, exits: list[int]) -> lis
         Verdict("The match rate rises with k", rises_with_k, where),
         Verdict("The match rate rises with the layer", not falls, falling if falls else where),
     ]
-
-
-def _difference(counts: tuple[Any, Any], others: tuple[Any, Any]) -> Estimate:
-    """Of two match rates, by their hits and tokens of each text."""
-    return bootstrap(lambda hits, tokens, a, b: hits / tokens - a / b, *counts, *others)
-
-
-def by_decoding(context: Context) -> PaperTable:
-    """Table 5."""
-    depth = context.num_layers
-    layer = nearest(early_heads(context).exit_layers, theirs.DEPTH // 2, depth)
-    rows, claims = [], []
-    for task, (name, decoding) in itertools.product(context.tasks, DECODINGS.items()):
-        rates, greedy = matches(context, task, **decoding), matches(context, task)
-        rows.append(Row(f"{task.name}, {name}", [rates.rate(0, layer, 3), rates.rate(1, layer, 3)]))
-        if decoding:
-            lost = _difference(rates.counts(1, layer, 3), greedy.counts(1, layer, 3))
-            claims.append(Verdict(
-                "Sampling keeps the match rate of greedy decoding, within 8 points", lost.above(-0.08),
-                f"{task.name}, {name}, Y, layer {layer}: {lost.text('{:+.3f}')}",
-            ))  # fmt: skip
-    rows += [Row(name, None, [None, None, *values]) for name, values in theirs.SAMPLED.items()]
-    return paper_table(
-        "ppd-5", rows, settings=_settings(context), claims=claims, top_k=TOP_K, top_p=TOP_P, layer=layer, depth=depth
-    )
 
 
 def implementation(context: Context) -> PaperTable:
@@ -150,8 +126,4 @@ def _label(task: str, k: int) -> str:
     return f"{task}, greedy (w/ PPD), k = {k}" if k else f"{task}, greedy"
 
 
-def _settings(context: Context) -> dict[str, Any]:
-    return context.settings("prompts", "new_tokens") | loops(context)
-
-
-TABLES = {"ppd-2": match_rates, "ppd-3": implementation, "ppd-5": by_decoding}
+TABLES = {"ppd-2": match_rates, "ppd-3": implementation}

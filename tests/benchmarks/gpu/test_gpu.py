@@ -15,16 +15,10 @@ from vllm_ppd.heads.locking import writing_file
 
 
 @pytest.mark.parametrize(
-    ("triton", "floor", "expected"),
-    [
-        (10, 9, "pays: 90% of the floor, 100% of torch's time"),
-        (11, 9, "does not pay: 82% of the floor, 110% of torch's time"),
-        (9, 1, "does not pay: 11% of the floor, 90% of torch's time"),
-        (8, 1, "pays: 12% of the floor, 80% of torch's time"),
-    ],
+    ("triton", "expected"), [(8, "pays: 80% of torch's time"), (9, "does not pay: 90% of torch's time")]
 )
-def test_the_rule_of_80_percent(triton: float, floor: float, expected: str) -> None:
-    assert kernels.verdict(floor, 10.0, triton) == expected
+def test_the_rule_of_80_percent(triton: float, expected: str) -> None:
+    assert kernels.verdict(10.0, triton) == expected
 
 
 def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +29,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {"command", "time", "git", "versions", "machine", "settings"} <= written.keys()
     assert len(written["rows"]) == 6 * 2
     for row in written["rows"]:
-        assert row["floor"] > 0 and row["torch"] > 0 and row["verdict"].startswith("not measured")
+        assert row["torch"] > 0 and row["verdict"] == "not measured"
 
 
 def test_a_file_that_another_process_writes_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPD's tables: match rates against a slow count, greedy and sampled."""
+"""PPD's tables: match rates against a slow count."""
 
 from __future__ import annotations
 
@@ -31,10 +31,3 @@ def test_match_rates_are_those_of_a_slow_count(early: Context) -> None:
         hit = (best == texts.generated[..., None]).any(-1) & texts.valid()
         share = float(hit.sum() / texts.valid().sum())
         assert value(table, f"patterns, k = 3, {form}", ppd.theirs.LAYERS.index(20)) == pytest.approx(share)
-
-
-def test_sampling_is_beside_greedy_decoding(early: Context) -> None:
-    table = ppd.by_decoding(early)
-    layer = ppd.nearest(ppd.early_heads(early).exit_layers, 20, tiny.LAYERS)
-    assert value(table, "patterns, Greedy decoding", 1) == ppd.matches(early, early.task).rate(1, layer, 3)
-    assert value(table, "Greedy decoding", 2) == 0.4084 and len(table.claims) == 2
