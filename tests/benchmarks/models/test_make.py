@@ -8,12 +8,12 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
 
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
-from vllm_ppd.benchmarks.models.recipes import RECIPES, options_of
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.quote import place
@@ -22,9 +22,13 @@ from vllm_ppd.vllm_plugins.cli.main import main, make_parser
 
 def commands(target: str, out: Path) -> list[str]:
     """The commands that make would run, each of which its parser takes, as COMMAND [KIND] OUT."""
+    return list(_taken(run_make(target, out), out))
+
+
+def run_make(target: str, out: Path) -> str:
+    """What make prints of the commands that it would run, each in a line."""
     make = ["make", "-n", "-f", "benchmarks/models/models.mk", target, f"OUT={out}"]
-    printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-    return list(_taken(printed, out))
+    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
 
 
 def _taken(printed: str, out: Path) -> Iterator[str]:
@@ -71,24 +75,37 @@ def test_make_calls_these_rules() -> None:
     assert "make -f benchmarks/models/models.mk bytes PYTHON=.venv/bin/python" in printed
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_have_options_of_their_kind(name: str) -> None:
-    kind, options = options_of(name)
-    whole = KINDS[kind].options(**options, model="any", data=("any",), out="any")
-    assert all(getattr(whole, field) == value for field, value in options.items())
+def test_recipes_are_of_their_kind(tmp_path: Path) -> None:
+    made = dict(line.removeprefix("train ").split(" recipes/")[::-1] for line in commands("recipes", tmp_path)[1:])
+    assert len(made) == 29 and made["t3-continued"] == "dynamo" and made["classifier-ce"] == "early"
+    assert {kind for name, kind in made.items() if name.startswith("cp-")} == {"cp"}
 
 
-def test_recipes_extend_each_other() -> None:
-    kind, options = options_of("cp-scratch-8-balance-10")
-    assert kind == "cp" and options.items() >= {"rank": 8, "balance": 10.0, "base_start": "random"}.items()
-    assert options_of("t3-full")[1]["start"] == "random" and "start" not in options_of("t3")[1]
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cp-scratch-8-balance-10", {"rank": 8, "balance": 10.0, "base_start": "random", "factorised": True}),
+        ("cp-joint-3-whole", {"rank": 3, "base_start": "trained", "factorised": False, "recipe": "full"}),
+        ("t3-continued", {"tokens": 3, "start": "random", "recipe": "full", "stem_learning_rate": 0.0}),
+        ("t3-distilled", {"distillation": 1.0, "start": "copy"}),
+    ],
+)
+def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    target = f"{tmp_path}/recipes/{name}/provenance.json"
+    printed = run_make(target, tmp_path)
+    _, _, words = printed.splitlines()[-1].partition("main train ")
+    kind, *flags = shlex.split(words)
+    options = vars(make_parser().parse_args(["train", kind, *flags]))
+    fields = {field: value for field, value in options.items() if field in KINDS[kind].options.model_fields}
+    whole = KINDS[kind].options(**{field: value for field, value in fields.items() if value is not None})
+    assert {field: getattr(whole, field) for field in expected} == expected
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ("corpus",), ("train", "--data", __file__), ("inflate", "--model", "any", "--times", "2"),
-        ("peer", "eagle", "--model", "any", "--data", __file__), ("recipes", "--model", "any", "--data", __file__),
+        ("peer", "eagle", "--model", "any", "--data", __file__),
         ("smollm",),
     ],
     ids=lambda arguments: arguments[0],
