@@ -11,7 +11,7 @@ import resource
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,14 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "benchmarks" / "demo" / "model"
 Factory = Callable[..., Any]  # a fixture that makes, or starts, what it is asked for
+
+
+def full_but(quick: Container[Any], cases: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, those of `make test-full` marked: all that are not quick."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.full])
+        for case in cases
+    ]
 
 
 def write_texts(path: Path, texts: Iterable[str]) -> Path:

@@ -2,7 +2,6 @@
 """Drafting through the Triton kernels, in Triton's interpreter, against drafting through their torch references.
 
 Run as a script by test_interpreter.py, with TRITON_INTERPRET=1: `parts` calls what drafting calls, without an engine;
-`engines MODEL OPTIONS` decodes with engines of a tiny model (OPTIONS: a JSON list of speculative_configs);
 `group MODEL` prints what a worker group does, whose workers are processes of their own.
 """
 
@@ -133,40 +132,6 @@ def heads() -> None:
     same(seeded, "adaptive_threshold")
 
 
-def engines(model: str, options: list[dict[str, Any]]) -> None:
-    """The same drafts, and the same output, of real engines."""
-    from cases import generate, greedy, prompts
-    from conftest import drafter_of, start_engine
-
-    kernels = {"cp": {"draft_chain"}, "dynamo": {"adaptive_threshold"}}
-    early = {"unembed_topk"}
-    for config in options:
-        llm = start_engine(Path(model), config)
-        drafter, drafts = drafter_of(llm), []
-        plan = drafter.draft_plan
-        if config["method"] == "dynamo":
-            # Else the likeliest n-gram outlives every threshold, and none is computed.
-            drafter.host.drafter.settings = drafter.host.drafter.settings.model_copy(update={"repetition_penalty": 1.3})
-            drafter.host.drafter.context_tokens = 64
-            drafter.host.staging.context = torch.full((drafter.host.rows, 64), -1)
-
-        def recorded(*args: Any, plan: Any = plan, drafts: list[Any] = drafts) -> Any:
-            tokens, made = plan(*args)
-            drafts.append([row[:count] for row, count in zip(tokens.tolist(), made.tolist(), strict=True)])
-            return tokens, made
-
-        drafter.draft_plan = recorded
-
-        def decode(llm: Any = llm, drafts: list[Any] = drafts) -> list[Any]:
-            drafts.clear()
-            return [generate(llm, prompts(3, 20), greedy(14)), list(drafts)]
-
-        chain = config["method"] == "cp" and drafter.host.drafter.previous
-        output, made = same(decode, *({"draft_next"} if chain else kernels.get(config["method"], early)))
-        assert any(any(row) for step in made for row in step), config
-        print(config["method"], config.get("schedule", ""), len(made), "steps", output[0][:4], flush=True)
-
-
 def group(model: str) -> None:
     """Prints what a worker group of three candidates says, and its hits and misses, with the environment's kernels."""
     from cases import generate, greedy, prompts
@@ -188,8 +153,6 @@ if __name__ == "__main__":
         with torch.inference_mode():
             for part in (reader, heads):
                 part()
-    elif sys.argv[1] == "group":
-        group(sys.argv[2])
     else:
-        engines(sys.argv[2], json.loads(sys.argv[3]))
+        group(sys.argv[2])
     print("same")

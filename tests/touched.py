@@ -26,7 +26,7 @@ V2 = "vllm.v1.worker.gpu"
 
 # Classes of ours, and those of vLLM whose methods they override.
 OVERRIDING = {
-    f"{PLUGIN}.v1.runner:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{PLUGIN}.v1.proposer:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.verification:Verification": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{GROUP}.runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.warm_up:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import preempted
 import pytest
 from cases import CASES, SCHEMA, after_a_prefix, generate, greedy, prompts
-from conftest import DEMO, Factory, counting, end_workers, start_engine
+from conftest import DEMO, Factory, counting, end_workers, full_but, start_engine
 from vllm import SamplingParams
 from vllm.config import ReasoningConfig
 from vllm.sampling_params import StructuredOutputsParams
@@ -26,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Structured output and logprobs: test_prompts_of_one_token_join and test_logprobs_of_some_tokens.
-QUICK = {"batch_1", "batch_16", "arrivals_and_aborts"}
+QUICK = {("candidates", case) for case in ("batch_1", "batch_16", "arrivals_and_aborts")}
 
 # Prompts that are read in one chunk: all of them start to decode at once.
 SHORT = [{"prompt_token_ids": [7 * i + 3, 40, 3]} for i in range(9)]
@@ -48,14 +49,7 @@ def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
         end_workers(llm)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, marks=[] if name == "candidates" and case in QUICK else [pytest.mark.full])
-        for name in VARIANTS
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("name", "case"), full_but(QUICK, itertools.product(VARIANTS, CASES)))
 def test_same_tokens(alone: Factory, group: Factory, name: str, case: str) -> None:
     assert CASES[case](group(VARIANTS[name])) == alone(case)
 
@@ -217,9 +211,7 @@ def test_preemption(engine: Factory, group: Factory) -> None:
     assert outputs[1] == outputs[0]
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.full) for f in ("qwen2", "qwen3", "mistral", "phi3"))]
-)
+@pytest.mark.parametrize("family", full_but({"gemma3"}, ["gemma3", "qwen2", "qwen3", "mistral", "phi3"]))
 def test_families(engine: Factory, group: Factory, family: str) -> None:
     """Gemma 3 keeps its KV in two groups, so every candidate has two tail blocks; its norms are of another kind."""
     expected = CASES["batch_1"](engine(family=family)), generate(engine(family=family), prompts(6), greedy())

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from conftest import Factory
 from server import Server
@@ -19,28 +20,10 @@ from server import Server
 pytestmark = [pytest.mark.engine, pytest.mark.ranks]
 
 
-def family_of(root: int) -> dict[int, str]:
-    """Processes that descend from one, with their command lines."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(folder.name)] = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError):  # it ended meanwhile
-            continue
-    members, waiting = {root}, [root]
-    while waiting:
-        parent = waiting.pop()
-        children = [pid for pid, its in parents.items() if its == parent]
-        members.update(children)
-        waiting += children
-    return {pid: _command(pid) for pid in members}
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-    except OSError:
-        return ""
+def is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def shared_memory() -> set[str]:
@@ -72,33 +55,26 @@ def test_a_stage_that_dies_ends_the_server(tiny_model: Factory, tmp_path: Path, 
         for part in ("first", "last"):
             spent, idle = (metrics[f"ppd:group_{part}_stage_{name}seconds_total"] for name in ("", "idle_"))
             assert 0 < idle < spent
-        members = family_of(server.process.pid)
-        (worker,) = [pid for pid in members if stage in _name(pid)]
+        root = psutil.Process(server.process.pid)
+        members = [root, *root.children(recursive=True)]
+        (worker,) = [member for member in members if stage in " ".join([member.name(), *member.cmdline()])]
         answers: list[Any] = []
         client = threading.Thread(target=_ask, args=(server, answers))
         client.start()
         while server.metrics()["ppd:group_micro_steps_total"] < 60:
             time.sleep(0.02)
-        os.kill(worker, signal.SIGKILL)
+        worker.kill()
         client.join(60)
         assert answers and answers[0] != 200, answers
         server.process.wait(60)
         deadline = time.monotonic() + 30
-        while alive := [pid for pid, command in members.items() if command and _command(pid) == command]:
-            assert time.monotonic() < deadline, {pid: members[pid] for pid in alive}
+        while alive := [member for member in members if is_alive(member)]:
+            assert time.monotonic() < deadline, alive
             time.sleep(0.2)
         assert "EngineDeadError" in server.log.read_text() or "died unexpectedly" in server.log.read_text()
         assert shared_memory() <= before
     finally:
         server.stop()
-
-
-def _name(pid: int) -> str:
-    """What vLLM calls a process."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/comm").read_text()
-    except OSError:  # it ended meanwhile
-        return ""
 
 
 def _ask(server: Server, answers: list[Any]) -> None:

@@ -12,7 +12,7 @@ import overfitted
 import pytest
 import torch
 from cases import greedy
-from conftest import DEMO, ROOT, Factory, counting, start_engine, write_texts
+from conftest import DEMO, ROOT, Factory, counting, full_but, start_engine, write_texts
 from vllm import SamplingParams
 
 from vllm_ppd.heads.calibration.options import CalibrationOptions
@@ -87,8 +87,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dynamo, 1024 tokens": {"method": "dynamo", "num_speculative_tokens": 2, "eps_b": 0.4, "draft_vocab_size": 1024},
 }
 
-QUICK = {"early", "dynamo", "cp, 1024 tokens"}
-
 
 def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     """What calibration expects an engine to count that emits exactly these texts."""
@@ -106,9 +104,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in OPTIONS]
-)
+@pytest.mark.parametrize("variant", full_but({"early", "dynamo", "cp, 1024 tokens"}, OPTIONS))
 def test_engine_counts_what_calibration_expects(calibration: Factory, variant: str) -> None:
     """A head wired one position off would show here. Greedy to the last draft; sampled within sampling error."""
     made = calibration(variant)

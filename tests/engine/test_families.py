@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import ROOT, Factory, drafter_of, start_engine
+from conftest import ROOT, Factory, drafter_of, full_but, start_engine
 
 from vllm_ppd.model_patches.families import FAMILIES, NO_TOKEN_HEADS, adapter_path
 from vllm_ppd.model_patches.transformers_backend import TransformersAdapter
@@ -64,9 +64,7 @@ def test_unknown_family_is_refused_with_the_list() -> None:
 CUT_QUICKLY = {"llama", "gemma3", "gpt_neox", "granite", "gpt_oss"}
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in CUT_QUICKLY else [pytest.mark.full]) for f in tiny.FAMILIES]
-)
+@pytest.mark.parametrize("family", full_but(CUT_QUICKLY, tiny.FAMILIES))
 def test_cut_is_exact(
     family: str, tiny_model: Factory, engine: Factory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -107,10 +105,9 @@ def architecture(family: str) -> str:
 
 
 DYNAMO = [f for f in tiny.FAMILIES if f not in TRANSFORMERS_BACKEND and architecture(f) not in NO_TOKEN_HEADS]
-QUICK = {"gemma3"}  # two KV cache groups
 
 
-@pytest.mark.parametrize("family", [pytest.param(f, marks=[] if f in QUICK else [pytest.mark.full]) for f in DYNAMO])
+@pytest.mark.parametrize("family", full_but({"gemma3"}, DYNAMO))  # it has two KV cache groups
 def test_token_heads_of_every_family(
     family: str, engine: Factory, alone: Factory, fitted_heads: Factory, request: pytest.FixtureRequest
 ) -> None:
@@ -145,19 +142,12 @@ def fitted_elsewhere(model: Path, sequences: list[list[int]], folder: Path) -> s
 
 
 # CP heads read a hidden state and the LM head, whatever the layers are and whoever runs them.
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.full) for f in ("gpt_neox", "olmo2", "gpt_oss", "llama4")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["gpt_neox", "olmo2", "gpt_oss", "llama4"])
 def test_cp_heads_need_no_adapter(
-    family: str,
-    tiny_model: Factory,
-    engine: Factory,
-    alone: Factory,
-    said: Factory,
-    fitted_heads: Factory,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
+    family: str, tiny_model: Factory, engine: Factory, alone: Factory, said: Factory, fitted_heads: Factory,
+    tmp_path: Path, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
     if family in SEPARATE_PROCESS and ran_elsewhere(request):
         return
     cases = "batch_16", "arrivals_and_aborts"

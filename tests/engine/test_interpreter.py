@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -36,25 +35,7 @@ def test_parts_draft_the_same() -> None:
 
 @pytest.mark.full
 @pytest.mark.engine
-def test_engines_draft_the_same(tiny_model: Factory, fitted_heads: Factory) -> None:
-    classifiers = fitted_heads("early", head="classifier")
-    options: list[dict[str, Any]] = [
-        {"method": "ppd"},
-        {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02},
-        {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "model": classifiers},
-        {"method": "paradecode", "schedule": "parallel", "exit_layer": [2, 4], "gamma": 0.02},
-        {"method": "paradecode", "schedule": "parallel", "exit_layer": 2, "model": classifiers},
-        {"method": "cp", "model": fitted_heads("cp", rank=3, condition="none")},
-        {"method": "cp", "model": fitted_heads("cp", rank=3, condition="chain")},
-        {"method": "cp", "model": fitted_heads("cp", rank=3), "draft_vocab_size": 100},
-        {"method": "dynamo", "model": fitted_heads("dynamo"), "eps_b": 0.1},
-    ]
-    assert in_interpreter("engines", str(tiny_model()), json.dumps(options)).count("steps") == len(options)
-
-
-@pytest.mark.full
-@pytest.mark.engine
-def test_a_group_starts_the_same_lanes(tiny_model: Factory) -> None:
+def test_a_group_starts_the_same_candidates(tiny_model: Factory) -> None:
     results = []
     for switch in ("0", "always"):
         lines = in_interpreter("group", str(tiny_model()), **{SWITCH: switch}).splitlines()

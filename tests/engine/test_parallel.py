@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, generate, greedy, prompts
-from conftest import Factory, counting, drafter_of
+from conftest import Factory, counting, drafter_of, full_but
 from torch.nn import functional
 
 from vllm_ppd.kernels.batched_linear import batched_linear
@@ -19,7 +19,7 @@ from vllm_ppd.vllm_plugins.methods.early.parallel_layers import evenly_spaced
 
 LAYERS = 6
 PARALLEL = {"method": "paradecode", "schedule": "parallel"}
-FAMILIES = ["llama", *(pytest.param(f, marks=pytest.mark.full) for f in ("mistral", "qwen2")), "qwen3"]
+FAMILIES = full_but({"llama", "qwen3"}, ["llama", "mistral", "qwen2", "qwen3"])
 
 
 def recording(owner: Any, name: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

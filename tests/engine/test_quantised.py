@@ -16,7 +16,7 @@ import pytest
 import quantised
 import torch
 from cases import CASES, prompts
-from conftest import Factory, drafter_of, runner_of, start_engine
+from conftest import Factory, drafter_of, full_but, runner_of, start_engine
 from quantised import int8_kernels
 from safetensors.torch import load_file
 from vllm import SamplingParams
@@ -37,7 +37,6 @@ FOUR_BITS = [
     *((kind, method) for kind in ("awq", "gptq") for method in ("early", "cp-short")),
     ("gptq", "dynamo"), ("gptq-head", "cp-short"),
 ]  # fmt: skip
-CHOSEN = [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full]) for case in [*EIGHT_BITS, *FOUR_BITS]]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def as_if_amx(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(int8_kernels, "check_cpu_sgl_kernel", chosen)
 
 
-@pytest.mark.parametrize(("kind", "method"), CHOSEN)
+@pytest.mark.parametrize(("kind", "method"), full_but(QUICK, [*EIGHT_BITS, *FOUR_BITS]))
 def test_same_tokens(started: Factory, kind: str, method: str) -> None:
     llm, alone = started(kind, method), started(kind)
     dtype = runner_of(alone).model_config.dtype

@@ -8,13 +8,10 @@ from typing import Any
 
 import preempted
 import pytest
-import torch
 from cases import generate, greedy, prompts
-from conftest import DEMO, Factory, counter, counting, start_engine
+from conftest import DEMO, Factory, counter, counting, full_but, start_engine
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-
-from vllm_ppd.vllm_plugins.engine.v1.verification import Draws, verify
 
 pytestmark = pytest.mark.engine
 HEADS = DEMO.parent / "heads"
@@ -26,7 +23,6 @@ METHODS = {
     "parallel schedule": {"method": "paradecode", "model": str(HEADS / "early"), "schedule": "parallel"},
     "dynamo": {"method": "dynamo", "model": str(HEADS / "dynamo")},
 }
-FULL = {"several exits", "parallel schedule"}
 LENGTHS = (5, 33, 64, 65, 100, 129, 150, 193)  # chunks of 64, some of which leave a single token
 
 
@@ -67,9 +63,7 @@ def alone() -> list[list[int]]:
     return answers["alone"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name in FULL else []) for name in METHODS]
-)
+@pytest.mark.parametrize("name", full_but(METHODS.keys() - {"several exits", "parallel schedule"}, METHODS))
 def test_output_is_vllms_through_preemptions(alone: list[list[int]], name: str) -> None:
     """A step that is done again after a preemption has no drafts, and so had other random numbers."""
     llm = start_engine(DEMO, METHODS[name], **preempted.SMALL_KV)
@@ -85,36 +79,6 @@ def test_output_is_vllms_with_other_ways_of_sampling(engine: Factory, sampling: 
     with counting(llm) as seen:
         assert generate(llm, prompts(6, 30), company)[1:-1] == generate(engine(), prompts(6, 30)[1:-1], params)
     assert seen["accepted"] > 0
-
-
-def test_generators_end_behind_what_is_emitted() -> None:
-    """By hand: as many draws as tokens, whatever the rejection sampler drew meanwhile."""
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-
-    def sample(rows: torch.Tensor, generators: dict[int, torch.Generator], k: Any, p: Any) -> tuple[torch.Tensor, None]:
-        noise = torch.stack([torch.empty(50).exponential_(generator=generators[row]) for row in range(len(rows))])
-        return (rows.softmax(-1) / noise).argmax(-1), None
-
-    def stock(*args: Any) -> torch.Tensor:
-        torch.rand(9, generator=generator)
-        return torch.zeros(2, 4, dtype=torch.int32)
-
-    expected, reference = [], torch.Generator().manual_seed(7)
-    for row in range(4):
-        expected.append(int(sample(logits[row : row + 1], {0: reference}, None, None)[0]))
-    for accepted in range(4):
-        drafts = torch.tensor([expected[i] if i < accepted else (expected[i] + 1) % 50 for i in range(3)])
-        generator, after = torch.Generator().manual_seed(7), torch.Generator().manual_seed(7)
-        draws = Draws(generator, 3, sample, torch.zeros(1, 50))
-        bonus, _ = sample(logits[3:], {0: generator}, None, None)
-        output = verify(stock, {1: draws})(
-            drafts, [0, 3], 3, torch.tensor([0, 3]), None, logits[:3], torch.stack([bonus, bonus])
-        )
-        assert output[0].tolist() == [0] * 4
-        assert output[1].tolist() == [*expected[: accepted + 1], *[-1] * (3 - accepted)]
-        for row in range(accepted + 1):
-            sample(logits[row : row + 1], {0: after}, None, None)
-        assert torch.equal(generator.get_state(), after.get_state())
 
 
 @pytest.mark.parametrize("regex", [None, "[a-z]{16}"], ids=["free", "structured"])

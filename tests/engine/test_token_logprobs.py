@@ -6,14 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from cases import SCHEMA, greedy, prompts
 from conftest import Factory
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.outputs import LogprobsTensors
-
-from vllm_ppd.vllm_plugins.engine.v1.verification import fill
 
 Rows = list[list[tuple[int, float, int | None]]] | None
 
@@ -66,12 +62,3 @@ def test_as_vllm_alone_gives_them(engine: Factory, params: list[SamplingParams])
     drafted = llm.counts["drafted"]
     assert answers(llm, requests, params) == alone
     assert llm.counts["drafted"] > drafted
-
-
-def test_rows_of_requests_with_several_tokens_each() -> None:
-    logprobs = torch.randn(6, 20).log_softmax(-1)  # two requests with three rows each
-    gathered = LogprobsTensors(torch.zeros(6, 3, dtype=torch.int32), torch.zeros(6, 3), torch.zeros(6))
-    fill(gathered, logprobs, {1: [11, 4]}, 3)
-    assert gathered.logprob_token_ids.tolist() == [[0, 0, 0]] * 3 + [[0, 11, 4]] * 3
-    assert torch.equal(gathered.logprobs[3:, 1:], logprobs[3:, [11, 4]])
-    assert not gathered.logprobs[:3].any() and not gathered.logprobs[:, 0].any()

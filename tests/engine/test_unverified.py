@@ -132,16 +132,6 @@ def test_a_request_that_comes_in_with_a_single_token(unverified: Any, engine: Fa
     assert tokens(unverified) == tokens(engine())
 
 
-def test_fewer_steps(unverified: Any) -> None:
-    """n-grams are emitted at once: fewer engine steps than tokens."""
-    engine, steps = unverified.llm_engine, 0
-    engine.add_request("steps", prompts(1)[0], with_eps(0.0, max_tokens=60))
-    while engine.has_unfinished_requests() and steps < 100:
-        engine.step()
-        steps += 1
-    assert steps <= 2 + 60 / 2
-
-
 def test_structured_output_is_refused(unverified: Any) -> None:
     params = greedy(structured_outputs=StructuredOutputsParams(json=SCHEMA))
     with pytest.raises(VLLMValidationError, match="structured outputs need verified tokens"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import tiny
 import torch
 from cases import CASES, after_a_prefix, generate, greedy, prompts
-from conftest import Factory, counting, drafter_of
+from conftest import Factory, counting, drafter_of, full_but
 from vllm.config import ReasoningConfig
 
 pytestmark = pytest.mark.engine
@@ -76,14 +77,7 @@ def variant(with_heads: Factory) -> Callable[[str], dict[str, Any]]:
     return lambda name: with_heads(VARIANTS[name])
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        pytest.param(name, case, marks=[] if (name, case) in QUICK else [pytest.mark.full])
-        for name in VARIANTS
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("name", "case"), full_but(QUICK, itertools.product(VARIANTS, CASES)))
 def test_same_tokens(engine: Factory, alone: Factory, variant: Factory, name: str, case: str) -> None:
     expected = alone(case)
     assert CASES[case](engine(variant(name))) == expected
@@ -193,22 +187,10 @@ def test_prefix_cache_hits_hold_the_heads_history(engine: Factory, variant: Fact
     assert len(runs[0]) > 5
 
 
-def test_a_single_read_of_the_lm_head_serves_all_experts(engine: Factory, variant: Factory) -> None:
-    """3 experts, 4 positions, 16 requests: one product with the unembedding a step."""
-    drafter = drafter_of(engine(variant("cp")))
-    rows: list[int] = []
-    lm_head = drafter.host.target.lm_head
-    original = lm_head.logits
-    lm_head.logits = lambda hidden, *args: rows.append(len(hidden)) or original(hidden, *args)
-    steps, plan = [], drafter.draft_plan
-    drafter.draft_plan = lambda made, step: steps.append(int((made.max_drafts > 0).sum())) or plan(made, step)
-    CASES["batch_16"](engine(variant("cp")))
-    lm_head.logits, drafter.draft_plan = original, plan
-    assert rows == [12 * requests for requests in steps]
-    assert max(steps) > 8
+ENGINES = ("middle", "exits", "parallel", "cp", "dynamo", "dynamo-cut-off")
 
 
-@pytest.mark.parametrize("name", ["middle", "exits", "parallel", "cp", "dynamo", "dynamo-cut-off"])
+@pytest.mark.parametrize("name", ENGINES)
 def test_preemption(engine: Factory, alone: Factory, variant: Factory, name: str) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed."""
     small = {"kv_cache_memory_bytes": 12 * 2 * 6 * 2 * 32 * 32 * 4, "enable_prefix_caching": True}
@@ -218,10 +200,7 @@ def test_preemption(engine: Factory, alone: Factory, variant: Factory, name: str
     assert llm.counts["preempted"] > 0 and engine(**small).counts["preempted"] > 0
 
 
-FULL_ONLY = [pytest.param(n, marks=pytest.mark.full) for n in ("exits", "parallel", "cp", "dynamo", "dynamo-cut-off")]
-
-
-@pytest.mark.parametrize("name", ["middle", *FULL_ONLY])
+@pytest.mark.parametrize("name", full_but({"middle"}, ENGINES))
 def test_compiled(engine: Factory, alone: Factory, variant: Factory, name: str) -> None:
     """The default compilation mode: each stack is compiled by itself, before the first request."""
     expected = tuple(alone(case, enforce_eager=False) for case in ("batch_16", "arrivals_and_aborts"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import overfitted
 import pytest
 from cases import generate
-from conftest import Factory, counting, drafter_of, start_engine
+from conftest import Factory, counting, drafter_of, full_but, start_engine
 from safetensors.torch import load_file, save_file
 from scipy.stats import chi2_contingency
 from vllm import SamplingParams
@@ -116,11 +117,10 @@ def drafting(engine: Factory, heads: Factory) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("name", "method"),
-    [
-        pytest.param(name, method, marks=[] if method in quick else [pytest.mark.full])
-        for name, (_, _, quick) in DRAFTERS.items()
-        for method in ("greedy", "probabilistic")
-    ],
+    full_but(
+        {(name, method) for name, (_, _, quick) in DRAFTERS.items() for method in quick},
+        itertools.product(DRAFTERS, ("greedy", "probabilistic")),
+    ),
 )
 def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: str, method: str) -> None:
     """Both outcomes of the rejection sampler must have been seen."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from cases import CASES, after_a_prefix, generate, greedy, prompts
-from conftest import Factory, counting
+from conftest import Factory, counting, full_but
 from small import METHODS, Small
 
 pytestmark = pytest.mark.engine
 
-LONG = ("arrivals_and_aborts", "more_than_fit", "token_limits")  # drive the engine themselves, or many times
+LONG = {"arrivals_and_aborts", "more_than_fit", "token_limits"}  # drive the engine themselves, or many times
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,7 @@ def expected(v2_engine: Factory) -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] if case in LONG else []) for case in CASES]
-)
+@pytest.mark.parametrize("case", full_but(CASES.keys() - LONG, CASES))
 def test_same_tokens(v2_engine: Factory, expected: Factory, name: str, case: str) -> None:
     assert CASES[case](Small(v2_engine(METHODS[name]))) == expected(case)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import preempted
 import pytest
 import torch
 from cases import generate, greedy, prompts
-from conftest import Factory, counting
+from conftest import Factory, counting, full_but
 from small import METHODS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
@@ -30,15 +31,7 @@ def alone(v2_engine: Factory) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "asynchronous"),
-    [
-        ("cp", True),
-        ("early", False),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("cp", False), ("early", True), ("dynamo", False), ("dynamo", True))
-        ),
-    ],
+    ("name", "asynchronous"), full_but({("cp", True), ("early", False)}, itertools.product(METHODS, (False, True)))
 )
 def test_output_with_a_seed_is_vllms_through_preemptions(
     v2_engine: Factory, alone: list[list[int]], name: str, asynchronous: bool

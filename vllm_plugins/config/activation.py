@@ -45,15 +45,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.vllm_ppd")
 
 
-def is_active(holder: Any) -> bool:
-    """Whether a VllmConfig or EngineArgs holds our configuration."""
-    additional = getattr(holder, "additional_config", None)
-    return isinstance(additional, dict) and CONFIG_KEY in additional
-
-
 def active_config(holder: Any) -> DraftingConfig | None:
     """Our configuration in a VllmConfig or EngineArgs, or None where vLLM runs without us."""
-    return _parsed(holder.additional_config[CONFIG_KEY]) if is_active(holder) else None
+    additional = getattr(holder, "additional_config", None)
+    return _parsed(additional[CONFIG_KEY]) if isinstance(additional, dict) and CONFIG_KEY in additional else None
 
 
 def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
@@ -72,24 +67,26 @@ _parsed = lru_cache(DraftingConfig.model_validate_json)  # every request and eve
 
 
 @contextmanager
-def refusals_in_one_line() -> Iterator[None]:
+def refusals_without_traceback() -> Iterator[None]:
     """A refusal that nobody catches ends the process with its one line and exit code 2, not with a traceback."""
     try:
         yield
     except UserError:
-        if getattr(sys.excepthook, "func", None) is not _end_in_one_line:
-            sys.excepthook = partial(_end_in_one_line, sys.excepthook)
+        if getattr(sys.excepthook, "func", None) is not _end_without_traceback:
+            sys.excepthook = partial(_end_without_traceback, sys.excepthook)
         raise
 
 
-def _end_in_one_line(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end_without_traceback(
+    hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     if isinstance(error, UserError):
         print(f"vllm-ppd: error: {error}", file=sys.stderr)
         raise SystemExit(2)
     hook(kind, error, trace)
 
 
-@refusals_in_one_line()
+@refusals_without_traceback()
 def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConfig) -> DraftingConfig | None:
     """If vLLM's EngineArgs ask for one of our methods, check everything and rewrite them to its `custom_class`.
 
@@ -101,13 +98,12 @@ def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConf
     """
     with hub.token(args.hf_token):
         asked = _asked(args)
-        if is_proposer(asked.get("model")) and is_active(args):  # the same arguments, used a second time
-            config = active_config(args)
-        elif asked and is_ours(asked):
+        # The same arguments may be used a second time.
+        config = active_config(args) if is_proposer(asked.get("model")) else None
+        if config is None and asked and is_ours(asked):
             config = _resolved(parse_options(with_method(asked)), args, model_config, parallel_config)
             _rewrite(args, config)
-        else:
-            config = None
+        elif config is None:
             for key in asked:
                 if key in flag_fields() and not platform.is_speculative_option(key):
                     raise OptionError(

@@ -79,7 +79,7 @@ def sees_each_token(params: Any) -> bool:
     )
 
 
-def one_token_at_a_time(params: Any) -> bool:
+def needs_single_tokens(params: Any) -> bool:
     """Whether a request asks for what n-grams emitted at once cannot give: its own draws, or a say in each token."""
     return params is None or bool(
         params.seed is not None

@@ -11,7 +11,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.sampling import GREEDY_BELOW
-from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, drafting_allowed, one_token_at_a_time
+from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, drafting_allowed, needs_single_tokens
 
 
 class RequestOptions:
@@ -49,7 +49,7 @@ class RequestOptions:
         self.drafting[row] = drafting_allowed(extra)
         self.drafts_greedily[row] = params is not None and (params.seed is not None or bool(params.structured_outputs))
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
-        self.several_at_once[row] = not one_token_at_a_time(params)
+        self.several_at_once[row] = not needs_single_tokens(params)
         limit = getattr(params, "max_tokens", None)
         self.max_tokens[row] = np.iinfo(np.int32).max if limit is None else limit
         self.eps_b[row] = np.nan if threshold is None else threshold

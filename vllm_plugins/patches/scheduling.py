@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ppd.vllm_plugins.config.activation import active_config, is_active
+from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.patches.statistics import watch_acceptance
 
@@ -47,7 +47,7 @@ def sleep(original: Callable[..., Any], self: Any, level: int = 1, *args: Any, *
     Raises:
         OptionError: on any other level.
     """
-    if level > 1 and is_active(self.vllm_config):
+    if level > 1 and active_config(self.vllm_config) is not None:
         raise OptionError(
             f"sleep level {level} is not supported with vllm-ppd: it discards the heads, which vLLM would not load "
             "again; use level 1"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
-from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_in_one_line
+from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
 from vllm_ppd.vllm_plugins.config.flags import add_flags, merge_flags
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 
@@ -23,7 +23,7 @@ def add_cli_args(original: Callable[..., Any], parser: Any, *args: Any, **kwargs
 def from_cli_args(original: Callable[..., Any], cls: type, args: Any) -> Any:
     """Carry those flags into speculative_config."""
     engine_args = original(cls, args)
-    with refusals_in_one_line():
+    with refusals_without_traceback():
         engine_args.speculative_config = merge_flags(engine_args.speculative_config, args)
     return engine_args
 
@@ -52,7 +52,7 @@ def maybe_override_with_speculators(
     **kwargs: Any,
 ) -> Any:
     """Let `vllm serve HEADS` find the target by itself, and draft with these heads."""
-    with refusals_in_one_line(), hub.token(kwargs.get("hf_token")):
+    with refusals_without_traceback(), hub.token(kwargs.get("hf_token")):
         served = served_heads(model, vllm_speculative_config, kwargs.get("revision"))
     if served is None:
         return original(model, tokenizer, *args, vllm_speculative_config=vllm_speculative_config, **kwargs)

@@ -17,7 +17,7 @@ from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.engine.cpu.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
-from vllm_ppd.vllm_plugins.engine.v1.runner import DraftingRunnerMixin
+from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.v1.warm_up import WarmUpMixin
 
 logger = init_logger("vllm.vllm_ppd")

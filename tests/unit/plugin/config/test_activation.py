@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from configured import drafting, from_dict, from_flags
-from conftest import Factory
+from conftest import Factory, our_log
 from vllm import EngineArgs
 from vllm.config import ParallelConfig
 
@@ -92,14 +92,14 @@ def test_methods_of_vllm_keep_their_options(tiny_model: Factory) -> None:
     assert {name: getattr(config.speculative_config, name) for name in lookup} == lookup
 
 
-def test_parallel_schedule_warns_on_a_gpu(tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(activation.logger, "warning", warnings.append)
-    for schedule, on_cpu in (("parallel", True), ("deferred", False), ("parallel", False)):
-        args = EngineArgs(
-            model=str(tiny_model()), dtype="float32", speculative_config={"method": "paradecode", "schedule": schedule}
-        )
-        model_config = args.create_model_config()
-        monkeypatch.setattr(platform, "is_cpu", lambda on_cpu=on_cpu: on_cpu)
+@pytest.mark.parametrize(("schedule", "on_cpu"), [("parallel", True), ("deferred", False), ("parallel", False)])
+def test_parallel_schedule_warns_on_a_gpu(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, schedule: str, on_cpu: bool
+) -> None:
+    options = {"method": "paradecode", "schedule": schedule}
+    args = EngineArgs(model=str(tiny_model()), dtype="float32", speculative_config=options)
+    model_config = args.create_model_config()
+    monkeypatch.setattr(platform, "is_cpu", lambda: on_cpu)
+    with our_log() as messages:
         activation.activate(args, model_config, ParallelConfig())
-        assert bool(warnings) == (schedule == "parallel" and not on_cpu)
+    assert bool(messages) == (schedule == "parallel" and not on_cpu)

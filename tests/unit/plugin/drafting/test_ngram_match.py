@@ -68,20 +68,6 @@ def test_a_row_that_is_not_looked_up_finds_nothing() -> None:
     assert (drafts.counts.tolist(), drafts.tokens.tolist()) == ([0, 3, 0], [[0] * 3, [1] * 3, [0] * 3])
 
 
-@pytest.mark.parametrize("longest_text", [3, 100, 5_000, 100_000])
-def test_work_is_bounded_by_the_tokens_that_there_are(monkeypatch: pytest.MonkeyPatch, longest_text: int) -> None:
-    """One long text beside many short ones is not compared at their number times its length, nor row by row."""
-    monkeypatch.setattr(ngram_match, "BLOCK", 1 << 11)
-    ends = np.random.default_rng(0).integers(0, 40, size=300)
-    ends[17] = longest_text
-    blocks = list(ngram_match._blocks(ends))
-    assert sorted(np.concatenate(blocks).tolist()) == np.flatnonzero(ends > 1).tolist()
-    sizes = [len(rows) * ends[rows].max() for rows in blocks]
-    assert sum(sizes) < 2 * ends.sum()
-    assert all(len(rows) == 1 or size <= ngram_match.BLOCK for rows, size in zip(blocks, sizes, strict=True))
-    assert len(blocks) <= np.log2(ends.max()) + 2 * sum(sizes) / ngram_match.BLOCK
-
-
 TEXTS: dict[str, Callable[[int], list[int]]] = {
     "one token": lambda tokens: [1] * tokens,
     "two, alternating": lambda tokens: [1, 2] * (tokens // 2),

@@ -30,19 +30,16 @@ from vllm_ppd.vllm_plugins.patches import statistics
 
 IN_A_PROCESS = """
 import sys
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from vllm_ppd.vllm_plugins.engine.metrics import Published
 published = Published("model", [0, 1], sys.argv[1] == "group")
 published.observe({"deferred_steps": 2.0}, 0)
 published.observe({"deferred_steps": 5.0}, 1)
+registry = CollectorRegistry() if sys.argv[2:] else REGISTRY
 if sys.argv[2:]:
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.multiprocess import MultiProcessCollector
-    registry = CollectorRegistry()
     MultiProcessCollector(registry)
-    print(generate_latest(registry).decode())
-else:
-    from prometheus_client import REGISTRY, generate_latest
-    print(generate_latest(REGISTRY).decode())
+print(generate_latest(registry).decode())
 """
 
 
@@ -97,19 +94,16 @@ def manager() -> Manager:
 
 
 def test_counts_arrive_once_where_vllms_do(manager: Manager) -> None:
-    worker, scheduler = Counters(), Scheduler(log_stats=True)
-    before = value("deferred_steps", engine="1"), value("drafting_seconds", engine="1"), totals()["deferred_steps"]
-    hits = value("group_hits", engine="1")
-    worker.add("deferred_steps", 2)
-    worker.add("drafting_seconds", 0.25)
-    worker.add("group_hits", 4)
+    amounts = {"deferred_steps": 2, "drafting_seconds": 0.25, "group_hits": 4}
+    worker, scheduler = Counters(), Scheduler()
+    before = {name: value(name, engine="1") for name in amounts}, totals()["deferred_steps"]
+    for name, amount in amounts.items():
+        worker.add(name, amount)
     sent = pickle.loads(pickle.dumps(with_counts(output(), worker)))  # as from a worker's process
-    manager.record(told(scheduler.step(sent)), engine_idx=1)
-    manager.record(told(scheduler.step(with_counts(output(), worker))), engine_idx=1)
-    assert value("deferred_steps", engine="1") - before[0] == 2
-    assert value("drafting_seconds", engine="1") - before[1] == 0.25
-    assert value("group_hits", engine="1") - hits == 4
-    assert totals()["deferred_steps"] - before[2] == 2
+    for made in (sent, with_counts(output(), worker)):
+        manager.record(told(scheduler.step(made)), engine_idx=1)
+    assert {name: value(name, engine="1") - before[0][name] for name in amounts} == amounts
+    assert totals()["deferred_steps"] - before[1] == 2
     assert manager.seen == [(None, 1), (None, 1)], "vLLM's loggers must not find our key"
 
 

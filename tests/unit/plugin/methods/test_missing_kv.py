@@ -13,6 +13,7 @@ from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request
 
@@ -107,21 +108,15 @@ class Server:
             for row, name in enumerate(names):
                 table[row, : len(self.blocks[name][gid])] = self.blocks[name][gid]
             tables.append(SimpleNamespace(get_numpy_array=lambda table=table: table, block_size=BLOCK))
+        rows = {name: row for row, name in enumerate(names)}
         self.input_batch = SimpleNamespace(
-            num_reqs=len(names),
-            req_ids=names,
-            req_id_to_index={name: row for row, name in enumerate(names)},
-            num_computed_tokens_cpu=starts,
-            block_table=tables,
+            num_reqs=len(names), req_ids=names, req_id_to_index=rows, num_computed_tokens_cpu=starts, block_table=tables
         )
         started &= set(names)
-        self.missing.update_requests(
-            SimpleNamespace(
-                scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in started - self.resumed],
-                scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=started & self.resumed),
-                finished_req_ids=self.over,
-            )
-        )
+        output = SchedulerOutput.make_empty()
+        output.scheduled_new_reqs = [SimpleNamespace(req_id=name) for name in started - self.resumed]
+        output.scheduled_cached_reqs.resumed_req_ids, output.finished_req_ids = started & self.resumed, self.over
+        self.missing.update_requests(output)
         self.over, self.resumed = set(), self.resumed - started
         self.missing.begin_step(skipped)
         for name, start, length in zip(names, starts, lengths, strict=True):
