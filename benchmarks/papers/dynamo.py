@@ -1,38 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's table of perplexities (2) and its comparison of speed-ups (4), texts judged by the base's likelihood."""
+"""DynaMo's table of perplexities (2), and its comparison of speed-ups (4)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender
-from vllm_ppd.benchmarks.harness.results import Row as Summary
 from vllm_ppd.benchmarks.papers.context import Context, once, timed
-from vllm_ppd.benchmarks.papers.ngrams import Emitted, emit
 from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Verdict, paper_table, published
-from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import Texts, log_prob_of
 from vllm_ppd.heads.dynamo import calibration as dynamo_calibration
-from vllm_ppd.heads.dynamo.config import DynaMoConfig, JointSettings
+from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 
 KIND = "dynamo"
 theirs = published(KIND)
-TEMPERATURE, PENALTY = 0.7, 1.1  # appendix A.1
-BASES = 8  # texts of the base a prompt
-SPARSE = 4  # texts are written after each fourth prompt: a joint of three heads has 125,000 entries a token
-EPS_B = (0.0, 0.3, 0.5, 0.7)
-SERVED_EPS_B = (0.0, 0.5)  # of the unverified engines of Table 4
-
-
-def name(context: Context, folder: str) -> str:
-    """Heads as the paper names its models, by their number of tokens."""
-    return f"DynaMo-T{config_of(context, folder).tokens}, {Path(folder).name}"
+TEMPERATURE = 0.7  # appendix A.1
+EPS_B = (0.0, 0.3, 0.5, 0.7)  # of unverified engines
 
 
 def config_of(context: Context, folder: str) -> DynaMoConfig:
@@ -40,6 +23,11 @@ def config_of(context: Context, folder: str) -> DynaMoConfig:
     config = context.calibration(folder).config
     assert isinstance(config, DynaMoConfig)
     return config
+
+
+def name(context: Context, folder: str) -> str:
+    """Heads as the paper names its models, by their number of tokens."""
+    return f"DynaMo-T{config_of(context, folder).tokens}, {Path(folder).name}"
 
 
 @once
@@ -67,134 +55,32 @@ def suite(context: Context) -> PaperTable:
     return paper_table("dynamo-2", rows, settings=counts, claims=claims)
 
 
-@once
-def engines(context: Context) -> dict[str, Summary]:
-    """Everyone of Table 4, sampling, one request at a time; who failed to start is missing."""
-    contenders = [Contender(BASE), Contender(CONTROL)]
+def baselines(context: Context) -> PaperTable:
+    """Table 4: verified n-grams keep the base's distribution, so their speed-up is that at the same quality."""
+    drafting: dict[str, Contender] = {}  # by the label of its row
     for folder in context.heads(KIND):
         drafts = config_of(context, folder).tokens - 1
         config = {"method": "dynamo", "model": folder, "num_speculative_tokens": drafts, "adaptive": False}
         label = name(context, folder)
-        contenders.append(Contender(f"{label}, verified", config))
-        for eps in SERVED_EPS_B:
-            contenders.append(Contender(_unverified(label, eps), {**config, "verify": False, "eps_b": eps}))
-    return context.speeds(contenders, temperature=TEMPERATURE)
-
-
-def _unverified(label: str, eps_b: float) -> str:
-    return f"{label}, unverified, eps_b = {eps_b:g}"
-
-
-def baselines(context: Context) -> PaperTable:
-    """Table 4."""
-    summaries = engines(context)
-    rows = [Row("vLLM, again", [None, None, None, *timed(summaries.get(CONTROL))])]
-    for folder in context.heads(KIND):
-        label, points = name(context, folder), sweep(context, folder)
-        rates = [(point.speed_up, point.win_rate) for point in points if point.win_rate is not None]
-        same = same_quality([(1.0, 1.0), *rates], config_of(context, folder).tokens)
-        best = "none" if same is None else f"{same.speed_up:.2f}x" + "*" * same.extrapolated
-        rows.append(Row(f"{label}, same quality", [best]))
-        for point in points:
-            served = _unverified(label, point.eps_b)
-            measured = [f"{point.speed_up:.2f}x", point.win_rate, point.repeated]
-            rows.append(Row(served, [*measured, *timed(summaries.get(served))]))
-        rows.append(Row(f"{label}, verified", [None, None, None, *timed(summaries.get(f"{label}, verified"))]))
+        drafting[f"{label}, verified: same quality"] = Contender(f"{label}, verified", config)
+        for eps in EPS_B:
+            unverified = f"{label}, unverified, eps_b = {eps:g}"
+            drafting[unverified] = Contender(unverified, {**config, "verify": False, "eps_b": eps})
+    summaries = context.speeds([Contender(BASE), Contender(CONTROL), *drafting.values()], temperature=TEMPERATURE)
+    rows, claims = [Row("vLLM, again", timed(summaries.get(CONTROL)))], []
+    for label, contender in drafting.items():
+        if (row := summaries.get(contender.name)) is None:
+            continue
+        rows.append(Row(label, [*timed(row), row["length"], row["repeated_4_grams"]]))
+        if contender.name.endswith(", verified"):
+            median, low, high = row["speed_up"]
+            faster = True if low > 1 else False if high < 1 else None
+            evidence = f"{label}: {median:.3f}x, quartiles {low:.2f} to {high:.2f}"
+            claims.append(Verdict("Multi-token drafts are faster at the same quality", faster, evidence))
     for label, (_, _, speed_up) in theirs.BASELINES.items():
-        rows.append(Row(label, None, [speed_up if isinstance(speed_up, str) else f"{speed_up:.2f}x"]))
-    prompts, tokens = len(_prompts(context)[0]), context.options.new_tokens // 2
-    return paper_table(
-        "dynamo-4", rows, bases=BASES, temperature=TEMPERATURE, penalty=PENALTY,
-        settings={"task": context.task.name, "prompts": prompts, "new_tokens": tokens}
-        | context.settings("rounds", "engine_dtype", "eager"),
-    )  # fmt: skip
-
-
-class Point(NamedTuple):
-    """Texts written at a threshold."""
-
-    eps_b: float
-    speed_up: float  # tokens a pass
-    win_rate: float | None  # None: no losses
-    repeated: float  # share of 4-grams that occurred before in their text
-
-
-@once
-def sweep(context: Context, folder: str) -> list[Point]:
-    """Unverified texts of heads, and what they are worth, at each of EPS_B."""
-    count = len(_prompts(context)[0])
-    base = _emit(context, folder, torch.ones(BASES * count), seed=1).texts
-    base_log_probs = mean_log_prob(context.calibration(folder), base).view(BASES, -1)
-    emitted = _emit(context, folder, torch.tensor(EPS_B).repeat_interleave(count))
-    points = []
-    for i, eps in enumerate(EPS_B):
-        written = emitted.rows(slice(i * count, (i + 1) * count))
-        win = win_rate(mean_log_prob(context.calibration(folder), written.texts), base_log_probs)
-        points.append(Point(eps, written.tokens_a_pass(), win, written.texts.repeated_4_grams()))
-    return points
-
-
-def _emit(context: Context, folder: str, eps_b: torch.Tensor, seed: int = 0) -> Emitted:
-    """Texts after the prompts, over and over, one for each threshold."""
-    prompts, starts = _prompts(context)
-    times = len(eps_b) // len(prompts)
-    sampling = {"k": config_of(context, folder).sampling.k, "repetition_penalty": PENALTY}
-    generator = torch.Generator(prompts.device).manual_seed(context.options.seed + seed)
-    return emit(
-        measures_of(context, folder), prompts.repeat(times, 1), context.options.new_tokens // 2,
-        JointSettings.model_validate(sampling), eps_b.to(prompts.device), TEMPERATURE, generator, starts.repeat(times),
-    )  # fmt: skip
-
-
-def _prompts(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """Some of the first task's, and where they begin."""
-    prompts, starts = context.task.padded(context.target.device)
-    assert starts is not None
-    first = starts[::SPARSE].min()
-    return prompts[::SPARSE, int(first) :], starts[::SPARSE] - first
-
-
-@torch.no_grad()
-def mean_log_prob(calibration: Calibration, texts: Texts) -> torch.Tensor:
-    """Mean log-probability a generated token by the target at temperature 1 given all before it, in nats: [texts]."""
-    target, means = calibration.target, []
-    for rows, windows in texts.batches(calibration.options.batch):
-        with calibration.autocast():
-            final = target.run(windows).final
-        generated, valid = texts.generated[rows], texts.valid()[rows]
-        log_p = log_prob_of(target, texts.reading(final, windows), generated.flatten(), 0.0).view_as(generated)
-        means.append((log_p * valid).sum(1) / valid.sum(1).clamp(min=1))
-    return torch.cat(means)
-
-
-def win_rate(
-    ours: torch.Tensor,  # [prompts]
-    base: torch.Tensor,  # [texts of the base, prompts]
-) -> float | None:
-    """Wins over losses of texts against the base's of the same prompt, the likelier one winning; None: no losses."""
-    losses = int((ours < base).sum())
-    return int((ours > base).sum()) / losses if losses else None
-
-
-class SameQuality(NamedTuple):
-    """Where the regression of win rates over speed-ups is 1 (DynaMo, section 4.3)."""
-
-    speed_up: float  # within 1 and the most tokens a pass
-    extrapolated: bool  # beyond what was measured: "theoretical", marked * in the paper
-
-
-def same_quality(points: Sequence[tuple[float, float]], most: float) -> SameQuality | None:
-    """From (speed-up, win rate); None if the texts are worse at every speed-up, or there are too few points."""
-    if len({x for x, _ in points}) < 2:
-        return None
-    speed_ups, rates = np.array(points).T
-    slope, start = np.polyfit(speed_ups, rates, 1)
-    if slope >= 0:
-        return SameQuality(most, True) if rates.min() >= 1 else None
-    crossing = (1 - start) / slope
-    if crossing < 1:
-        return None
-    return SameQuality(float(min(crossing, most)), bool(crossing > speed_ups.max()))
+        rows.append(Row(label, None, [speed_up]))
+    settings = context.settings("rounds", "new_tokens", "engine_dtype", "eager") | {"task": context.task.name}
+    return paper_table("dynamo-4", rows, settings=settings, claims=claims, temperature=TEMPERATURE)
 
 
 TABLES = {"dynamo-2": suite, "dynamo-4": baselines}
