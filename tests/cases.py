@@ -162,19 +162,7 @@ def request_switch(llm: Any) -> Any:
 CASES: dict[str, Callable[[Any], Any]] = {
     case.__name__: case
     for case in (
-        batch_1,
-        batch_16,
-        mixed_lengths,
-        crowd_that_ends,
-        more_than_fit,
-        token_limits,
-        model_length,
-        stop_token_and_eos,
-        stop_strings,
-        structured_output,
-        penalties,
-        logprobs,
-        arrivals_and_aborts,
-        request_switch,
+        batch_1, batch_16, mixed_lengths, crowd_that_ends, more_than_fit, token_limits, model_length,
+        stop_token_and_eos, stop_strings, structured_output, penalties, logprobs, arrivals_and_aborts, request_switch,
     )
-}
+}  # fmt: skip

@@ -88,16 +88,8 @@ def other_tensor(folder: Path, rng: random.Random) -> str:
     if how == "name":
         tensors[f"{name}x"] = tensors.pop(name)
     elif how == "dtype":
-        kinds = (
-            torch.int64,
-            torch.int8,
-            torch.bool,
-            torch.float64,
-            torch.bfloat16,
-            torch.complex64,
-            torch.float8_e4m3fn,
-        )
-        tensors[name] = value.to(rng.choice(kinds))
+        names = ("int64", "int8", "bool", "float64", "bfloat16", "complex64", "float8_e4m3fn")
+        tensors[name] = value.to(getattr(torch, rng.choice(names)))
     elif how == "shape":
         tensors[name] = value[None].contiguous() if rng.random() < 0.5 else value[:-1].contiguous()
     elif how == "value":

@@ -67,16 +67,9 @@ def poison(monkeypatch: pytest.MonkeyPatch, kind: str, value: float) -> None:
     ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_damaged_heads_change_nothing(
-    engine: Factory,
-    expected: list[tuple[int, ...]],
-    tiny_model: Factory,
-    fitted_heads: Factory,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    options: dict[str, Any],
-    value: float,
-) -> None:
+    engine: Factory, expected: list[tuple[int, ...]], tiny_model: Factory, fitted_heads: Factory,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, options: dict[str, Any], value: float,
+) -> None:  # fmt: skip
     poison(monkeypatch, kind, value)
     with caplog.at_level(logging.WARNING, logger="vllm.vllm_ppd"):
         llm = start_engine(tiny_model(), {"model": fitted_heads(kind), **options}, **SETTINGS)

@@ -128,7 +128,7 @@ def test_registration_imports_nothing_heavy() -> None:
     heavy = "assert not {'torch', 'vllm', 'pydantic', 'transformers'} & set(sys.modules)"
     code = f"import sys; from vllm_ppd.vllm_plugins import register; {heavy}"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
-    modules = "from vllm_ppd.vllm_plugins.config import flags, options; from vllm_ppd.vllm_plugins import patches"
+    modules = "from vllm_ppd.vllm_plugins.config import options; from vllm_ppd.vllm_plugins import patches"
     code = f"import sys; {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
 

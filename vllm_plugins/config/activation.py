@@ -21,13 +21,13 @@ from vllm_ppd.heads.layout import TargetFingerprint
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target_check import check_layers
 from vllm_ppd.vllm_plugins import platform
-from vllm_ppd.vllm_plugins.config.flags import check_mapping
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (
     CONFIG_KEY,
     FLAGS_OF_VLLM,
     DraftingOptions,
     OptionError,
+    check_mapping,
     flag_fields,
     flag_name,
     parse_options,

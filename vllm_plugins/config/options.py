@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -17,6 +18,7 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
 
+PREFIX = "ppd_"  # of argparse's destinations of our flags, beside those of vLLM's arguments
 FLAGS_OF_VLLM = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
 
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
@@ -42,8 +44,7 @@ class DraftingOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
 
     method: str = Field(
-        "ppd",
-        description="drafting method: " + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items()),
+        "ppd", description="drafting method: " + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items())
     )
     model: str | None = Field(
         None,
@@ -62,9 +63,7 @@ class DraftingOptions(BaseModel):
         "with pipeline parallelism the layer at which the stages are split, from the middle on",
     )
     gamma: Share = Field(
-        0.0,
-        lt=1,
-        description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made",
+        0.0, lt=1, description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made"
     )
     schedule: Literal["deferred", "parallel"] = Field(
         "deferred",
@@ -79,8 +78,7 @@ class DraftingOptions(BaseModel):
         "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
     )
     verify: bool = Field(
-        True,
-        description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output",
+        True, description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output"
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
@@ -131,8 +129,7 @@ class DraftingOptions(BaseModel):
         "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt lookup)",
     )
     max_drafting_requests: Count | None = Field(
-        None,
-        description="soft batch cut-off: only the first so many requests of a batch draft",
+        None, description="soft batch cut-off: only the first so many requests of a batch draft"
     )
     disable_by_batch_size: Count | None = Field(
         None,
@@ -172,6 +169,69 @@ def flag_fields() -> list[str]:
 
 def flag_name(field: str) -> str:
     return FLAGS_OF_VLLM.get(field) or "--ppd-" + field.replace("_", "-")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to vLLM's parser; does nothing where they are there already."""
+    if "--speculative-model" in parser._option_string_actions:
+        return parser
+    group = parser.add_argument_group("vllm-ppd", "Drafting with the target's own layers.")
+    group.add_argument(
+        "--speculative-model",
+        dest="spec_model",
+        default=argparse.SUPPRESS,
+        help=f"a drafting method ({', '.join(METHODS)}), heads (a folder, or ORGANISATION/NAME[@REVISION] on the "
+        "Hub), or any draft model vLLM knows",
+    )
+    method = parser._option_string_actions.get("--spec-method")
+    if method is not None and method.choices is not None:
+        method.choices = [*method.choices, *METHODS]
+    for name in flag_fields():
+        text = (DraftingOptions.model_fields[name].description or "").replace("%", "%%")
+        group.add_argument(
+            flag_name(name), dest=PREFIX + name, default=argparse.SUPPRESS, metavar=name.upper(), help=text
+        )
+    return parser
+
+
+def merge_flags(speculative_config: dict[str, Any] | None, args: argparse.Namespace) -> dict[str, Any] | None:
+    """vLLM's speculative_config with what our flags gave.
+
+    Raises:
+        OptionError: if an option is given both ways, or a flag has a bad value.
+    """
+    flags = {name: getattr(args, PREFIX + name) for name in flag_fields() if hasattr(args, PREFIX + name)}
+    if not flags:
+        return speculative_config
+    merged = dict(check_mapping(speculative_config))
+    spelt = {key.replace("-", "_"): key for key in merged}
+    for name, text in flags.items():
+        if name in spelt:
+            raise OptionError(
+                f"{flag_name(name)} and --speculative-config[{spelt[name]!r}] are mutually exclusive; give one"
+            )
+        try:
+            merged[name] = getattr(DraftingOptions.model_validate({name: text}, strict=False), name)
+        except ValidationError as error:
+            raise OptionError(f"{flag_name(name)}={first_problem(error)}") from None
+    return merged
+
+
+def check_mapping(speculative_config: Any) -> dict[str, Any]:
+    """vLLM's speculative_config, {} for None.
+
+    Raises:
+        OptionError: if it is not a dictionary with names as its keys.
+    """
+    given = {} if speculative_config is None else speculative_config
+    if not isinstance(given, dict):
+        raise OptionError(
+            f'speculative_config={quoted(given)} is not a JSON object; give one, such as {{"method": "ppd"}}'
+        )
+    for key in given:
+        if not isinstance(key, str):
+            raise OptionError(f"speculative_config: option {quoted(key)} is not a name; write names as strings")
+    return given
 
 
 def parse_options(options: Mapping[str, Any]) -> DraftingOptions:

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
 from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
-from vllm_ppd.vllm_plugins.config.flags import add_flags, merge_flags
 from vllm_ppd.vllm_plugins.config.naming import served_heads
+from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
 
 logger = logging.getLogger("vllm.vllm_ppd")
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from vllm_ppd.vllm_plugins.config.flags import add_flags
 from vllm_ppd.vllm_plugins.config.options import (
     DraftingOptions,
     OptionError,
+    add_flags,
     flag_fields,
     flag_name,
     methods_of,

@@ -81,13 +81,8 @@ def test_limits_shorten_the_draft() -> None:
 
 
 def test_soft_cut_off_counts_drafting_requests_only() -> None:
-    requests = [
-        {"prompt": 9, "extra_args": {"ppd_draft": 0}},
-        {"prompt": 9},
-        {"prompt": 9, "emitted": 0},
-        {"prompt": 9},
-        {"prompt": 9},
-    ]
+    plain = {"prompt": 9}
+    requests = [{**plain, "extra_args": {"ppd_draft": 0}}, plain, {**plain, "emitted": 0}, plain, plain]
     made, emitted = planner(requests, max_drafting_requests=2)
     assert drafts_of(plan_of(made, emitted)) == {0: 0, 1: 3, 3: 3, 4: 0}
 
