@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, model_validator
 
-from vllm_ppd.heads.layout import Calibrated, Drafts, Layout, TargetFingerprint, TargetLayers, TargetName
 from vllm_ppd.heads.measured import Parts, Setting, Work
 from vllm_ppd.heads.training.options import TrainingOptions
 
@@ -25,13 +24,87 @@ KINDS: dict[str, type[HeadsConfig]] = {}  # of those that are imported; kinds.py
 
 Shapes = dict[str, list[int]]
 MOST_NUMBERS = 1 << 35  # of all tensors together: whole classifiers of a large vocabulary are some 2^33
+MOST_DRAFTS = 16  # a step
+LARGEST_BATCH = 2**31 - 1  # stands for no limit
+
+Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
+RecommendedDrafts = Annotated[
+    Drafts,
+    Field(
+        validation_alias=AliasPath("speculators_config", "proposal_methods", 0, "speculative_tokens"),
+        description="drafts a step recommended for these heads",
+    ),
+]
+
+
+class TargetFingerprint(BaseModel):
+    """Hashes in hexadecimal; None where the target is not at hand."""
+
+    tokenizer: str | None = None  # of the file
+    vocabulary: str | None = None  # which token has which ID (None: not recorded, as in older heads)
+    lm_head: str | None = None
+    lm_head_bfloat16: str | None = None  # of the values rounded to bfloat16 (None: not recorded, as in older heads)
+    # Of a target at hand, not recorded with heads: what lm_head would be for a copy of the same values in another
+    # dtype, and for one that rounds them.
+    same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
+    rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
+
+    def difference(self, target: TargetFingerprint) -> str | None:
+        """What tells the target of heads with this fingerprint from another; None if nothing does.
+
+        Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
+        """
+        if self.vocabulary and target.vocabulary:
+            # The same tokenizer is another file when another version of transformers writes it.
+            if self.vocabulary != target.vocabulary:
+                return "the hash of its vocabulary differs"
+        elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
+            return "the hash of its tokenizer differs"
+        if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
+            return None
+        both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
+        if both or self.lm_head in target.rounded:
+            return "the dtype of its lm_head differs (the values are equal once they are rounded to the narrower one)"
+        return "the hash of its lm_head differs"
+
+
+class TargetLayers(BaseModel):
+    """What the heads need to know of the target; speculators calls it `transformer_layer_config`."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    model_type: str
+    hidden_size: int = Field(ge=1, le=1 << 20)
+    vocab_size: int = Field(ge=1, le=1 << 26)
+    num_hidden_layers: int = Field(ge=2, le=4096)
+
+
+class Calibrated(BaseModel):
+    """What `ppd calibrate` measured on one device, and holds there alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    device: str = Field(min_length=1, max_length=200, description="name of the device that was measured")
+    num_speculative_tokens_per_batch_size: list[
+        Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]], Field(min_length=3, max_length=3)]
+    ] = Field(min_length=1, max_length=1024, description="[first batch size, last one, drafts], as vLLM takes it")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Calibrated:
+        expected = 1
+        for first, last, drafts in self.num_speculative_tokens_per_batch_size:
+            if first != expected or last < first or drafts > MOST_DRAFTS:
+                raise ValueError(
+                    f"num_speculative_tokens_per_batch_size must have ranges from 1 on without gaps, and at most "
+                    f"{MOST_DRAFTS} drafts"
+                )
+            expected = last + 1
+        return self
 
 
 class HeadsConfig(BaseModel, ABC):
     """What all kinds share. A kind adds its fields, its tensors and what drafting with it costs."""
 
     # Strict: a truth value is no number of layers, and 2.0 is none either.
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), strict=True)
+    model_config = ConfigDict(populate_by_name=True, protected_namespaces=(), strict=True)
     kind: ClassVar[str]  # as speculators' algorithm name
     architecture: ClassVar[str]
     method: ClassVar[str]  # the drafting method that reads them, by the plugin's name for it
@@ -40,13 +113,16 @@ class HeadsConfig(BaseModel, ABC):
     tensor_names: ClassVar[str]  # a regular expression: names by which the weights are told from those of other models
     counts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that hold counts or n-grams
 
-    verifier: TargetName
-    num_speculative_tokens: Drafts = Field(3, description="drafts a step recommended for these heads")
+    verifier: str = Field(
+        validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
+        min_length=1, max_length=4096, description="name or path of the target",
+    )  # fmt: skip
+    num_speculative_tokens: RecommendedDrafts
     draft_vocab_size: int | None = Field(
         None, ge=16, description="how many tokens, the most frequent ones, are drafted by default (None: all)"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    target: TargetLayers
+    target: TargetLayers = Field(validation_alias="transformer_layer_config")
     fingerprint: TargetFingerprint = TargetFingerprint()
     calibration: Calibrated | None = None
 
@@ -55,16 +131,12 @@ class HeadsConfig(BaseModel, ABC):
         KINDS[cls.kind] = cls
 
     @model_validator(mode="after")
-    def _known_frequencies(self) -> HeadsConfig:
+    def _bounded(self) -> HeadsConfig:
         if self.draft_vocab_size is not None:
             if self.counts_tensor is None:
                 raise ValueError("draft_vocab_size needs token counts, which these heads lack")
             if self.draft_vocab_size > self.target.vocab_size:
                 raise ValueError(f"draft_vocab_size is more than the vocabulary of {self.target.vocab_size}")
-        return self
-
-    @model_validator(mode="after")
-    def _bounded(self) -> HeadsConfig:
         numbers = sum(map(math.prod, self.shapes().values()))
         if numbers > MOST_NUMBERS:
             raise ValueError(f"these heads would have {numbers:.1e} numbers, more than the {MOST_NUMBERS:,} allowed")
@@ -90,7 +162,7 @@ class HeadsConfig(BaseModel, ABC):
 
     @abstractmethod
     def settings(self, parts: Any, greedy: bool) -> Iterator[Setting]:
-        """Every setting in parts of the kind's own, on greedy texts or on sampled ones."""
+        """Every setting in the kind's parts, on greedy texts or on sampled ones."""
 
     def match_rates(self, parts: Any) -> list[tuple[int, int, bool, float]] | None:
         """(Layer, k, whether by heads, share of tokens among the k best there), by which a worker group is planned.
@@ -120,10 +192,7 @@ class HeadsConfig(BaseModel, ABC):
         return tensor.startswith(cls.counts)
 
     def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        """Refuse counts that no corpus has (nothing by default).
-
-        Args:
-            tensors: those that hold counts, none of them negative.
+        """Refuse counts, none of them negative, that no corpus has (nothing by default).
 
         Raises:
             ValueError: saying what is wrong with them.
@@ -135,8 +204,10 @@ class HeadsConfig(BaseModel, ABC):
         return None
 
     def to_json(self) -> dict[str, Any]:
-        """The dictionary in speculators' layout."""
-        fields = self.model_dump(mode="json", exclude=set(HeadsConfig.model_fields))
+        """The dictionary in speculators' layout, from which model_validate makes the same configuration."""
+        fields = self.model_dump(mode="json", exclude={"verifier", "num_speculative_tokens", "target"})
+        if self.calibration is None:
+            del fields["calibration"]
         return {
             "architectures": [self.architecture],
             "speculators_model_type": self.kind,
@@ -150,34 +221,4 @@ class HeadsConfig(BaseModel, ABC):
             },
             "transformer_layer_config": self.target.model_dump(),
             **fields,
-            "draft_vocab_size": self.draft_vocab_size,
-            "dtype": self.dtype,
-            "fingerprint": self.fingerprint.model_dump(),
-            **({} if self.calibration is None else {"calibration": self.calibration.model_dump()}),
         }
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> HeadsConfig:
-        """The configuration of the kind that the dictionary names.
-
-        Raises:
-            KeyError: if there is no such kind.
-            ValidationError: if a field is missing, of another type or out of bounds.
-        """
-        cls = KINDS[data["speculators_model_type"]]
-        layout = Layout.model_validate(data)
-        fields = {
-            name: data[name] for name in cls.model_fields if name not in HeadsConfig.model_fields and name in data
-        }
-        return cls.model_validate(
-            {
-                "verifier": layout.speculators_config.verifier.name_or_path,
-                "num_speculative_tokens": layout.speculators_config.proposal_methods[0].speculative_tokens,
-                "draft_vocab_size": layout.draft_vocab_size,
-                "dtype": layout.dtype,
-                "target": layout.transformer_layer_config,
-                "fingerprint": layout.fingerprint or TargetFingerprint(),
-                "calibration": layout.calibration,
-                **fields,
-            }
-        )

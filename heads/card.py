@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from huggingface_hub import ModelCardData
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import HeadsError
@@ -18,13 +19,14 @@ from vllm_ppd.heads.training.provenance import Provenance, provenance_of
 NAME = "README.md"
 BEGIN = "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
 END = "<!-- vllm-ppd: end -->"
+SETTINGS = ("learning_rate", "batch_size", "sequence_length", "seed")  # options of training that are shown
 OTHER = "other"  # the Hub's name of a licence that it does not know
 
 
 def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None) -> None:
     """Write the model card, or the part between its marks anew: what a user wrote around them stays.
 
-    A card without the marks is a user's own and stays as it is.
+    A card without the marks is the user's and stays as it is.
 
     Args:
         folder: of the heads, and of how they were trained where that is known.
@@ -41,7 +43,14 @@ def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration:
         facts = None
     body = "\n\n".join([BEGIN, *_blocks(config, facts, calibration), END])
     if not path.exists():
-        write_text(path, f"{_front_matter(config, facts)}\n{body}\n")
+        data = ModelCardData(
+            license=OTHER if facts is None else facts.options.get("license", OTHER),
+            library_name="vllm",
+            pipeline_tag="text-generation",
+            base_model=config.verifier if hub_name(config.verifier) else None,
+            tags=["speculative-decoding", "vllm-ppd", "speculators", config.kind],
+        )
+        write_text(path, f"---\n{data.to_yaml()}\n---\n{body}\n")
         return
     before, begin, rest = path.read_text(encoding="utf-8", errors="replace").partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -49,55 +58,34 @@ def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration:
         write_text(path, before + body + after)
 
 
-def _front_matter(config: HeadsConfig, facts: Provenance | None) -> str:
-    """What the Hub indexes: YAML, in which JSON's strings and lists are as good."""
-    license = facts.options.get("license", OTHER) if facts is not None else OTHER
-    fields = {"license": license, "library_name": "vllm", "pipeline_tag": "text-generation"}
-    lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items()]
-    if hub_name(config.verifier) is not None:
-        lines.append(f"base_model: {json.dumps(config.verifier)}")
-    lines.append(f"tags: {json.dumps(['speculative-decoding', 'vllm-ppd', 'speculators', config.kind])}")
-    return "\n".join(["---", *lines, "---"])
-
-
 def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: str | None) -> Iterator[str]:
-    target = shown_target(config)
-    yield f"# {config.kind} heads for {target}"
+    name, target = shown_target(config), config.target
+    yield f"# {config.kind} heads for {name}"
     yield (
         "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target model, "
         "through the plugin `vllm-ppd`. The target verifies every draft, so its output distribution stays as it is."
     )
-    rows = [
-        ["target", f"{target} ({config.target.model_type}, {config.target.num_hidden_layers} layers, hidden size "
-                   f"{config.target.hidden_size}, vocabulary {config.target.vocab_size})"],
+    sizes = f"hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
+    yield table(["what", "is"], [
+        ["target", f"{name} ({target.model_type}, {target.num_hidden_layers} layers, {sizes})"],
         ["heads", f"{config.kind}: {config.describe()}, {config.dtype}"],
-        ["recommended drafts per step", str(config.num_speculative_tokens)],
-    ]  # fmt: skip
-    yield table(["what", "is"], rows)
+        ["recommended drafts per step", config.num_speculative_tokens],
+    ])  # fmt: skip
     yield "## Serving"
-    yield f"    vllm serve {target} --speculative-model HEADS          # this repository, or a folder with its files"
+    yield f"    vllm serve {name} --speculative-model HEADS          # this repository, or a folder with its files"
     yield "## Training"
-    yield from _training(facts)
-    yield "## Calibration"
-    yield calibration or "Not calibrated (`ppd calibrate`)."
-
-
-def _training(facts: Provenance | None) -> Iterator[str]:
     if facts is None:
         yield "Not known."
-        return
-    shown = {
-        "time": facts.time, "tokens": facts.tokens, "steps": facts.steps, "documents": facts.documents_in_data,
-        "seconds": facts.seconds,
-        **{name: facts.options.get(name) for name in ("learning_rate", "batch_size", "sequence_length", "seed")},
-    }  # fmt: skip
-    yield table(["", "value"], [[name, str(value)] for name, value in shown.items() if value is not None])
-    if facts.held_out_after:
-        rows = [
-            [name, in_words(facts.held_out_before.get(name)), in_words(after)]
-            for name, after in facts.held_out_after.items()
-        ]
-        yield table(["held out", "before", "after"], rows)
+    else:
+        shown = {name: getattr(facts, name) for name in ("time", "tokens", "steps", "documents_in_data", "seconds")}
+        shown |= {name: facts.options.get(name) for name in SETTINGS}
+        yield table(["", "value"], [[name, value] for name, value in shown.items() if value is not None])
+        before = facts.held_out_before
+        rows = [[key, in_words(before.get(key)), in_words(after)] for key, after in facts.held_out_after.items()]
+        if rows:
+            yield table(["held out", "before", "after"], rows)
+    yield "## Calibration"
+    yield calibration or "Not calibrated (`ppd calibrate`)."
 
 
 def shown_target(config: HeadsConfig) -> str:

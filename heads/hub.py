@@ -68,11 +68,11 @@ def folder_of(name: str | os.PathLike[str], file: str, *files: str, also: Iterab
         return os.fspath(name)
     folder = Path(_fetched(repository, file)).parent
     commit = HubName(repository.repo, folder.name)
-    for name in files:
-        _fetched(commit, name)
-    for name in also:
+    for other in files:
+        _fetched(commit, other)
+    for other in also:
         with suppress(HeadsError):
-            _fetched(commit, name)
+            _fetched(commit, other)
     return str(folder)
 
 
@@ -81,9 +81,7 @@ def cached(name: str | os.PathLike[str], file: str) -> str | None:
     from huggingface_hub import try_to_load_from_cache
 
     repository = hub_name(name)
-    if repository is None:
-        return None
-    path = try_to_load_from_cache(repository.repo, file, revision=repository.revision)
+    path = repository and try_to_load_from_cache(repository.repo, file, revision=repository.revision)
     return path if isinstance(path, str) else None
 
 
@@ -101,23 +99,15 @@ def remote_tensors(name: str, file: str) -> dict[str, tuple[list[int], str]]:
     """Shape and dtype of each tensor of a safetensors file on the Hub, by the file's header alone.
 
     Raises:
-        MissingFile: if there is no such file.
-        HeadsError: as folder_of, or if it is not safetensors.
+        MissingFile, HeadsError: as folder_of, or if it is not safetensors.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import SafetensorsParsingError
 
     repository = hub_name(name)
     assert repository is not None
     with _errors_in_a_line(repository, file):
-        try:
-            header = HfApi(token=_token.get()).parse_safetensors_file_metadata(
-                repository.repo, file, revision=repository.revision
-            )
-        except SafetensorsParsingError:
-            raise HeadsError(
-                f"{file} of {quoted(str(repository))} on the Hub is truncated or not safetensors"
-            ) from None
+        api = HfApi(token=_token.get())
+        header = api.parse_safetensors_file_metadata(repository.repo, file, revision=repository.revision)
     return {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in header.tensors.items()}
 
 
@@ -131,52 +121,42 @@ def _fetched(repository: HubName, file: str) -> str:
 
 @contextmanager
 def _errors_in_a_line(repository: HubName, file: str) -> Iterator[None]:
-    from huggingface_hub import constants
-    from huggingface_hub import errors as hub
-    from huggingface_hub.utils import HfHubHTTPError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    name, log_in = quoted(str(repository)), "log in (`hf auth login` or HF_TOKEN)"
     try:
         yield
-    except hub.GatedRepoError:
-        raise HeadsError(f"{name} is gated on the Hub: ask for access on its page, and {log_in}") from None
-    except hub.RepositoryNotFoundError:
-        raise HeadsError(
-            f"{name} is neither a folder nor a repository on {constants.ENDPOINT} that you may read; check the name, "
-            f"or {log_in}"
-        ) from None
-    except hub.RevisionNotFoundError:
-        raise HeadsError(f"{name}: the Hub has no such revision; give a branch, tag or commit of it") from None
-    except hub.RemoteEntryNotFoundError:
-        raise MissingFile(f"{name} on the Hub has no {file}; is this the right repository?") from None
-    except (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled) as error:
-        if constants.is_offline_mode():
-            raise HeadsError(
-                f"{name} is no folder, and its {file} is not in the Hub's cache; unset HF_HUB_OFFLINE, or run "
-                f"`hf download {repository.repo}` first"
-            ) from None
-        raise HeadsError(_unreachable(name, error.__cause__ or error)) from None
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        raise HeadsError(f"{name}: the Hub answers with HTTP {status} for {file}; try again later") from None
-    except hub.HFValidationError:
-        raise HeadsError(f"{name} is neither a folder nor a name on the Hub (ORGANISATION/NAME)") from None
-    except HeadsError:
-        raise
-    except OSError as error:
-        problem = shortened(error.strerror or str(error), LONGEST_VALUE)
-        raise HeadsError(f"{name}: {file} cannot be kept in the Hub's cache ({problem})") from None
     except Exception as error:
-        if not type(error).__module__.startswith("httpx"):  # huggingface_hub passes its client's errors on
+        problem = _problem(error, repository, file)
+        if problem is None:
             raise
-        raise HeadsError(_unreachable(name, error)) from None
+        kind = MissingFile if isinstance(error, RemoteEntryNotFoundError) else HeadsError
+        raise kind(f"{quoted(str(repository))} {problem}") from None
 
 
-def _unreachable(name: str, error: BaseException) -> str:
-    from huggingface_hub import constants
+def _problem(error: Exception, repository: HubName, file: str) -> str | None:
+    """What is said of a repository after its name; None where the error is not of huggingface_hub's work."""
+    from huggingface_hub import constants, errors
 
-    problem = shortened(str(error) or type(error).__name__, LONGEST_VALUE)
-    return (
-        f"{name} is no folder, and the Hub at {constants.ENDPOINT} cannot be reached ({problem}); HF_HUB_OFFLINE=1 "
-        "takes what is cached"
-    )
+    log_in, hub = "log in (`hf auth login` or HF_TOKEN)", constants.ENDPOINT
+    problems: dict[type[Exception], str] = {
+        errors.GatedRepoError: f"is gated on the Hub: ask for access on its page, and {log_in}",
+        errors.RepositoryNotFoundError: f"is neither a folder nor a repository on {hub} that you may read; check the "
+        f"name, or {log_in}",
+        errors.RevisionNotFoundError: "has no such revision on the Hub; give a branch, tag or commit of it",
+        errors.RemoteEntryNotFoundError: f"on the Hub has no {file}; is this the right repository?",
+        errors.SafetensorsParsingError: f"on the Hub has a {file} that is truncated or not safetensors",
+        errors.HFValidationError: "is neither a folder nor a name on the Hub (ORGANISATION/NAME)",
+    }
+    for kind, problem in problems.items():
+        if isinstance(error, kind):
+            return problem
+    is_absent = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
+    if is_absent and constants.is_offline_mode():
+        fetch = f"run `hf download {repository.repo}` first"
+        return f"is no folder, and its {file} is not in the Hub's cache; unset HF_HUB_OFFLINE, or {fetch}"
+    cause = error.__cause__ or error if is_absent else error
+    reason = shortened(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__, LONGEST_VALUE)
+    # huggingface_hub passes its client's errors on.
+    if is_absent or isinstance(error, errors.HfHubHTTPError) or type(error).__module__.startswith("httpx"):
+        return f"is no folder, and the Hub at {hub} cannot be reached ({reason}); HF_HUB_OFFLINE=1 takes what is cached"
+    return f"has a {file} that cannot be kept in the Hub's cache ({reason})" if isinstance(error, OSError) else None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.measured import Counts
 
 RANGES = "num_speculative_tokens_per_batch_size"

@@ -244,7 +244,7 @@ def heads_folder(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) 
     import torch
 
     from vllm_ppd.heads.early.module import EarlyHeads
-    from vllm_ppd.heads.weights import save_heads
+    from vllm_ppd.heads.io import save_heads
 
     def get(exit_layers: tuple[int, ...] = (3,), noise: float = 0.0) -> Path:
         heads, exits = EarlyHeads(exit_layers, hidden_size=64), list(exit_layers)

@@ -16,9 +16,8 @@ from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
-from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.target_check import decoder_layer
-from vllm_ppd.heads.weights import save_heads
+from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.target import decoder_layer, fingerprint
 from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, joint_log_likelihood
 
 KINDS = ("early", "cp", "dynamo")

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.heads.kinds import KINDS, recipe_of
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.heads.weights import save_heads
 
 
 def windows(sequences: list[list[int]]) -> Batch:

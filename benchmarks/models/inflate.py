@@ -29,12 +29,11 @@ from safetensors.torch import load_file
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import load_tensors
+from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.heads.locking import writing_folder
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.provenance import provenance
-from vllm_ppd.heads.weights import save_heads
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 REMADE = ("config.json", "curve.jsonl", "provenance.json")  # files of a model that are not copied

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm_ppd.heads.base import HeadsConfig, Shapes
-from vllm_ppd.heads.layout import Drafts
+from vllm_ppd.heads.base import HeadsConfig, RecommendedDrafts, Shapes
 from vllm_ppd.heads.measured import ByDrafts, ByTexts, Number, Parts, Setting, Work, on_texts
 from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
 
@@ -100,7 +99,7 @@ class CPConfig(Experts, HeadsConfig):
     tensor_names: ClassVar[str] = r"cp\.(gate|transforms|classifiers)$"
     counts: ClassVar[tuple[str, ...]] = ("token_counts",)
 
-    num_speculative_tokens: Drafts = Field(3, description="drafts a step recommended for these heads")
+    num_speculative_tokens: RecommendedDrafts
     positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
     rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
     condition: Condition = Field("none", description="what the experts read beside the state")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,31 +15,26 @@ from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
 PIECE = 1 << 18  # characters of a plain text file that make one document
 LONGEST_RECORD = 1 << 26  # characters of a line; a longer one is a mistake
 LARGEST_JSON = 1 << 32  # bytes of a .json file, which is read whole
-HEAD = 1 << 13  # bytes that tell what a file is
 LINES_SUFFIXES = {".jsonl", ".ndjson"}
 JSON_SUFFIX = ".json"
 BLANK = " \t\r\n\ufeff"  # files put together keep their byte-order marks
 SPACE = re.compile(f"[{BLANK}]*")
-FORMATS = {
-    b"\x1f\x8b": "gzip-compressed; unpack it",
-    b"\x28\xb5\x2f\xfd": "zstd-compressed; unpack it",
-    b"\xfd7zXZ\x00": "xz-compressed; unpack it",
-    b"PK\x03\x04": "a zip archive; unpack it",
-    b"PAR1": "a Parquet file; convert it to .jsonl",
-    b"ARROW1": "an Arrow file; convert it to .jsonl",
-}
+NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and bytes that were not UTF-8
 
 
 def expand(paths: Sequence[str | Path]) -> list[Path]:
     """The files behind paths; a folder stands for every file in it that is not hidden, in order.
 
     Raises:
-        TrainingError: if a path does not exist, a folder is empty, or a file is not text.
+        TrainingError: if a path does not exist, or a folder is empty.
     """
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
+            inside = sorted(
+                file for file in path.rglob("*")
+                if file.is_file() and not any(name.startswith(".") for name in file.relative_to(path).parts)
+            )  # fmt: skip
             if not inside:
                 raise TrainingError(f"data folder {place(path)!r} holds no files; give .jsonl, .json or text files")
             files += inside
@@ -51,27 +45,7 @@ def expand(paths: Sequence[str | Path]) -> list[Path]:
             raise TrainingError(
                 f"data file {place(path)!r} {problem}; give .jsonl, .json or text files, or folders of them"
             )
-    for file in files:
-        _check_format(file)
     return files
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(name.startswith(".") for name in path.parts)
-
-
-def _check_format(file: Path) -> None:
-    """Refuse what is not text, by its first bytes."""
-    with file.open("rb") as handle:
-        head = handle.read(HEAD)
-    for magic, what in FORMATS.items():
-        if head.startswith(magic):
-            raise TrainingError(f"{place(file)} is {what}, or leave it out")
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise TrainingError(f"{place(file)} is not UTF-8 text (it is UTF-16); convert it or leave it out")
-    if b"\0" in head:
-        line = head[: head.index(b"\0")].count(b"\n") + 1
-        raise TrainingError(f"{place(file, line)} is not UTF-8 text (a NUL byte); convert the file or leave it out")
 
 
 def is_records(file: Path) -> bool:
@@ -131,11 +105,9 @@ def _parse_file(text: str, file: Path) -> list[Any]:
 
 def _checked(text: str, file: Path, line: int = 1) -> str:
     """A text that begins at a line of a file, if it was UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        line += text.count("\n", 0, error.start)
-        raise TrainingError(f"{place(file, line)} is not UTF-8 text; convert the file or leave it out") from None
+    if match := NO_TEXT.search(text):
+        line += text.count("\n", 0, match.start())
+        raise TrainingError(f"{place(file, line)} is not UTF-8 text; convert the file, unpack it, or leave it out")
     return text
 
 

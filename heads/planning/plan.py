@@ -14,7 +14,7 @@ from vllm_ppd.heads.planning.machine import machine_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Decoding, Drafting, Group
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.target_path import find_target
+from vllm_ppd.heads.target import find_target
 
 SHOWN = (1, 2, 4, 8, 16, 32)  # batch sizes of the table
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_ppd.heads.base import HeadsConfig
-from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.heads.base import LARGEST_BATCH, HeadsConfig
 from vllm_ppd.heads.measured import Parts
 from vllm_ppd.heads.planning.machine import Measured
 from vllm_ppd.heads.planning.predict import Drafting

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import first_problem, write_text
+from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.quote import place, shortened
 from vllm_ppd.heads.training.digests import FileDigest, digest_of, first_damaged
@@ -26,7 +27,6 @@ from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.signals import Stopped
-from vllm_ppd.heads.weights import CONFIG_NAME
 
 WORK = ".training"  # inside the heads folder while a run is unfinished
 STATE, BEST = "state", "best"  # the newest weights of a run, and those of its best evaluation
@@ -53,7 +53,7 @@ class RunFacts(BaseModel):
 
 def essence(options: TrainingOptions, processes: Processes) -> dict[str, Any]:
     """What must be the same for a stopped run to continue."""
-    return options.essence() | {"processes": processes.world}
+    return options.essence() | {"processes": processes.num_processes}
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[P
     """
     out = Path(options.out)
     work = out / WORK
-    with writing_folder(out) if processes.is_main else nullcontext():
+    with writing_folder(out) if processes.is_main_process else nullcontext():
         _check(out, intact_facts(work / STATE), essence(options, processes))
         try:
             yield work
@@ -98,16 +98,16 @@ def _check(out: Path, facts: RunFacts | None, ours: dict[str, Any]) -> None:
 def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
     """Write what `processes` has prepared, and facts, in place of the last checkpoint; all processes call it."""
     written, old = folder.with_name(f"{folder.name}.part"), folder.with_name(f"{folder.name}.old")
-    if processes.is_main:
+    if processes.is_main_process:
         shutil.rmtree(written, ignore_errors=True)
-    processes.wait()
+    processes.wait_for_everyone()
     try:
-        processes.save_state(written)
+        processes.save_state(str(written))
     except (SafetensorError, RuntimeError) as error:  # of safetensors and torch.save, also where a disk is full
         shutil.rmtree(written, ignore_errors=True)
         raise OSError(f"{place(folder)} cannot be written ({shortened(str(error))})") from error
-    processes.wait()
-    if processes.is_main:
+    processes.wait_for_everyone()
+    if processes.is_main_process:
         files = {path.name: digest_of(path) for path in sorted(written.iterdir())}
         write_text(written / FACTS, json.dumps(facts.model_copy(update={"files": files}).model_dump()))
         shutil.rmtree(old, ignore_errors=True)
@@ -115,7 +115,7 @@ def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
             folder.rename(old)
         written.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
-    processes.wait()
+    processes.wait_for_everyone()
 
 
 def load(folder: Path, step: int, processes: Processes) -> None:
@@ -128,7 +128,7 @@ def load(folder: Path, step: int, processes: Processes) -> None:
     if facts is None or facts.step != step:
         raise _damaged(folder, f"it is not of step {step}")
     try:
-        processes.load_state(_present(folder))
+        processes.load_state(str(_present(folder)))
     except (RuntimeError, ValueError, KeyError) as error:
         raise TrainingError(
             f"{place(folder)} is of other heads ({shortened(str(error), 80)}); delete the folder {WORK} there to start "

@@ -54,17 +54,17 @@ def evaluate(
     """Loss and figures on held-out windows, the same ones every time."""
     recipe.eval()
     windows = max(1, min(store.num_windows("held_out"), options.evaluation_tokens // store.length))
-    size = max(1, options.batch_size // (options.accumulation * processes.world))
+    size = max(1, options.batch_size // (options.accumulation * processes.num_processes))
     sums: dict[str, float] = {}
     total = 0.0
     progress = tqdm(
         total=windows * store.length, unit=" tokens", unit_scale=True, mininterval=1, leave=False,
-        desc=f"evaluating ({when})", disable=not processes.is_main,
+        desc=f"evaluating ({when})", disable=not processes.is_main_process,
     )  # fmt: skip
     with progress:
         for start in range(0, windows, size):
             batch = store.batch("held_out", range(start, min(start + size, windows))).to(processes.device)
-            with processes.autocast(options.precision):
+            with processes.arithmetic(options.precision):
                 loss, counts = recipe.loss(batch)
             total += float(loss) * len(batch.input_ids) / windows
             for name, value in counts.items():
@@ -76,5 +76,5 @@ def evaluate(
     if "nan" in str(figures).lower():
         total = math.nan
     # The same in all processes, which must agree on when to stop.
-    totals = processes.sum(torch.tensor(total, dtype=torch.float64, device=processes.device))
-    return Evaluation(step=step, loss=float(totals) / processes.world, figures=figures)
+    totals = processes.reduce(torch.tensor(total, dtype=torch.float64, device=processes.device), "sum")
+    return Evaluation(step=step, loss=float(totals) / processes.num_processes, figures=figures)

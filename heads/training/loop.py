@@ -24,14 +24,13 @@ from vllm_ppd.heads.training.curve import POINTS, Point, add_point, begin_curve
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress, evaluate
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
-from vllm_ppd.heads.training.order import Order
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import data_files, provenance
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.signals import Stopped, stop_signals
 from vllm_ppd.heads.training.states import StatesCache
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.heads.training.tokens import TokenStore
+from vllm_ppd.heads.training.tokens import Order, TokenStore
 
 DIVERGED = 3.0  # times the best smoothed loss
 MakeRecipe = Callable[[Any, Target], Recipe]
@@ -57,12 +56,12 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
     with unfinished_run(options, processes) as work:
         recipe, store = _prepared(options, make or recipe_of(options.kind), processes, work)
         facts = _Run(options, processes, recipe, store, work).train()
-        if processes.is_main:
+        if processes.is_main_process:
             recipe.prepare_output(store, work.parent)
             facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), data_files=files, **facts)
             recipe.write(work.parent, json.dumps(facts, indent=2) + "\n")
             shutil.rmtree(work)
-        processes.wait()
+        processes.wait_for_everyone()
     return facts
 
 
@@ -70,7 +69,7 @@ def _prepared(
     options: TrainingOptions, make: MakeRecipe, processes: Processes, work: Path
 ) -> tuple[Recipe, TokenStore]:
     """The recipe over its loaded target, and the data's tokens."""
-    if processes.is_main:
+    if processes.is_main_process:
         print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
     full = getattr(options, "recipe", None) == "full"
     # The full recipe moves the base model by less than bfloat16 can hold.
@@ -90,9 +89,9 @@ def _prepared(
             options.train_on_prompts,
         )  # fmt: skip
 
-    if processes.is_main:
+    if processes.is_main_process:
         make_store()
-    processes.wait()
+    processes.wait_for_everyone()
     store = make_store()
     if options.states_cache is not None:
         most_bytes = int(options.states_cache_gb * 1e9)
@@ -108,9 +107,9 @@ class _Run:
     ) -> None:
         self.options, self.processes, self.recipe, self.store, self.work = options, processes, recipe, store, work
         self.out = work.parent
-        if options.batch_size % (processes.world * options.accumulation):
+        if options.batch_size % (processes.num_processes * options.accumulation):
             raise TrainingError(
-                f"--batch-size {options.batch_size} does not divide into {processes.world} processes "
+                f"--batch-size {options.batch_size} does not divide into {processes.num_processes} processes "
                 f"x {options.accumulation} accumulated parts"
             )
         if options.patience is not None and options.evaluate_every is None:
@@ -134,7 +133,7 @@ class _Run:
         if saved is not None:
             self._continue(saved)
         self.saved = self.facts.step
-        if processes.is_main:
+        if processes.is_main_process:
             begin_curve(self.out, self.facts.step)
         self.losses: list[float] = []  # since the curve's last line
 
@@ -151,7 +150,7 @@ class _Run:
         for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
             group["peak"] = fresh["peak"]
         self.facts = saved.model_copy(update={"options": self.facts.options})
-        if self.processes.is_main:
+        if self.processes.is_main_process:
             where = f"step {saved.step} of {self.steps}, after {saved.step * self.tokens_a_step:,} tokens"
             print(f"vllm-ppd: {place(self.out)} continues at {where}", file=sys.stderr, flush=True)
 
@@ -162,7 +161,7 @@ class _Run:
             facts.before = self._evaluate("before").figures
         progress = tqdm(
             initial=facts.step * self.tokens_a_step, total=self.steps * self.tokens_a_step, unit=" tokens",
-            unit_scale=True, mininterval=1, desc=f"training {options.kind} heads", disable=not self.processes.is_main,
+            unit_scale=True, mininterval=1, desc=f"training {options.kind} heads", disable=not self.processes.is_main_process,
         )  # fmt: skip
         started = time.monotonic() - facts.seconds
         with progress, stop_signals() as stop:
@@ -205,21 +204,25 @@ class _Run:
         options, processes, step = self.options, self.processes, self.facts.step
         self.module.train()
         # What a recipe draws is a function of the step, so that a run that continues draws the same.
-        torch.manual_seed((options.seed * 1_000_003 + step) * processes.world + processes.rank)
+        torch.manual_seed((options.seed * 1_000_003 + step) * processes.num_processes + processes.process_index)
         total = torch.zeros((), device=processes.device)
-        batches = self.order.batches(step, options.accumulation * processes.world, processes.rank, processes.world)
+        batches = self.order.batches(
+            step, options.accumulation * processes.num_processes, processes.process_index, processes.num_processes
+        )
         done = 0
         for batch in batches:
-            with processes.autocast(options.precision):
+            with processes.arithmetic(options.precision):
                 loss, _ = self.module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
             total += loss.detach()
             done += 1
-            progress.update(batch.num_tokens * processes.world)
-            if stop and processes.world == 1:
+            progress.update(batch.num_tokens * processes.num_processes)
+            if stop and processes.num_processes == 1:
                 break
-        sums = processes.sum(torch.stack([total / done, torch.tensor(float(bool(stop)), device=total.device)]))
-        return float(sums[0]) / processes.world, bool(sums[1])
+        sums = processes.reduce(
+            torch.stack([total / done, torch.tensor(float(bool(stop)), device=total.device)]), "sum"
+        )
+        return float(sums[0]) / processes.num_processes, bool(sums[1])
 
     def _update(self, loss: float) -> None:
         """One optimiser step at the rate of this point of the schedule."""
@@ -262,12 +265,12 @@ class _Run:
         best = facts.held_out.best
         if self.options.patience is not None and best is not None and best.step < facts.step:
             checkpoint.load(self.work / BEST, best.step, self.processes)
-            self.processes.wait()
+            self.processes.wait_for_everyone()
             return best
         return last
 
     def _note(self, **figures: Any) -> None:
-        if self.processes.is_main:
+        if self.processes.is_main_process:
             finite = {name: x for name, x in figures.items() if not isinstance(x, float) or math.isfinite(x)}
             step = self.facts.step
             add_point(self.out, Point(step=step, tokens=step * self.tokens_a_step, **finite))

@@ -6,12 +6,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from vllm_ppd.heads.errors import TrainingError
 
@@ -33,46 +31,25 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-class Processes:
-    """What a run needs of its processes, of which torchrun, `accelerate launch` and Ray Train start several.
+class Processes(Accelerator):
+    """The processes of a run, of which torchrun, `accelerate launch` and Ray Train start several.
 
     Args:
         device: where a process that is alone computes; several get theirs from accelerate.
     """
 
     def __init__(self, device: str) -> None:
-        alone = device_of(device)
-        self.world = int(os.environ.get("WORLD_SIZE", "1"))
-        self._accelerator = Accelerator(cpu=device == "cpu", device_placement=self.world > 1)
-        self.rank = self._accelerator.process_index
-        self.is_main = self._accelerator.is_main_process
-        self.device = self._accelerator.device if self.world > 1 else alone
+        alone, several = device_of(device), int(os.environ.get("WORLD_SIZE", "1")) > 1
+        self._alone = None if several else alone
+        super().__init__(cpu=device == "cpu", device_placement=several)
 
-    def prepare(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        """The module to call and the optimiser to step; checkpoints are of these."""
-        return self._accelerator.prepare(module, optimizer)
+    @property
+    def device(self) -> torch.device:
+        return self._alone or self.state.device
 
-    def autocast(self, precision: str) -> Any:
-        """bfloat16 arithmetic where that is the precision."""
+    def arithmetic(self, precision: str) -> Any:
+        """A context of bfloat16 arithmetic where that is the precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16")
-
-    def backward(self, loss: torch.Tensor) -> None:
-        self._accelerator.backward(loss)
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the processes."""
-        return self._accelerator.reduce(tensor, "sum")
-
-    def wait(self) -> None:
-        self._accelerator.wait_for_everyone()
-
-    def save_state(self, folder: Path) -> None:
-        """Write what was prepared."""
-        self._accelerator.save_state(str(folder))
-
-    def load_state(self, folder: Path) -> None:
-        """Read what was prepared."""
-        self._accelerator.load_state(str(folder))
 
 
 def over_ray(train: Callable[..., Any], options: Any) -> None:

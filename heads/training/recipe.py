@@ -13,12 +13,12 @@ from torch import nn
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.files import write_text
-from vllm_ppd.heads.target_path import stored_name
+from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
-from vllm_ppd.heads.weights import save_heads
 
 Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches and processes
 

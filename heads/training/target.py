@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 

@@ -8,7 +8,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training.digests import FileDigest, digest_of, digest_of_value, first_damaged
 
 SPLITS = ("train", "held_out")
-FILES = tuple(f"{split}.{kind}" for split in SPLITS for kind in ("ids", "starts", "counted"))
+FILES = tuple(f"{split}.tokens" for split in SPLITS)
+TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; first of a document
 NAME = "tokens.json"  # which data the token files beside it are of, and what they hash to
-FORMAT = 3  # of the tokens: raised when the same data would be tokenised otherwise
+SHIFT = 7919  # tokens that an epoch's windows lie after those of the epoch before
+FORMAT = 4  # of the tokens: raised when the same data would be stored otherwise
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Manifest(BaseModel):
 
 
 class TokenStore:
-    """Token ids of all documents in two memory-mapped files, training and held out, made once for a folder.
+    """The tokens of all documents in two memory-mapped files, training and held out, made once for a folder.
 
     Args:
         folder: where the files are; made there if they are missing, damaged or belong to other data.
@@ -124,21 +125,21 @@ class TokenStore:
             manifest = Manifest(key=key, files=digests, documents=documents.count, skipped=dict(documents.skipped))
             write_text(folder / NAME, manifest.model_dump_json())
         self.manifest: Manifest = manifest
-        self.tokens = self._mapped("ids", np.uint32)
-        self.starts = self._mapped("starts", np.int64)
-        self.counted = self._mapped("counted", np.bool_)
-        for split in SPLITS:
-            count = len(self.tokens.get(split, ()))
-            if count < length + 1:
+        self.tokens: dict[str, np.ndarray] = {}  # of each split, [tokens] TOKEN
+        self.starts: dict[str, np.ndarray] = {}  # of each split, [documents] place of the first token
+        for split, file in zip(SPLITS, FILES, strict=True):
+            path, words = folder / file, split.replace("_", "-")
+            tokens = np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
+            if len(tokens) < length + 1:
                 raise TrainingError(
-                    f"the data holds {count} {split.replace('_', '-')} tokens, and a window takes {length}: "
+                    f"the data holds {len(tokens)} {words} tokens, and a window takes {length}: "
                     "give more data, or a smaller --sequence-length"
                 )
-            if not self.counted[split][:].any():
+            if not tokens["counted"].any():
                 raise TrainingError(
-                    f"no {split.replace('_', '-')} token is of a response; give data with responses, or "
-                    "--train-on-prompts"
+                    f"no {words} token is of a response; give data with responses, or --train-on-prompts"
                 )
+            self.tokens[split], self.starts[split] = tokens, np.flatnonzero(tokens["begins"])
 
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
@@ -152,20 +153,19 @@ class TokenStore:
             shifts: tokens by which each is moved, around the end (none: on the grid).
         """
         tokens, starts = self.tokens[split], self.starts[split]
-        ids, positions, counted = [], [], []
         last = len(tokens) - self.length
-        for window, shift in itertools.zip_longest(windows, shifts, fillvalue=0):
-            begin = (window * self.length + shift) % (last + 1)
-            where = np.arange(begin, begin + self.length)
-            document_start = starts[np.searchsorted(starts, where, side="right") - 1]
-            ids.append(tokens[begin : begin + self.length].astype(np.int64))
-            positions.append(where - np.maximum(document_start, begin))
-            counted.append(self.counted[split][begin : begin + self.length])
-        mask = np.stack(counted)
+        moved = itertools.zip_longest(windows, shifts, fillvalue=0)
+        begins = np.array([(window * self.length + shift) % (last + 1) for window, shift in moved])[:, None]
+        places = begins + np.arange(self.length)
+        rows = tokens[places]
+        document_starts = starts[np.searchsorted(starts, places, side="right") - 1]
         return Batch(
-            torch.from_numpy(np.stack(ids)), torch.from_numpy(np.stack(positions)), split,
-            () if any(shifts) else tuple(windows), None if mask.all() else torch.from_numpy(mask),
-        )  # fmt: skip
+            torch.from_numpy(rows["id"].astype(np.int64)),
+            torch.from_numpy(places - np.maximum(document_starts, begins)),
+            split,
+            () if any(shifts) else tuple(windows),
+            None if rows["counted"].all() else torch.from_numpy(rows["counted"].copy()),
+        )
 
     def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
         """How often each token occurs: [vocabulary] int32."""
@@ -177,22 +177,15 @@ class TokenStore:
     def documents(self, split: str = "train") -> Iterator[np.ndarray]:
         """The token ids of every document, one after the other."""
         tokens, starts = self.tokens[split], self.starts[split]
-        for index, begin in enumerate(starts):
-            end = starts[index + 1] if index + 1 < len(starts) else len(tokens)
-            yield np.asarray(tokens[begin:end])
-
-    def _mapped(self, kind: str, dtype: Any) -> dict[str, np.memmap]:
-        """The files of a kind by split, those that hold anything."""
-        paths = {split: self.folder / f"{split}.{kind}" for split in SPLITS}
-        return {split: np.memmap(path, dtype, "r") for split, path in paths.items() if path.stat().st_size}
+        for begin, end in itertools.pairwise([*starts, len(tokens)]):
+            yield np.asarray(tokens["id"][begin:end])
 
     def _write(
         self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool
     ) -> None:
         end = tokenizer.eos_token_id
-        written = dict.fromkeys(SPLITS, 0)
-        with ExitStack() as stack:
-            files = {name: stack.enter_context((self.folder / name).open("wb")) for name in FILES}
+        train, held = (self.folder / name for name in FILES)
+        with train.open("wb") as train_file, held.open("wb") as held_file:
             progress = tqdm(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
             for number, document in enumerate(progress):
                 ids = document.ids or []
@@ -200,36 +193,52 @@ class TokenStore:
                 has_end = end is None or document.cut_off or end in ids[-2:]
                 ids = ids if has_end else [*ids, end]
                 check_vocabulary(ids, vocab_size)
-                counted = np.ones(len(ids), dtype=np.bool_)
+                tokens = np.zeros(len(ids), TOKEN)
+                tokens["id"], tokens["counted"], tokens["begins"][:1] = ids, True, True
                 if not train_on_prompts and document.mask is not None:
-                    counted[: len(document.mask)] = document.mask
-                split = "held_out" if _is_held_out(number, held_out) else "train"
-                files[f"{split}.starts"].write(np.int64(written[split]).tobytes())
-                files[f"{split}.ids"].write(np.array(ids, dtype=np.uint32).tobytes())
-                files[f"{split}.counted"].write(counted.tobytes())
-                written[split] += len(ids)
-        if not sum(written.values()):
+                    tokens["counted"][: len(document.mask)] = document.mask
+                (held_file if _is_held_out(number, held_out) else train_file).write(tokens.tobytes())
+        trained, held_back = (path.stat().st_size // TOKEN.itemsize for path in (train, held))
+        if not trained + held_back:
             skips = f"; {documents.skips()}" if documents.skipped else ""
             raise TrainingError(
                 f"the data is empty ({len(documents.files)} files, no text{skips}); give .jsonl or text files with text"
             )
-        if written["held_out"] <= self.length:
-            self._hold_out_tail(written)
+        if held_back <= self.length:  # too little was held out whole: take the training tokens' tail as well
+            cut = TOKEN.itemsize * (trained - min(trained // 2, self.length + 1))
+            tail = np.fromfile(train, TOKEN, offset=cut)
+            tail["begins"][:1] = True
+            with held.open("ab") as held_file:
+                held_file.write(tail.tobytes())
+            os.truncate(train, cut)
 
-    def _hold_out_tail(self, written: dict[str, int]) -> None:
-        """Too little was held out whole: take the training tokens' tail as well."""
-        ids, starts, counted = (self.folder / f"train.{kind}" for kind in ("ids", "starts", "counted"))
-        cut = written["train"] - min(written["train"] // 2, self.length + 1)
-        tail = np.fromfile(ids, np.uint32, offset=4 * cut)
-        with (self.folder / "held_out.ids").open("ab") as held, (self.folder / "held_out.starts").open("ab") as begins:
-            begins.write(np.int64(written["held_out"]).tobytes())
-            held.write(tail.tobytes())
-        with (self.folder / "held_out.counted").open("ab") as held:
-            held.write(np.fromfile(counted, np.bool_, offset=cut).tobytes())
-        documents = int(np.searchsorted(np.fromfile(starts, np.int64), cut))
-        os.truncate(ids, 4 * cut)
-        os.truncate(counted, cut)
-        os.truncate(starts, 8 * documents)
+
+class Order:
+    """Which windows a step trains on: a function of the step alone, so that a run that continues sees the same.
+
+    Every epoch has another order, and another grid unless windows are to be read again from a cache.
+    """
+
+    def __init__(self, store: TokenStore, seed: int, batch_size: int, same_grid: bool) -> None:
+        self.store, self.seed, self.batch_size, self.same_grid = store, seed, batch_size, same_grid
+        self._permutation: tuple[int, torch.Tensor] | None = None
+
+    def batches(self, step: int, parts: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The step's windows in that many batches, of which a process computes every world-th."""
+        size = self.batch_size // parts
+        windows = [self._window(step * self.batch_size + i) for i in range(self.batch_size)]
+        for start in range(rank * size, parts * size, world * size):
+            numbers, shifts = zip(*windows[start : start + size], strict=True)
+            yield self.store.batch("train", numbers, shifts)
+
+    def _window(self, index: int) -> tuple[int, int]:
+        """(window number, shift in tokens)."""
+        epoch, place = divmod(index, self.store.num_windows())
+        if self._permutation is None or self._permutation[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._permutation = (epoch, torch.randperm(self.store.num_windows(), generator=generator))
+        shift = 0 if self.same_grid else epoch * SHIFT % self.store.length
+        return int(self._permutation[1][place]), shift
 
 
 def _is_held_out(number: int, share: float) -> bool:

@@ -30,10 +30,9 @@ def run(options: InspectOptions) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
     from vllm_ppd.heads.errors import HeadsError
     from vllm_ppd.heads.in_words import in_words, setting_in_words
-    from vllm_ppd.heads.io import CALIBRATION_NAME, described
-    from vllm_ppd.heads.target_path import find_target
+    from vllm_ppd.heads.io import CALIBRATION_NAME, WEIGHTS_NAME, described
+    from vllm_ppd.heads.target import find_target
     from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
-    from vllm_ppd.heads.weights import WEIGHTS_NAME
 
     folder, config, whole = described(options.heads, PROVENANCE, CALIBRATION_NAME)
     target = options.target or find_target(config.verifier, folder)
@@ -60,7 +59,7 @@ def run(options: InspectOptions) -> int:
 
 def _check(config: Any, folder: str, target: str) -> str:
     """The server's own checks against a target that is on this disk."""
-    from vllm_ppd.heads.target_check import check_on_disk
+    from vllm_ppd.heads.target import check_on_disk
 
     if check_on_disk(config, folder, target):
         return f"yes, with {target}"

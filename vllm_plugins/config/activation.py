@@ -13,13 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads import hub
+from vllm_ppd.heads.base import TargetFingerprint
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import check_folder, check_target, load_config
+from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.layout import TargetFingerprint
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.target_check import check_layers
+from vllm_ppd.heads.target import check_layers, check_target, fingerprint
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (

@@ -14,11 +14,10 @@ from typing import Any
 from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import read_json_object
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
-from vllm_ppd.heads.io import check_folder, kind_of
+from vllm_ppd.heads.io import CONFIG_NAME, check_folder, kind_of, tensor_names
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.target_path import check_reachable, find_target
-from vllm_ppd.heads.weights import CONFIG_NAME, tensor_names
+from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import LONGEST_NAME, OptionError
 from vllm_ppd.vllm_plugins.registry import METHOD_OF_HEADS, METHODS

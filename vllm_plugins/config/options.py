@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from vllm_ppd.heads.base import Drafts
 from vllm_ppd.heads.errors import UserError
-from vllm_ppd.heads.layout import Drafts
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.vllm_plugins.registry import METHODS
 

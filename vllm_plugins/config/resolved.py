@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 from vllm_ppd.vllm_plugins.registry import METHODS

@@ -16,8 +16,7 @@ from conftest import patterned_texts, write_texts
 from vllm_ppd.benchmarks.papers.context import Context
 from vllm_ppd.benchmarks.papers.options import TablesOptions
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, JointSettings
-from vllm_ppd.heads.io import load_tensors
-from vllm_ppd.heads.weights import save_heads
+from vllm_ppd.heads.io import load_tensors, save_heads
 
 EXITS = (1, 2, 3)
 TOP_K = 6  # of the joint of DynaMo's heads

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_ppd.heads.fingerprint import fingerprint
+from vllm_ppd.heads.base import TargetFingerprint
 from vllm_ppd.heads.io import load_config
-from vllm_ppd.heads.layout import TargetFingerprint
+from vllm_ppd.heads.target import fingerprint
 
 DEMO = Path(__file__).resolve().parents[3] / "benchmarks" / "demo"
 SAME_DTYPE = "the dtype of its lm_head differs"

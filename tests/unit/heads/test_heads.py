@@ -13,12 +13,12 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_ppd.heads.base import TargetFingerprint
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.fingerprint import fingerprint
-from vllm_ppd.heads.io import check_folder, check_target, kind_of, load_config, load_tensors
-from vllm_ppd.heads.layout import TargetFingerprint
+from vllm_ppd.heads.io import check_folder, kind_of, load_config, load_tensors
+from vllm_ppd.heads.target import check_target, fingerprint
 
 
 def test_fresh_heads_are_the_untrained_exit() -> None:
@@ -157,7 +157,7 @@ def damage_layout(folder: Path) -> None:
         (damage_no_config, "has no config.json"),
         (damage_kind, "heads of kind 'eagle3'; expected kind 'cp', 'dynamo', 'early'"),
         (damage_field, "exit_layers: List should have at least 1 item"),
-        (damage_layout, "speculators_config.proposal_methods: Input should be a valid list"),
+        (damage_layout, "speculators_config.verifier.name_or_path: Field required"),
     ],
 )
 def test_damage_is_named(

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import read_json, write_tensors, write_text
-from vllm_ppd.heads.weights import save_heads
+from vllm_ppd.heads.files import read_json_object, write_tensors, write_text
+from vllm_ppd.heads.io import save_heads
 
 Model = Callable[..., Path]
 
@@ -69,6 +69,6 @@ def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
 def test_json_reader(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"a": [1, 2]}')
-    assert read_json(path, 13) == {"a": [1, 2]}
+    assert read_json_object(path, 13) == {"a": [1, 2]}
     with pytest.raises(HeadsError, match=r"a\.json .* has 13 bytes, more than the 12 that are read; do this"):
-        read_json(path, 12, "do this")
+        read_json_object(path, 12, "do this")

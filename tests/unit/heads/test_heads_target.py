@@ -20,7 +20,7 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import checked
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import check_folder, load_calibration, load_config
-from vllm_ppd.heads.target_path import find_target, stored_name
+from vllm_ppd.heads.target import find_target, stored_name
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.options import OptionError

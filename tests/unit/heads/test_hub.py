@@ -109,7 +109,7 @@ def test_inspect_refuses_by_the_header(hub: Hub, whole_heads: Callable[[str], Pa
     with pytest.raises(Refused, match=r"'acme/pickled@\w+' on the Hub has no model.safetensors"):
         command("inspect", "acme/pickled")
     (tmp_path / "p" / "model.safetensors").write_bytes(b"no weights at all")
-    with pytest.raises(Refused, match=r"model.safetensors of .* is truncated or not safetensors"):
+    with pytest.raises(Refused, match=r"has a model.safetensors that is truncated or not safetensors"):
         command("inspect", "acme/pickled")
 
 
@@ -135,7 +135,7 @@ def test_revisions(
     assert found is not None
     assert found[0] == str(tiny_model())
     assert found[1]["model"] == f"{NAME}@{commit}"
-    assert "@v9': the Hub has no such revision" in str(readers.refusal("model alone", f"{NAME}@v9"))
+    assert "@v9' has no such revision on the Hub" in str(readers.refusal("model alone", f"{NAME}@v9"))
     with pytest.raises(OptionError, match=r"--revision is the target's; name theirs as ORGANISATION/NAME@REVISION"):
         served_heads(NAME, None, "v2")
 
@@ -221,7 +221,7 @@ def test_train_and_calibrate(hub: Hub, tiny_model: Model, tmp_path: Path) -> Non
     with pytest.raises(Refused, match="run `hf download acme/heads --local-dir DIR` and calibrate"):
         command("calibrate", "acme/heads", "--data", data, "--prompts", "4")
     card = (heads / "README.md").read_text()
-    assert 'license: "mit"' in card and 'base_model: "acme/target"' in card and "Not calibrated" in card
+    assert "license: mit" in card and "base_model: acme/target" in card and "Not calibrated" in card
 
 
 def test_by_the_environment(hub: Hub, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from conftest import patterned_texts, write_texts
 
 from vllm_ppd.heads import draft_vocabulary
+from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.replay import replay
 from vllm_ppd.heads.calibration.report import report
@@ -25,7 +26,6 @@ from vllm_ppd.heads.early.calibration import match_exits
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.layout import LARGEST_BATCH
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import all_settings
 from vllm_ppd.heads.planning.recommend import recommend

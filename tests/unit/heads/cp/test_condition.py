@@ -152,11 +152,11 @@ def test_tensors_round_trip(condition: Condition) -> None:
     again = CPHead.from_tensors(tensors)
     assert (again.positions, again.condition, again.factors) == (POSITIONS, condition, config.factors)
     assert all(torch.equal(value, tensors[name]) for name, value in again.tensors().items())
-    assert CPConfig.from_json(config.to_json()) == config
+    assert CPConfig.model_validate(config.to_json()) == config
     old = config.to_json()
     del old["condition"]
     if condition == "none":
-        assert CPConfig.from_json(old) == config, "heads from before there were conditions"
+        assert CPConfig.model_validate(old) == config, "heads from before there were conditions"
 
 
 def test_a_condition_needs_what_it_reads() -> None:

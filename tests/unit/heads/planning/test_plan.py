@@ -12,11 +12,11 @@ import pytest
 from conftest import DEMO
 from heads_folders import blank_tensors
 
-from vllm_ppd.heads.base import HeadsConfig, TargetLayers
+from vllm_ppd.heads.base import LARGEST_BATCH, HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.layout import LARGEST_BATCH
+from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.measured import Timed
 from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
@@ -24,7 +24,6 @@ from vllm_ppd.heads.planning.plan import Plan, make_plan
 from vllm_ppd.heads.planning.predict import Drafting, Group
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.planning.report import command, report
-from vllm_ppd.heads.weights import save_heads
 from vllm_ppd.vllm_plugins.cli.main import main
 
 LAYERS = 10

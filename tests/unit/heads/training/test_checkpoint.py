@@ -121,7 +121,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     assert "delete the folder .training there to start again" in line
     state.write_bytes(good)
     data.write_text(text)
-    (work / "train.ids").write_bytes(b"")
+    (work / "train.tokens").write_bytes(b"")
     assert main(words) == 0
     facts = json.loads((tmp_path / "heads" / "provenance.json").read_text())
     assert facts["documents_in_data"] == 60

@@ -91,7 +91,7 @@ def test_a_response_that_was_cut_off_gets_no_end(tmp_path: Path) -> None:
         (tmp_path / reason).mkdir()
         made = store(tmp_path / reason, record | {"finish_reason": reason})
         assert next(made.documents()).tolist() == ids
-        assert made.counted["train"][: len(ids)].tolist() == [False, False, *[True] * (len(ids) - 2)]
+        assert made.tokens["train"]["counted"][: len(ids)].tolist() == [False, False, *[True] * (len(ids) - 2)]
 
 
 def test_a_chat_ends_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import KINDS
-from vllm_ppd.heads.training import loop, order
+from vllm_ppd.heads.training import loop, tokens
 from vllm_ppd.heads.training.states import Reads, StatesCache
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -187,7 +187,7 @@ def test_training_over_a_cache(
     second = train("second", **cached)
     assert sum(passes) == once
     assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
-    monkeypatch.setattr(order, "SHIFT", 0)  # the same windows in the second epoch
+    monkeypatch.setattr(tokens, "SHIFT", 0)  # the same windows in the second epoch
     plain = train("plain")
     for name, tensor in plain.items():
         moved = (first[name].float() - tensor.float()).norm()

@@ -40,7 +40,7 @@ def test_documents_are_split_whole(tmp_path: Path, tokenizer: Any) -> None:
 def test_windows_restart_positions_at_documents(tmp_path: Path, tokenizer: Any) -> None:
     texts = ["abcdefgh"[: 3 + i % 5] for i in range(60)]
     made = store(tmp_path, texts, tokenizer)
-    tokens = np.asarray(made.tokens["train"])
+    tokens = made.tokens["train"]["id"]
     batch = made.batch("train", range(made.num_windows()))
     assert torch.equal(batch.input_ids.flatten(), torch.from_numpy(tokens[: batch.num_tokens].astype(np.int64)))
     expected, position = [], 0
@@ -67,9 +67,9 @@ def test_tokens_ahead_stay_in_the_document(tmp_path: Path, tokenizer: Any) -> No
 
 def test_store_is_made_once(tmp_path: Path, tokenizer: Any) -> None:
     first = store(tmp_path, ["some text here"] * 20, tokenizer)
-    stamp = (tmp_path / "work" / "train.ids").stat().st_mtime_ns
+    stamp = (tmp_path / "work" / "train.tokens").stat().st_mtime_ns
     TokenStore(tmp_path / "work", [tmp_path / "data.jsonl"], tokenizer, tiny.VOCAB, 0.3, 16)
-    assert (tmp_path / "work" / "train.ids").stat().st_mtime_ns == stamp
+    assert (tmp_path / "work" / "train.tokens").stat().st_mtime_ns == stamp
     write_texts(tmp_path / "data.jsonl", ["other text, longer than that" * 9])
     other = TokenStore(tmp_path / "work", [tmp_path / "data.jsonl"], tokenizer, tiny.VOCAB, 0.3, 16)
     assert len(other.tokens["train"]) != len(first.tokens["train"])
@@ -107,7 +107,7 @@ def alphabet(tmp_path: Path) -> TokenStore:
 
 
 def contents(made: TokenStore) -> list[np.ndarray]:
-    return [np.array(values) for files in (made.tokens, made.starts) for values in files.values()]
+    return [np.array(values) for values in made.tokens.values()]
 
 
 @pytest.mark.parametrize("how", DAMAGE)
@@ -135,6 +135,6 @@ def test_damaged_manifest(tmp_path: Path, text: str) -> None:
 
 def test_missing_token_file(tmp_path: Path) -> None:
     before = contents(alphabet(tmp_path))
-    (tmp_path / "work" / "train.starts").unlink()
+    (tmp_path / "work" / "held_out.tokens").unlink()
     for ours, theirs in zip(contents(alphabet(tmp_path)), before, strict=True):
         assert np.array_equal(ours, theirs)

@@ -13,8 +13,8 @@ from heads_folders import make_heads
 from vllm.config import VllmConfig
 from vllm.v1.spec_decode.dynamic.utils import validate_and_normalize_dynamic_sd_schedule
 
+from vllm_ppd.heads.base import Calibrated, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.layout import Calibrated, TargetLayers
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
 from vllm_ppd.vllm_plugins.config.resolved import WORKERS, DraftingConfig

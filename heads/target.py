@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target of heads on this disk: where the name in their `config.json` leads, and whether it is the same model.
+
+Nothing is loaded: configuration, tokenizer and a few rows of the LM head tell two models apart.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from vllm_ppd.heads.base import HeadsConfig, Shapes, TargetFingerprint
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.raw_tensors import raw_tensors, rounded
+
+# Heads read through the LM head; when it is tied, the checkpoint stores the embedding only.
+LM_HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+SAMPLED_ROWS = 64
+DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; float32 holds their values exactly
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
+
+
+def find_target(name: str, folder: str | os.PathLike[str]) -> str:
+    """The target that heads name, as whoever loads it should call it.
+
+    A relative path is looked for in the heads' folder and the folders above it, so that it travels with a checkout, and
+    then in the current folder.
+
+    Args:
+        name: `name_or_path` of the heads' verifier.
+        folder: the heads folder.
+
+    Returns:
+        The name itself where it leads to a model from here, or nowhere (it may be a name on the Hub); else a path.
+    """
+    path = _from(folder, name)
+    return name if path is None or (_is_model(name) and os.path.samefile(name, path)) else path
+
+
+def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
+    """What heads in a folder should call their target: a relative path only where it leads back from there."""
+    if os.path.isabs(name) or not _is_model(name):
+        return name
+    path = _from(folder, name)
+    return name if path is not None and os.path.samefile(name, path) else os.path.abspath(name)
+
+
+def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -> None:
+    """Refuse a target that is not on this disk and cannot be a name on the Hub (offline: is not in its cache).
+
+    Args:
+        target: as find_target returned it.
+        folder: the heads folder.
+        instead: how to name another.
+
+    Raises:
+        HeadsError: naming the target, where it was looked for, and what to do instead.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if _is_model(target):
+        return
+    try:
+        validate_repo_id(target)
+        if not constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(target, "config.json"), str):
+            return
+    except HFValidationError:
+        pass
+    raise HeadsError(
+        f"target {quoted(target)} of the heads in {quoted(os.fspath(folder))} is not there, nor in a folder above "
+        f"it, nor in the current one; {instead}"
+    )
+
+
+def _from(folder: str | os.PathLike[str], name: str) -> str | None:
+    """The path of a model by that name in a folder or in one above it; None if there is none."""
+    here = Path(folder).resolve()
+    return next((str(base / name) for base in (here, *here.parents) if _is_model(base / name)), None)
+
+
+def _is_model(path: str | os.PathLike[str]) -> bool:
+    return os.path.isfile(os.path.join(path, "config.json"))
+
+
+def fingerprint(model_folder: str | Path) -> TargetFingerprint:
+    """Hash the tokenizer file, its vocabulary, and rows of the LM head of a model folder on this disk.
+
+    The LM head's hashes cover its shape, dtype, first and last 64 rows: enough to tell two models apart, and read
+    in milliseconds from files of any size. A folder without the files gives None for that hash, as does an LM head
+    that is not of float32, bfloat16 or float16.
+    """
+    folder = Path(model_folder)
+    tokenizer = folder / "tokenizer.json"
+    content = tokenizer.read_bytes() if tokenizer.is_file() else None
+    return TargetFingerprint(
+        tokenizer=None if content is None else hashlib.sha256(content).hexdigest(),
+        vocabulary=None if content is None else _vocabulary_hash(content),
+        **_lm_head_hashes(folder),
+    )
+
+
+def _vocabulary_hash(tokenizer: bytes) -> str | None:
+    """Of a tokenizer.json; None for one that is written in another way."""
+    try:
+        content = json.loads(tokenizer)
+        known, added = content["model"]["vocab"], content.get("added_tokens") or []
+        words = list(known.items()) if isinstance(known, dict) else [(word, i) for i, (word, *_) in enumerate(known)]
+        words += [(token["content"], token["id"]) for token in added]
+        text = json.dumps(sorted({(int(number), str(word)) for word, number in words}))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _lm_head_hashes(folder: Path) -> dict[str, Any]:
+    files = _tensor_files(folder)
+    name = next((name for name in LM_HEAD_NAMES if name in files), None)
+    if name is None or not (folder / files[name]).is_file():
+        return {}
+    with safe_open(folder / files[name], framework="np") as file:
+        rows = file.get_slice(name)
+        shape, dtype = rows.get_shape(), rows.get_dtype()
+    if dtype not in DTYPES:
+        return {}
+    stored = raw_tensors(folder / files[name], [name])[name]
+    both_ends = np.concatenate([stored.bits[:SAMPLED_ROWS], stored.bits[max(0, shape[0] - SAMPLED_ROWS) :]])
+    sampled = stored._replace(bits=both_ends).float32()
+
+    def digest(of: str, values: np.ndarray) -> str:
+        return hashlib.sha256(f"{shape} {of}".encode() + values.tobytes()).hexdigest()
+
+    copies = {dtype: rounded(sampled, dtype) for dtype in DTYPES}
+    return {
+        "lm_head": digest(dtype, sampled),
+        "lm_head_bfloat16": digest("BF16", copies["BF16"]),
+        "same_values": frozenset(digest(dtype, sampled) for dtype in DTYPES),
+        "rounded": frozenset(digest(dtype, copies[dtype]) for dtype in DTYPES if dtype != "F32"),
+    }
+
+
+def _tensor_files(model_folder: Path) -> dict[str, str]:
+    """The file of each tensor of a checkpoint in safetensors, by name; none where there is no such checkpoint."""
+    index, whole = model_folder / "model.safetensors.index.json", model_folder / "model.safetensors"
+    if index.is_file():
+        return json.loads(index.read_text())["weight_map"]
+    if not whole.is_file():
+        return {}
+    with safe_open(whole, framework="np") as file:
+        return dict.fromkeys(file.keys(), whole.name)
+
+
+def check_target(
+    config: HeadsConfig,
+    folder: str | os.PathLike[str],
+    *,
+    hidden_size: int,
+    vocab_size: int,
+    num_hidden_layers: int,
+    fingerprint: TargetFingerprint,
+) -> None:
+    """Refuse heads of another target, naming the field that differs.
+
+    Raises:
+        HeadsError: on the first difference.
+    """
+    sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_hidden_layers}
+    differences = [
+        f"{field} is {trained_for} there and {value} in this model"
+        for field, value in sizes.items() if (trained_for := getattr(config.target, field)) != value
+    ]  # fmt: skip
+    difference = differences[0] if differences else config.fingerprint.difference(fingerprint)
+    if difference:
+        other = f"heads in {quoted(str(folder))} were made for another target ({quoted(config.verifier)})"
+        raise HeadsError(f"{other}: {difference}; use the heads of this model")
+
+
+def check_on_disk(
+    config: HeadsConfig, folder: str | os.PathLike[str], target: str, trust_remote_code: bool = False
+) -> bool:
+    """Compare heads with a target of this disk, by its files alone where these say all; transformers loads in seconds.
+
+    Returns:
+        Whether the target is here to be compared with.
+
+    Raises:
+        HeadsError: on the first difference.
+    """
+    sizes = _written_sizes(target)
+    text = _text_config(target, trust_remote_code) if sizes is None else None
+    if text is not None:
+        sizes = {name: getattr(text, name) for name in SIZES}
+    if sizes is None:
+        return False
+    check_target(config, folder, **sizes, fingerprint=fingerprint(target))
+    if config.layer_shapes is not None and config.layer_shapes != _stored_layer(target, sizes["num_hidden_layers"]):
+        # The checkpoint of some families names or shapes tensors unlike the model.
+        text = text or _text_config(target, trust_remote_code)
+        if text is not None:
+            check_layers(config, folder, text)
+    return True
+
+
+def _written_sizes(target: str) -> dict[str, Any] | None:
+    """Sizes that `config.json` of a model folder has; None where the family has other names or places for them."""
+    try:
+        data = json.loads((Path(target) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    written = {name: data.get(name) for name in SIZES} if isinstance(data, dict) and "text_config" not in data else {}
+    return written if written and all(type(value) is int for value in written.values()) else None
+
+
+def _text_config(target: str, trust_remote_code: bool) -> Any:
+    """transformers' configuration of the text model; None if it is not on this disk."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(target, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return config.get_text_config()
+
+
+def _stored_layer(target: str, layers: int) -> Shapes:
+    """Names and shapes of the last decoder layer's tensors in a model folder's checkpoint; none where it has none."""
+    prefix = f".layers.{layers - 1}."
+    shapes: Shapes = {}
+    try:
+        files = {name: file for name, file in _tensor_files(Path(target)).items() if prefix in name}
+        for path in set(files.values()):
+            with safe_open(Path(target) / path, framework="np") as file:
+                names = [name for name, place in files.items() if place == path]
+                shapes |= {name.partition(prefix)[2]: file.get_slice(name).get_shape() for name in names}
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return {}
+    return shapes
+
+
+def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: Any) -> None:
+    """Refuse heads of decoder layers that are not the target's.
+
+    Args:
+        config: of the heads; other kinds have no layers.
+        folder: the heads folder.
+        target: transformers' configuration of the target's text model.
+
+    Raises:
+        HeadsError: naming the first tensor that lacks, is unknown, or has another shape.
+    """
+    shapes = config.layer_shapes
+    expected = None if shapes is None else decoder_layer(target)
+    if shapes is None or expected is None:
+        return
+    for name in sorted({*shapes, *expected}):
+        if name not in shapes:
+            problem = f" lacks {quoted(name)}, which a decoder layer of the target has"
+        elif name not in expected:
+            problem = f" has {quoted(name)}, which a decoder layer of the target lacks"
+        elif shapes[name] != expected[name]:
+            problem = f": {quoted(name)} has shape {shapes[name]}, and {expected[name]} in the target"
+        else:
+            continue
+        where = f"heads in {quoted(os.fspath(folder))}: layer_tensors"
+        raise HeadsError(f"{where}{problem}; use the heads of this model, or train them again")
+
+
+def decoder_layer(target: Any) -> Shapes | None:
+    """Names and shapes of the last decoder layer's tensors, from transformers' model without weights.
+
+    None for a target that transformers cannot build, or whose layers are not where they can be found.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    target = copy.deepcopy(target)
+    if hasattr(target, "quantization_config"):
+        del target.quantization_config  # heads are not quantised, whatever the target is
+    try:
+        with torch.device("meta"):
+            layers = AutoModelForCausalLM.from_config(target).base_model.layers
+        return {name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()}
+    except Exception:  # any code of any family: what is wrong with it is for whoever loads it to say
+        return None
