@@ -16,7 +16,7 @@ from vllm_ppd.benchmarks.papers.table import PaperTable, Row, Value, Verdict, pa
 from vllm_ppd.benchmarks.papers.tasks import Task
 from vllm_ppd.heads.calibration.replay import accepted_by_position, replay
 from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.cp.calibration import acceptance, perplexities
+from vllm_ppd.heads.cp.calibration import CPMeasures
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 
@@ -33,6 +33,10 @@ class CPHeads:
     calibration: Calibration
     config: CPConfig
     head: CPHead
+
+    @property
+    def measures(self) -> CPMeasures:
+        return CPMeasures(self.calibration.target, self.head, self.calibration.autocast)
 
 
 @once
@@ -68,8 +72,7 @@ def by_rank(
 @once
 def likelihood(context: Context, heads: CPHeads, task: Task) -> dict[str, Any]:
     """Perplexities of a head, and the joint's nats, on a task."""
-    calibration = heads.calibration
-    return perplexities(calibration.target, heads.head, context.windows(task), calibration.autocast)
+    return heads.measures.perplexities(context.windows(task))
 
 
 def loss(context: Context, heads: CPHeads, task: Task) -> float:
@@ -80,9 +83,8 @@ def loss(context: Context, heads: CPHeads, task: Task) -> float:
 @once
 def chances(context: Context, heads: CPHeads, task: Task, sampled: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Of drafts 2 to n to be accepted [texts, places, n - 1], and lengths [texts], on sampled or greedy texts."""
-    calibration, texts = heads.calibration, context.sampled(task) if sampled else context.texts(task)
-    chance = acceptance(calibration.target, heads.head, texts, context.options.batch, calibration.autocast)
-    return chance, texts.lengths.cpu()
+    texts = context.sampled(task) if sampled else context.texts(task)
+    return heads.measures.acceptance(texts, context.options.batch), texts.lengths.cpu()
 
 
 def gain(context: Context, task: Task, label: str, sampled: bool) -> list[Verdict]:

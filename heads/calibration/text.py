@@ -76,7 +76,7 @@ class Texts:
         for row, length in zip(self.generated.tolist(), self.lengths.tolist(), strict=True):
             grams = [tuple(row[i : i + 4]) for i in range(length - 3)]
             repeated, total = repeated + len(grams) - len(set(grams)), total + len(grams)
-        return repeated / total if total else 0.0
+        return round(repeated / max(total, 1), 4)
 
 
 def ahead(

@@ -23,103 +23,92 @@ from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, mixture, posterior
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
 
-def _chunk(target: Target, head: CPHead) -> int:
-    return max(1, rows_a_chunk(target.unembedding) // (head.factors * head.rank))
+class CPMeasures:
+    """A head on a target, which run in the arithmetic of the contexts that autocast() makes."""
 
+    def __init__(self, target: Target, head: CPHead, autocast: Any) -> None:
+        self.target, self.head, self.autocast = target, head, autocast
 
-def _context(target: Target, head: CPHead, tokens: torch.Tensor) -> torch.Tensor | None:
-    """Embeddings of the sampled token and those after it [rows, positions - 1, d], where the head reads them."""
-    return target.embed(tokens[:, : head.positions - 1]) if head.lead else None
+    def _chunks(self, hidden: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """As many rows at a time as there is memory for, from states [rows, d] and tokens [rows, positions].
 
-
-@torch.no_grad()
-def perplexities(target: Target, head: CPHead, batches: list[Batch], autocast: Any) -> dict[str, Any]:
-    """Teacher-forced on the batches: joint nats, PPL_s of each position alone, PPL_1:s of the joint of the first s.
-
-    With a condition the first position is the target's own, and the others alone are given what the head reads.
-    """
-    n = head.positions
-    sums = torch.zeros(3, n, dtype=torch.float64)
-    first = rows = 0.0
-    for batch in batches:
-        with autocast():
-            hidden = target.run(batch).final
-        tokens, valid = batch.ahead(n)
-        hidden, tokens = hidden[valid], tokens[valid]
-        for start in range(0, len(hidden), _chunk(target, head)):
-            part = slice(start, start + _chunk(target, head))
-            context = _context(target, head, tokens[part])
-            with autocast():
-                logits = head.logits(hidden[part], target.unembedding, target.bias, context)
-                weights = head.log_weights(hidden[part], context)
-            index = tokens[part, head.lead :, None, None].expand(-1, -1, head.rank, 1)
-            observed = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
-            of_target = token_log_probs(hidden[part], tokens[part, 0], target.unembedding, target.bias)
-            first -= float(of_target.sum())
-            chain = chain_log_likelihood(weights, observed)
-            alone = torch.logsumexp(weights[:, None] + observed, dim=-1)
-            if head.lead:
-                chain, alone = (torch.cat([of_target[:, None], later], dim=1) for later in (chain, alone))
-            sums += torch.stack([chain.sum(0), alone.sum(0), chain.cumsum(1).sum(0)]).cpu()
-        rows += len(hidden)
-    means = (-sums / max(rows, 1)).tolist()
-    return {
-        "joint_nats": round(means[2][-1], 4),
-        "target_ppl_1": round(math.exp(first / max(rows, 1)), 3),
-        "ppl_n": [round(math.exp(value), 3) for value in means[1]],
-        "ppl_1:n": [round(math.exp(value / s), 3) for s, value in enumerate(means[2], start=1)],
-        "conditional_nats": [round(value, 4) for value in means[0]],
-    }
-
-
-def drafted(
-    target: Target,
-    head: CPHead,
-    texts: Texts,
-    batch: int,
-    autocast: Any,
-    token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
-) -> list[Drafted]:
-    """What an engine would count on these texts with 1, 2, ... n-1 drafts."""
-    accept = acceptance(target, head, texts, batch, autocast, token_ids)
-    return [replay(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, head.positions)]
-
-
-@torch.no_grad()
-def acceptance(
-    target: Target,
-    head: CPHead,
-    texts: Texts,
-    batch: int,
-    autocast: Any,
-    token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
-) -> torch.Tensor:
-    """Probability that each draft is accepted if those before it were: [texts, generated tokens, n-1]."""
-    n = head.positions - 1
-    steps = texts.generated.shape[1]
-    accept = torch.zeros(len(texts.ids), steps, n)
-    for part, windows in texts.batches(batch):
-        with autocast():
-            final = target.run(windows).final
-        generated = texts.generated[part]
-        hidden = texts.reading(final, windows)
-        log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
-        tokens = ahead(generated, range(n + 1)).flatten(0, 1)
-        place = None if token_ids is None else columns(token_ids, target.vocab_size)
-        targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
-        for start in range(0, len(hidden), _chunk(target, head)):
-            rows = slice(start, start + _chunk(target, head))
-            context = _context(target, head, tokens[rows])
-            with autocast():
+        Returns:
+            (the rows, logits [rows, factors, r, vocabulary], log weights [rows, r]).
+        """
+        target, head = self.target, self.head
+        size = max(1, rows_a_chunk(target.unembedding) // (head.factors * head.rank))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            context = target.embed(tokens[rows, : head.positions - 1]) if head.lead else None
+            with self.autocast():
                 logits = head.logits(hidden[rows], target.unembedding, target.bias, context)
-                weights = head.log_weights(hidden[rows], context)
-            if token_ids is not None:
-                logits = logits[..., token_ids]
-            known = tokens[rows] if place is None else place[tokens[rows]]
-            chance = _chances(logits, weights, known, targets[rows], texts.temperature)
-            index = torch.arange(start, start + len(chance))
-            accept[part][index // steps, index % steps] = chance.cpu()
-    return accept
+                yield rows, logits, head.log_weights(hidden[rows], context)
+
+    @torch.no_grad()
+    def perplexities(self, batches: list[Batch]) -> dict[str, Any]:
+        """Teacher-forced on the batches: joint nats, PPL_s of each position alone, PPL_1:s of the joint of the first s.
+
+        With a condition the first position is the target's, and the others alone are given what the head reads.
+        """
+        target, head, n = self.target, self.head, self.head.positions
+        sums = torch.zeros(3, n, dtype=torch.float64)
+        first = count = 0.0
+        for batch in batches:
+            with self.autocast():
+                hidden = target.run(batch).final
+            tokens, valid = batch.ahead(n)
+            hidden, tokens = hidden[valid], tokens[valid]
+            count += len(hidden)
+            for rows, logits, weights in self._chunks(hidden, tokens):
+                index = tokens[rows, head.lead :, None, None].expand(-1, -1, head.rank, 1)
+                observed = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
+                of_target = token_log_probs(hidden[rows], tokens[rows, 0], target.unembedding, target.bias)
+                first -= float(of_target.sum())
+                chain = chain_log_likelihood(weights, observed)
+                alone = torch.logsumexp(weights[:, None] + observed, dim=-1)
+                if head.lead:
+                    chain, alone = (torch.cat([of_target[:, None], later], dim=1) for later in (chain, alone))
+                sums += torch.stack([chain.sum(0), alone.sum(0), chain.cumsum(1).sum(0)]).cpu()
+        means = (-sums / max(count, 1)).tolist()
+        return {
+            "joint_nats": round(means[2][-1], 4),
+            "target_ppl_1": round(math.exp(first / max(count, 1)), 3),
+            "ppl_n": [round(math.exp(value), 3) for value in means[1]],
+            "ppl_1:n": [round(math.exp(value / s), 3) for s, value in enumerate(means[2], start=1)],
+            "conditional_nats": [round(value, 4) for value in means[0]],
+        }
+
+    @torch.no_grad()
+    def acceptance(self, texts: Texts, batch: int, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Probability that each draft is accepted if those before it were: [texts, generated tokens, n-1].
+
+        Args:
+            texts: of the target.
+            batch: texts at a time.
+            token_ids: [tokens] the draft vocabulary (None: the whole).
+        """
+        target, n, steps = self.target, self.head.positions - 1, texts.generated.shape[1]
+        place = None if token_ids is None else columns(token_ids, target.vocab_size)
+        accept = torch.zeros(len(texts.ids), steps, n)
+        for some, windows in texts.batches(batch):
+            with self.autocast():
+                final = target.run(windows).final
+            generated, hidden = texts.generated[some], texts.reading(final, windows)
+            log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
+            tokens = ahead(generated, range(n + 1)).flatten(0, 1)
+            targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
+            chances = []
+            for rows, logits, weights in self._chunks(hidden, tokens):
+                logits = logits if token_ids is None else logits[..., token_ids]
+                known = tokens[rows] if place is None else place[tokens[rows]]
+                chances.append(_chances(logits, weights, known, targets[rows], texts.temperature).cpu())
+            accept[some] = torch.cat(chances).view(-1, steps, n)
+        return accept
+
+    def drafted(self, texts: Texts, batch: int, token_ids: torch.Tensor | None = None) -> list[Drafted]:
+        """What an engine would count on these texts with 1, 2, ... n-1 drafts; arguments as of acceptance."""
+        accept = self.acceptance(texts, batch, token_ids)
+        return [replay(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, self.head.positions)]
 
 
 def _chances(
@@ -146,16 +135,21 @@ def _chances(
     return torch.stack(chances, dim=1)
 
 
-def likelihood(calibration: Calibration) -> dict[str, Any]:
-    """Joint NLL, PPL_n and PPL_1:n on the data itself."""
-    head = _cp_head(calibration)
-    return perplexities(calibration.target, head, calibration.windows, calibration.autocast)
+def measures_of(calibration: Calibration) -> CPMeasures:
+    target = calibration.target
+    head = CPHead.from_tensors(calibration.tensors).to(target.device, target.dtype)
+    return CPMeasures(target, head, calibration.autocast)
 
 
-def expected_acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
+def _counts(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None) -> list[Counts]:
+    counts = measures_of(calibration).drafted(texts, calibration.options.batch, token_ids)
+    return [Counts(**by.stored()) for by in counts]
+
+
+def acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
     """Expected acceptance on greedy and sampled texts."""
     return {
-        name: ByDrafts(by_drafts=_by_drafts(calibration, texts), repeated_4_grams=round(texts.repeated_4_grams(), 4))
+        name: ByDrafts(by_drafts=_counts(calibration, texts), repeated_4_grams=texts.repeated_4_grams())
         for name, texts in calibration.texts()
     }
 
@@ -163,25 +157,15 @@ def expected_acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
 def vocabulary(calibration: Calibration) -> dict[int, ByDrafts]:
     """Expected acceptance on sampled texts with shorter draft vocabularies."""
     return {
-        len(ids): ByDrafts(by_drafts=_by_drafts(calibration, calibration.sampled, ids), covers=share)
+        len(ids): ByDrafts(by_drafts=_counts(calibration, calibration.sampled, ids), covers=share)
         for ids, share in calibration.vocabularies()
     }
 
 
-def _by_drafts(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None) -> list[Counts]:
-    head, batch = _cp_head(calibration), calibration.options.batch
-    counts = drafted(calibration.target, head, texts, batch, calibration.autocast, token_ids)
-    return [Counts(**by.stored()) for by in counts]
-
-
-def _cp_head(calibration: Calibration) -> CPHead:
-    return CPHead.from_tensors(calibration.tensors).to(calibration.target.device, calibration.target.dtype)
-
-
 PARTS = {
     "timing": Calibration.timing,
-    "likelihood": likelihood,
-    "acceptance": expected_acceptance,
+    "likelihood": lambda calibration: measures_of(calibration).perplexities(calibration.windows),
+    "acceptance": acceptance,
     "vocabulary": vocabulary,
 }
 
@@ -191,18 +175,11 @@ def tables(parts: CPParts) -> Iterator[str]:
     measured = parts.likelihood
     n = len(measured["ppl_n"])
     yield f"Joint of {n} tokens: {measured['joint_nats']} nats; the target's own PPL_1 is {measured['target_ppl_1']}"
-    yield table(
-        ["", *(f"s={s}" for s in range(1, n + 1))],
-        [
-            ["PPL_s", *measured["ppl_n"]],
-            ["PPL_1:s", *measured["ppl_1:n"]],
-            ["nats given the earlier", *measured["conditional_nats"]],
-        ],
-    )
+    rows = {"PPL_s": "ppl_n", "PPL_1:s": "ppl_1:n", "nats given the earlier": "conditional_nats"}
+    yield table(["", *(f"s={s}" for s in range(1, n + 1))], [[name, *measured[key]] for name, key in rows.items()])
     yield "Expected drafts accepted a step (vLLM's terms: chain drafts, length = 1 + accepted / drafts)"
-    rows = [
+    yield table(["texts", "drafts", "rate", "accepted a step", "length", "repeated 4-grams"], [
         [name, n, percent(c.rate), f"{c.length - 1:.3f}", f"{c.length:.3f}", by.repeated_4_grams]
         for name, by in parts.acceptance.items() for n, c in enumerate(by.by_drafts, start=1)
-    ]  # fmt: skip
-    yield table(["texts", "drafts", "rate", "accepted a step", "length", "repeated 4-grams"], rows)
+    ])  # fmt: skip
     yield from vocabulary_table({size: (by.covers, by.by_drafts) for size, by in parts.vocabulary.items()})

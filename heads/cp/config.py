@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from vllm_ppd.heads.base import HeadsConfig, RecommendedDrafts, Shapes
 from vllm_ppd.heads.measured import ByDrafts, ByTexts, Number, Parts, Setting, Work, on_texts
-from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
 Condition = Literal["none", "token", "chain"]
 
@@ -39,7 +39,7 @@ class Experts(BaseModel):
         return self
 
 
-class CPOptions(Experts, DistillationOptions):
+class CPOptions(Experts, FullOptions):
     """`ppd train cp`: a CP head of rank r, the target frozen ("head-only" in the paper) or trained along."""
 
     kind: ClassVar[str] = "cp"
@@ -55,19 +55,13 @@ class CPOptions(Experts, DistillationOptions):
     start: Literal["ridge", "identity"] = Field(
         "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
     )
-    recipe: Literal["heads", "full"] = Field(
-        "heads", description="train the head alone, or the base model with it (section 3.1; writes OUT/base)"
-    )
     base_learning_rate: float = Field(1e-4, ge=0, description="peak rate of the base model, full recipe")
     base_start: Literal["trained", "random"] = Field(
         "trained", description="weights of the base model, full recipe: as given, or random (the paper: from scratch)"
     )
     train_vocab_size: int = Field(
-        0,
-        ge=0,
-        description="train over the most frequent tokens of the data, and draft from them (0: the whole vocabulary)",
+        0, ge=0, description="train over the most frequent tokens of the data, and draft from them (0: over all)"
     )
-    position_share: float = Field(1.0, gt=0, le=1, description="share of a window's positions that a step trains on")
 
     @model_validator(mode="after")
     def _fits(self) -> CPOptions:

@@ -7,24 +7,30 @@ Beside the text's tokens, or in their place, the mixture at each position learns
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from vllm_ppd.heads.cp.config import CPConfig, CPOptions
+from vllm_ppd.heads.cp.config import CPConfig, CPOptions, Experts
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.cp.start import TOKENS, Rows, ridge_start
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, base_group
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
+
+PENALTY = 1e-3  # of the ridge regression, relative to the mean square of what is read
+TOKENS = 1 << 16  # that it reads, if the data has so many
+
+# Of each row: states [rows, positions, d], the first one read and the others predicted, and embeddings of the tokens
+# [rows, positions - 1, d] sampled from all but the last of them.
+Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class CPRecipe(HeadsRecipe):
@@ -37,28 +43,16 @@ class CPRecipe(HeadsRecipe):
     def __init__(self, options: CPOptions, target: Target) -> None:
         super().__init__(options, target)
         self.options = options
-        if options.num_speculative_tokens > options.positions - 1:
-            raise TrainingError(
-                f"--num-speculative-tokens {options.num_speculative_tokens} needs {options.num_speculative_tokens + 1} "
-                f"positions; --positions is {options.positions}"
-            )
         if options.train_vocab_size > target.vocab_size:
             raise TrainingError(
                 f"--train-vocab-size {options.train_vocab_size} is over the model's {target.vocab_size} tokens"
             )
-        self.full = options.recipe == "full"
         if options.base_start == "random":
             target.forget(options.seed)
-        self.base = target.model if self.full else None
         self.head = CPHead(
-            target.hidden_size,
-            options.positions,
-            options.rank,
-            target.vocab_size,
-            options.factorised,
-            seed=options.seed,
-            condition=options.condition,
-        ).to(target.device)
+            target.hidden_size, options.positions, options.rank, target.vocab_size, options.factorised,
+            seed=options.seed, condition=options.condition,
+        ).to(target.device)  # fmt: skip
         if not options.factorised:
             self.head.init_classifiers(target.unembedding)
         self.token_counts: torch.Tensor | None = None
@@ -123,19 +117,16 @@ class CPRecipe(HeadsRecipe):
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """What reads embeddings learns as fast as what reads states: in proportion to how much smaller they are."""
         head, tokens_rate = self.head, learning_rate * self.embedding_rate
-        parts: list[tuple[list[torch.nn.Parameter | None], float, bool]] = [
-            ([head.transforms], learning_rate, True),
+        groups: list[dict[str, Any]] = [
+            {"params": [head.transforms], "peak": learning_rate, "muon": True},
             # Whole classifiers are too large for Muon: 5 products of V x d x d each in every step.
-            ([head.gate, head.classifiers], learning_rate, False),
-            ([head.token, head.previous], tokens_rate, True),
-            ([head.token_gate], tokens_rate, False),
+            {"params": [head.gate, head.classifiers], "peak": learning_rate, "muon": False},
+            {"params": [head.token, head.previous], "peak": tokens_rate, "muon": True},
+            {"params": [head.token_gate], "peak": tokens_rate, "muon": False},
         ]
-        groups: list[dict[str, Any]] = []
-        for parameters, peak, muon in parts:
-            kept = [p for p in parameters if p is not None]
-            if kept:
-                groups.append({"params": kept, "peak": peak, "muon": muon})
-        return groups + base_group(self.base, self.options.base_learning_rate)
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not None]
+        return [group for group in groups if group["params"]] + self.base_groups()
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         options, head, target = self.options, self.head, self.target
@@ -211,28 +202,61 @@ class CPRecipe(HeadsRecipe):
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         self.token_counts = store.token_counts(self.target.vocab_size)
-        if self.full:
-            self.target.save(folder / "base")
+        super().prepare_output(store, folder)
 
     def config(self) -> CPConfig:
-        draft_vocab_size = self.options.train_vocab_size or None
+        options, draft_vocab_size = self.options, self.options.train_vocab_size or None
         if draft_vocab_size is None and self.token_counts is not None:
             draft_vocab_size = first_guess(self.token_counts)
         return CPConfig(
-            **self.target.description(),
-            positions=self.options.positions,
-            rank=self.options.rank,
-            factorised=self.options.factorised,
-            condition=self.options.condition,
-            num_speculative_tokens=self.options.num_speculative_tokens,
-            dtype=self.options.stored_dtype,
-            token_counts=self.token_counts is not None,
-            draft_vocab_size=draft_vocab_size,
-        )
+            **self.target.description(), **options.model_dump(include=set(Experts.model_fields)),
+            dtype=options.stored_dtype, token_counts=self.token_counts is not None, draft_vocab_size=draft_vocab_size,
+        )  # fmt: skip
 
     def tensors(self) -> dict[str, torch.Tensor]:
         counts = {} if self.token_counts is None else {"token_counts": self.token_counts}
         return self.head.tensors() | counts
+
+
+@torch.no_grad()
+def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
+    """Set transforms and what reads tokens so that the states are nearest to the target's own at each position.
+
+    The state that position s's token is sampled from, h_{t+s-1}, is predicted from h_t, and E[b] and E[x_{s-1}] where
+    the head reads them, by least squares. All experts start there, each beside its own noise.
+
+    Raises:
+        ValueError: if the head is not factorised.
+    """
+    if head.transforms is None:
+        raise ValueError("whole classifiers start at the LM head; a regression gives transforms")
+    d, n = head.gate.shape[1], head.positions
+    tokens = {"none": 0, "token": 1, "chain": n - 1}[head.condition]
+    size = (1 + tokens) * d
+    gram = torch.zeros(size, size, dtype=torch.float64)
+    product = torch.zeros(size, n * d, dtype=torch.float64)
+    for states, embedded in rows:
+        read = torch.cat([states[:, 0], embedded[:, :tokens].flatten(1)], dim=1).float()
+        gram += (read.T @ read).double().cpu()
+        product += (read.T @ states.float().flatten(1)).double().cpu()
+    device = head.transforms.device
+    for index, position in enumerate(range(head.lead, n)):
+        blocks = [0, *([1] if tokens else []), *([position] if head.condition == "chain" and index else [])]
+        solved = _solve(gram, product[:, position * d : (position + 1) * d], blocks, d)
+        matrices = [part.T.to(device, head.transforms.dtype) for part in solved.split(d)]
+        head.transforms[index] += matrices[0] - torch.eye(d, device=device)
+        if head.token is not None:
+            head.token[index] = matrices[1]
+        if head.previous is not None and index:
+            head.previous[index - 1] = matrices[2]
+
+
+def _solve(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:
+    """Coefficients [blocks * d, d] of the states on some blocks of what is read, each penalised by its own scale."""
+    index = torch.cat([torch.arange(block * d, (block + 1) * d) for block in blocks])
+    chosen = gram[index][:, index]
+    scale = chosen.diagonal().view(-1, d).mean(dim=1, keepdim=True).clamp(min=1e-12).expand(-1, d).flatten()
+    return torch.linalg.solve(chosen + PENALTY * scale.diag(), product[index])
 
 
 RECIPE = CPRecipe

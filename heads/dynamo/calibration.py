@@ -39,9 +39,7 @@ def acceptance(calibration: Calibration) -> dict[str, Rows]:
     """Expected acceptance in verified mode, by back-off threshold and drafts."""
     measures, settings = measures_of(calibration), _joint_settings(calibration)
     return {
-        name: Rows(
-            rows=_rows(calibration, measures, texts, settings), repeated_4_grams=round(texts.repeated_4_grams(), 4)
-        )
+        name: Rows(rows=_rows(calibration, measures, texts, settings), repeated_4_grams=texts.repeated_4_grams())
         for name, texts in calibration.texts()
     }
 

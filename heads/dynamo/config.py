@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from vllm_ppd.heads.base import HeadsConfig, Shapes
 from vllm_ppd.heads.measured import ByTexts, Counts, Number, Parts, Setting, Share, Stored, Work, on_texts
-from vllm_ppd.heads.training.options import DistillationOptions, TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class JointSettings(BaseModel):
         return value
 
 
-class DynaMoOptions(DistillationOptions):
+class DynaMoOptions(FullOptions):
     """`ppd train dynamo`: token heads of one decoder layer each, and co-occurrence masks of the same data."""
 
     kind: ClassVar[str] = "dynamo"
@@ -58,15 +58,10 @@ class DynaMoOptions(DistillationOptions):
     warmup: float = Field(0.01, ge=0, lt=1, description="share of the steps in which the rate rises (A.1: 1 %)")
     tokens: int = Field(3, ge=2, le=4, description="n of DynaMo-Tn: heads 2..n are trained")
     num_speculative_tokens: int = Field(2, ge=1, le=3, description="drafts a step the heads recommend")
-    recipe: Literal["heads", "full"] = Field(
-        "heads", description="train the heads alone, or the base model with them (the paper; writes OUT/base)"
-    )
-    base_learning_rate: float = Field(1e-5, ge=0, description="LR_B, peak rate of the base model, full recipe")
     stem_learning_rate: float = Field(1e-6, ge=0, description="LR_MB, rate of the heads' gradients into the stem")
     start: Literal["random", "copy"] = Field(
         "copy", description="where a head starts: random weights (the paper), or the target's last layer"
     )
-    position_share: float = Field(1.0, gt=0, le=1, description="share of the positions that each head learns from")
     mask_entries: int = Field(200_000, ge=0, description="co-occurring n-grams kept an order; 0 leaves the mask out")
 
 
@@ -122,14 +117,10 @@ class DynaMoConfig(HeadsConfig):
     )
 
     @model_validator(mode="after")
-    def _enough_heads(self) -> DynaMoConfig:
-        if self.num_speculative_tokens > self.tokens - 1:
-            raise ValueError(f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens} token heads")
-        return self
-
-    @model_validator(mode="after")
     def _sound_tensors(self) -> DynaMoConfig:
         size, orders = self.target.hidden_size, set(range(2, self.tokens + 1))
+        if self.num_speculative_tokens > self.tokens - 1:
+            raise ValueError(f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens} token heads")
         if not any(size in shape for shape in self.layer_tensors.values()):
             raise ValueError(f"layer_tensors has no tensor of the hidden size {size}, as every decoder layer has")
         if self.cooccurrence_entries and set(self.cooccurrence_entries) != orders:

@@ -19,7 +19,7 @@ from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, base_group
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -56,9 +56,7 @@ class DynaMoRecipe(HeadsRecipe):
     def __init__(self, options: DynaMoOptions, target: Target) -> None:
         super().__init__(options, target)
         self.options = options
-        self.full = options.recipe == "full"
         self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
-        self.base = target.model if self.full else None
         self.cooccurrence: CoOccurrence | None = None
 
     @property
@@ -66,8 +64,7 @@ class DynaMoRecipe(HeadsRecipe):
         return Reads(stem=True, top_k=self.options.distillation_top_k if self.options.distillation else 0)
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        heads: dict[str, Any] = {"params": list(self.heads.parameters()), "peak": learning_rate}
-        return [heads, *base_group(self.base, self.options.base_learning_rate)]
+        return [{"params": list(self.heads.parameters()), "peak": learning_rate}, *self.base_groups()]
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         target, options = self.target, self.options
@@ -137,20 +134,13 @@ class DynaMoRecipe(HeadsRecipe):
         return {f"head {i} nats": mean("nll", i) for i in heads} | distilled
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
-        options, target = self.options, self.target
+        options, count = self.options, len(store.starts["train"])
         if options.mask_entries:
-            documents = tqdm(
-                store.documents("train"),
-                "counting n-grams",
-                len(store.starts["train"]),
-                unit=" documents",
-                mininterval=1,
-            )
+            documents = tqdm(store.documents(), "counting n-grams", count, unit=" documents", mininterval=1)
             self.cooccurrence = CoOccurrence.from_tokens(
-                documents, target.vocab_size, options.tokens, options.mask_entries
+                documents, self.target.vocab_size, options.tokens, options.mask_entries
             )
-        if self.base is not None:
-            target.save(folder / "base")
+        super().prepare_output(store, folder)
 
     def config(self) -> DynaMoConfig:
         entries = {}

@@ -134,7 +134,7 @@ def matches(calibration: Calibration) -> Matches:
             }
             for name, exits in measured.items()
         },
-        repeated_4_grams={name: round(texts.repeated_4_grams(), 4) for name, texts in calibration.texts()},
+        repeated_4_grams={name: texts.repeated_4_grams() for name, texts in calibration.texts()},
     )
 
 

@@ -38,7 +38,6 @@ class EarlyOptions(TrainingOptions):
     loss: Literal["kl", "ce"] = Field(
         "kl", description="KL to the final layer (ParaDecode), or cross-entropy of the next token (PPD, Table 4)"
     )
-    position_share: float = Field(1.0, gt=0, le=1, description="share of the positions that a step learns from")
 
     @model_validator(mode="before")
     @classmethod

@@ -109,12 +109,12 @@ def _settings(name: str, config: HeadsConfig, parts: Parts, target: str, options
         for layer, k, trained, rate in rates:
             if k in options.candidates and (depth + 1) // 2 <= layer < depth:
                 served = {**({"model": name} if trained else {}), "exit_layer": layer, "candidates": k}
-                yield Group.of(rate, layer, k, served, machine, depth, options.new_tokens)
+                yield Group(config.method, served, machine, depth, layer, k, rate, options.new_tokens)
         return
     for setting in config.settings(parts, greedy=options.texts == "greedy"):
         if setting.served is not None:
             served = {**({"model": name} if setting.trained else {}), **setting.served}
-            yield Drafting.of(setting, config.method, served, machine, depth)
+            yield Drafting(config.method, served, machine, depth, setting)
 
 
 def _under_load(decoding: Decoding, options: PlanOptions) -> Predicted | None:

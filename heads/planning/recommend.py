@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_ppd.heads.base import LARGEST_BATCH, HeadsConfig
 from vllm_ppd.heads.measured import Parts
-from vllm_ppd.heads.planning.machine import Measured
+from vllm_ppd.heads.planning.machine import measured
 from vllm_ppd.heads.planning.predict import Drafting
 
 CONSIDERED = 512  # requests; larger batches take what this many take
@@ -37,9 +37,9 @@ def drafts_by_batch_size(config: HeadsConfig, parts: Parts, chosen: dict[str, An
         [first batch size, last one, drafts] of each range, without gaps, from 1 on, as vLLM's scheduler takes it.
     """
     number = "num_speculative_tokens"
-    machine, layers = Measured(parts.timing.seconds), config.target.num_hidden_layers
+    machine, layers = measured(parts.timing.seconds), config.target.num_hidden_layers
     settings = [
-        Drafting.of(setting, config.method, {}, machine, layers)
+        Drafting(config.method, {}, machine, layers, setting)
         for setting in config.settings(parts, greedy=False)
         if setting.trained and setting.drafts <= chosen[number]
         and all(chosen[name] == value for name, value in setting.options.items() if name != number)

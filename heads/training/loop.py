@@ -161,7 +161,8 @@ class _Run:
             facts.before = self._evaluate("before").figures
         progress = tqdm(
             initial=facts.step * self.tokens_a_step, total=self.steps * self.tokens_a_step, unit=" tokens",
-            unit_scale=True, mininterval=1, desc=f"training {options.kind} heads", disable=not self.processes.is_main_process,
+            unit_scale=True, mininterval=1, desc=f"training {options.kind} heads",
+            disable=not self.processes.is_main_process,
         )  # fmt: skip
         started = time.monotonic() - facts.seconds
         with progress, stop_signals() as stop:
@@ -202,27 +203,22 @@ class _Run:
             (the loss, the mean over all processes; whether any of them is to stop).
         """
         options, processes, step = self.options, self.processes, self.facts.step
+        world, rank = processes.num_processes, processes.process_index
         self.module.train()
         # What a recipe draws is a function of the step, so that a run that continues draws the same.
-        torch.manual_seed((options.seed * 1_000_003 + step) * processes.num_processes + processes.process_index)
-        total = torch.zeros((), device=processes.device)
-        batches = self.order.batches(
-            step, options.accumulation * processes.num_processes, processes.process_index, processes.num_processes
-        )
-        done = 0
-        for batch in batches:
+        torch.manual_seed((options.seed * 1_000_003 + step) * world + rank)
+        losses = []
+        for batch in self.order.batches(step, options.accumulation * world, rank, world):
             with processes.arithmetic(options.precision):
                 loss, _ = self.module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
-            total += loss.detach()
-            done += 1
-            progress.update(batch.num_tokens * processes.num_processes)
-            if stop and processes.num_processes == 1:
+            losses.append(loss.detach())
+            progress.update(batch.num_tokens * world)
+            if stop and world == 1:
                 break
-        sums = processes.reduce(
-            torch.stack([total / done, torch.tensor(float(bool(stop)), device=total.device)]), "sum"
-        )
-        return float(sums[0]) / processes.num_processes, bool(sums[1])
+        mean = torch.stack(losses).mean()
+        sums = processes.reduce(torch.stack([mean, mean.new_tensor(float(bool(stop)))]), "sum")
+        return float(sums[0]) / world, bool(sums[1])
 
     def _update(self, loss: float) -> None:
         """One optimiser step at the rate of this point of the schedule."""

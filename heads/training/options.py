@@ -43,6 +43,7 @@ class TrainingOptions(BaseModel):
     )
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     gradient_clip: float = Field(1.0, gt=0, description="largest norm of the gradient, of heads and base model each")
+    position_share: float = Field(1.0, gt=0, le=1, description="share of the positions that a step learns from")
     precision: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="arithmetic of the target and of autocast; the heads' master weights stay float32"
     )
@@ -51,11 +52,9 @@ class TrainingOptions(BaseModel):
     evaluation_tokens: int = Field(65_536, ge=1, description="held-out tokens the evaluation reads")
     evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations, beside the first and last")
     patience: int | None = Field(
-        None,
-        ge=1,
-        description="stop after so many evaluations in which the held-out loss did not fall by 0.1 %, and "
+        None, ge=1, description="stop after so many evaluations in which the held-out loss did not fall by 0.1 %, and "
         "keep the best weights",
-    )
+    )  # fmt: skip
     states_cache: str | None = Field(
         None, description="folder that keeps the frozen target's states for further epochs and trainings on the data"
     )
@@ -87,14 +86,15 @@ class TrainingOptions(BaseModel):
         return {"kind": self.kind} | self.model_dump(mode="json", exclude=free) | cached
 
 
-class DistillationOptions(TrainingOptions):
-    """What heads share that learn the target's own distribution, beside the text's tokens or in their place."""
+class FullOptions(TrainingOptions):
+    """What heads share that learn the target's distribution beside the text's tokens, and may train it along."""
 
-    distillation: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="weight of distillation, the cross-entropy to the target's top-k probabilities; the rest is the "
-        "negative log-likelihood of the data",
+    recipe: Literal["heads", "full"] = Field(
+        "heads", description="train the heads alone, or the base model with them (the papers; writes OUT/base)"
     )
+    base_learning_rate: float = Field(1e-5, ge=0, description="peak rate of the base model, full recipe")
+    distillation: float = Field(
+        1.0, ge=0, le=1, description="weight of distillation, the cross-entropy to the target's top-k probabilities; "
+        "the rest is the negative log-likelihood of the data",
+    )  # fmt: skip
     distillation_top_k: int = Field(16, ge=1, le=256, description="of the target's likeliest tokens, at each position")

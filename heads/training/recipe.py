@@ -15,7 +15,7 @@ from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
-from vllm_ppd.heads.training.options import TrainingOptions
+from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -101,7 +101,23 @@ class Recipe(nn.Module, ABC):
 
 
 class HeadsRecipe(Recipe):
-    """A recipe of heads."""
+    """A recipe of heads; the full recipe trains the base model along and writes it, too."""
+
+    def __init__(self, options: TrainingOptions, target: Target) -> None:
+        super().__init__(options, target)
+        self.full = isinstance(options, FullOptions) and options.recipe == "full"
+        self.base = target.model if self.full else None
+
+    def base_groups(self) -> list[dict[str, Any]]:
+        """The optimiser's group of a base model that is trained along, by AdamW as it has embeddings; else none."""
+        options = self._outside[0]
+        if self.base is None or not isinstance(options, FullOptions):
+            return []
+        return [{"params": list(self.base.parameters()), "peak": options.base_learning_rate, "muon": False}]
+
+    def prepare_output(self, store: TokenStore, folder: Path) -> None:
+        if self.full:
+            self.target.save(folder / "base")
 
     @abstractmethod
     def config(self) -> HeadsConfig:
@@ -117,8 +133,3 @@ class HeadsRecipe(Recipe):
         save_heads(out, config, self.tensors())
         write_text(out / "provenance.json", provenance)
         write_card(out, config)
-
-
-def base_group(base: nn.Module | None, learning_rate: float) -> list[dict[str, Any]]:
-    """The optimiser's group of a base model that is trained along, by AdamW as it has embeddings (None: no group)."""
-    return [] if base is None else [{"params": list(base.parameters()), "peak": learning_rate, "muon": False}]

@@ -99,7 +99,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
     if kind == "cp":
         from vllm_ppd.heads.cp import calibration as cp
 
-        return cp.drafted(calibration.target, cp._cp_head(calibration), texts, 8, calibration.autocast, short)[2]
+        return cp.measures_of(calibration).drafted(texts, 8, short)[2]
     return dynamo.measures_of(calibration).drafted(texts, dynamo._joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
 
 

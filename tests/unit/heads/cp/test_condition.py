@@ -18,8 +18,7 @@ from torch.nn import functional
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.cp.config import Condition, CPConfig, CPOptions, CPParts
 from vllm_ppd.heads.cp.module import CPHead
-from vllm_ppd.heads.cp.recipe import CPRecipe
-from vllm_ppd.heads.cp.start import ridge_start
+from vllm_ppd.heads.cp.recipe import CPRecipe, ridge_start
 from vllm_ppd.heads.draft_vocabulary import most_frequent
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -182,7 +181,9 @@ def test_cost_of_a_condition() -> None:
     parts = CPParts.model_validate({"timing": timing, "acceptance": acceptance})
     found = {}
     for condition in ("none", "token", "chain"):
-        config = CPConfig(verifier="m", positions=4, rank=2, condition=condition, target=target)
+        config = CPConfig(
+            verifier="m", positions=4, rank=2, condition=condition, num_speculative_tokens=3, target=target
+        )
         three = list(config.settings(parts, greedy=True))[2]
         found[condition] = (three.layers, three.reads, three.rows)
     assert found == {"none": (8, 1, 8), "token": (6 + 3, 1, 6), "chain": (6 + 3 + 2, 3, 2)}

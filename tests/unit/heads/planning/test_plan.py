@@ -18,7 +18,7 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.measured import Timed
-from vllm_ppd.heads.planning.machine import Measured, Roofline, Weights, weights_of
+from vllm_ppd.heads.planning.machine import Weights, measured, roofline, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import Plan, make_plan
 from vllm_ppd.heads.planning.predict import Drafting, Group
@@ -60,7 +60,7 @@ def cp_parts(accepted: float) -> dict[str, Any]:
 
 
 def early_config(verifier: str = "the/target") -> EarlyConfig:
-    return EarlyConfig(verifier=verifier, exit_layers=[2, 6, 8], target=TARGET)
+    return EarlyConfig(verifier=verifier, exit_layers=[2, 6, 8], num_speculative_tokens=3, target=TARGET)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_drafts_by_batch_size_are_the_best_ones(accepted: float) -> None:
     )}  # fmt: skip
     for size in (1, 2, 3, 8, 64, 512):
         gains = {
-            n: Drafting.of(setting, "ppd", {}, Measured(Timed.model_validate(TIMES)), LAYERS).speedup(size)
+            n: Drafting("ppd", {}, measured(Timed.model_validate(TIMES)), LAYERS, setting).speedup(size)
             for n, setting in of.items()
         }
         best = max(gains, key=gains.__getitem__)
@@ -218,13 +218,13 @@ def test_rate_gives_the_batch_size(early: str) -> None:
 
 
 def test_measured_times_go_on_in_a_straight_line() -> None:
-    machine = Measured(Timed(layer={1: 3.0, 2: 1.0, 4: 2.0}, lm_head={2: 1.0}))
+    machine = measured(Timed(layer={1: 3.0, 2: 1.0, 4: 2.0}, lm_head={2: 1.0}))
     assert [machine.layer(rows) for rows in (1, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 3.0]
     assert [machine.lm_head(rows) for rows in (1, 2, 4)] == [1.0, 1.0, 2.0]
 
 
 def test_roofline() -> None:
-    machine = Roofline(Weights((100, 200), (1000, 2000)), bandwidth=200, peak=1000, link=0.5)
+    machine = roofline(Weights((100, 200), (1000, 2000)), bandwidth=200, peak=1000, link=0.5)
     # 200 bytes at 200 a second; 2 * 100 FLOP a row at 1000 a second: compute-bound from 5 rows on.
     assert [machine.layer(rows) for rows in (1, 5, 10)] == [1.0, 1.0, 2.0]
     assert machine.lm_head(1) == 10.0
