@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny
 import torch
 from transformers import AutoConfig
@@ -99,3 +100,9 @@ def log_likelihood(
     observed = head.log_probs(hidden, tokens[..., None], unembedding, bias, context, chunk).squeeze(-1)
     weights = head.log_weights(hidden, context)
     return joint_log_likelihood(weights, observed), chain_log_likelihood(weights, observed)
+
+
+def corpus(seed: int = 0, documents: int = 12, vocab: int = 7) -> list[np.ndarray]:
+    """Token ids of documents of up to 30 tokens, some of them in hardly any."""
+    rng = np.random.default_rng(seed)
+    return [(rng.integers(0, vocab, rng.integers(0, 30)) ** 2) % vocab for _ in range(documents)]

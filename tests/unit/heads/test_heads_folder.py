@@ -18,8 +18,6 @@ from refusals import SERVE, Damage, Readers, config_text, edited, tensor, with_v
 from vllm import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.counts import check_counts
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.target import check_layers, decoder_layer
 from vllm_ppd.vllm_plugins.config.naming import is_ours
@@ -249,13 +247,3 @@ def test_one_line_at_the_command_line(tiny_model: Model, whole_heads: Callable[[
         args = EngineArgs.from_cli_args(parser.parse_args([*flags, "--dtype", "float32"]))
         with pytest.raises(HeadsError, match="not finite"):
             args.create_engine_config()
-
-
-def test_many_occurrences_of_a_token_are_counted_as_the_most() -> None:
-    """Where they do not fit 31 bits, they became negative."""
-    counts = CoOccurrence(
-        torch.tensor([2**33, 1]), torch.tensor([2**34, 8]), {2: torch.tensor([1])}, {2: torch.tensor([3])}
-    )
-    stored = counts.tensors()
-    assert stored["cooccurrence.unigram"].tolist() == [2**31 - 1, 1]
-    check_counts({name: tensor.numpy() for name, tensor in stored.items()})

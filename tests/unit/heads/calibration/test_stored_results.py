@@ -26,7 +26,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("cp", "[]", "calibration.json .* holds a list, not an object; run `ppd calibrate"),
+        ("cp", "[]", "calibration.json .* holds .*, not an object; run `ppd calibrate"),
         ("cp", '{"finished": true}', "parts.*; run `ppd calibrate"),
         ("cp", '{"finished": true, "parts": []}', "parts.*; run `ppd calibrate"),
         ("cp", '{"finished": "yes"}', "no finished calibration"),
@@ -107,7 +107,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) ->
         assert unfinished(path, fresh) == fresh
     path.unlink()
     path.mkdir()
-    with pytest.raises(HeadsError, match=r"calibration\.json .* is a folder"):
+    with pytest.raises(HeadsError, match=r"calibration\.json .* is not a regular file"):
         unfinished(path, fresh)
 
 

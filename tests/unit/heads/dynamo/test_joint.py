@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's decoding mathematics against direct, slow transcriptions of Algorithm 1 and its equations."""
+"""DynaMo's choice of an n-gram against a direct, slow transcription of Algorithm 1 and its equations."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections import Counter
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from heads_folders import corpus
 
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
@@ -25,31 +25,6 @@ VOCAB = 7
 def log_probs(rows: int, n: int, seed: int = 0, vocab: int = VOCAB, sharp: float = 2.0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.log_softmax(sharp * torch.randn(rows, vocab, generator=generator), -1) for _ in range(n)]
-
-
-def corpus(seed: int = 0, documents: int = 12, vocab: int = VOCAB) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return [(rng.integers(0, vocab, rng.integers(0, 30)) ** 2) % vocab for _ in range(documents)]
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_joint_is_the_product_of_renormalised_heads(n: int) -> None:
-    probs = [torch.rand(3, 4) for _ in range(n)]
-    *_, found = kernels.joints([p.log() for p in probs])
-    for row in range(3):
-        for index in itertools.product(range(4), repeat=n):
-            expected = math.prod(float(probs[i][row, index[i]] / probs[i][row].sum()) for i in range(n))
-            assert float(found[(row, *index)]) == pytest.approx(expected, rel=1e-5)
-
-
-def test_mask_is_a_power_and_keeps_a_distribution() -> None:
-    joint, mask = kernels.joints([torch.randn(2, 3), torch.randn(2, 3)])[1], torch.rand(2, 3, 3) * 5
-    for alpha in (0.5, 1.0):
-        expected = joint * mask**alpha
-        torch.testing.assert_close(kernels.apply_mask(joint, mask, alpha), expected / expected.sum((1, 2), True))
-    torch.testing.assert_close(kernels.apply_mask(joint, torch.ones_like(mask), 1.0), joint)
-    assert torch.equal(kernels.apply_mask(joint, torch.zeros_like(mask), 0.0), joint)
-    assert not kernels.apply_mask(joint, torch.zeros_like(mask), 1.0).any()
 
 
 def slow_blur(values: np.ndarray, size: int) -> np.ndarray:
@@ -66,21 +41,6 @@ def slow_blur(values: np.ndarray, size: int) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize(("axes", "size"), [(2, 3), (3, 3), (2, 5), (2, 1)])
-def test_blur_is_an_explicit_convolution(axes: int, size: int) -> None:
-    values = torch.rand(2, *[4] * axes)
-    found = kernels.gaussian_blur(values, size)
-    for row in range(2):
-        np.testing.assert_allclose(found[row].numpy(), slow_blur(values[row].double().numpy(), size), rtol=1e-5)
-
-
-def test_even_blur_is_refused() -> None:
-    with pytest.raises(ValueError, match="positive odd number"):
-        kernels.gaussian_blur(torch.rand(1, 3, 3), 2)
-    with pytest.raises(ValueError, match="must be odd"):
-        JointSettings(blur=4)
-
-
 def slow_otsu(values: list[float], bins: int) -> float:
     """Every cut tried, variances from the members of the classes."""
     low, high = min(values), max(values)
@@ -95,14 +55,73 @@ def slow_otsu(values: list[float], bins: int) -> float:
     return threshold
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_otsu_is_the_best_of_all_cuts(seed: int) -> None:
-    torch.manual_seed(seed)
-    values = torch.cat([0.1 + 0.05 * torch.rand(2, 30), 0.7 + 0.2 * torch.rand(2, 10)], dim=1)
-    found = kernels.otsu_threshold(values, bins=32)
-    for row in range(2):
-        assert float(found[row]) == pytest.approx(slow_otsu(values[row].double().tolist(), 32), abs=1e-5)
-        assert int((values[row] >= found[row]).sum()) == 10
+def slow_choice(
+    heads: list[torch.Tensor], settings: JointSettings, counts: CoOccurrence | None, row: int
+) -> tuple[int, np.ndarray]:
+    """Algorithm 1 with loops: the order, and the joint over the heads' top-k (empty of order 1)."""
+    for n in range(len(heads), 1, -1):
+        tops = [head[row].double().exp().topk(min(settings.k, VOCAB)) for head in heads[:n]]
+        entries = np.ones([len(top.values) for top in tops])
+        grams = {}
+        for index in np.ndindex(entries.shape):
+            of_heads = list(zip(tops, index, strict=True))
+            grams[index] = gram = [int(top.indices[i]) for top, i in of_heads]
+            entries[index] = math.prod(float(top.values[i] / top.values.sum()) for top, i in of_heads)
+            if counts is not None:
+                entries[index] *= float(counts.mask([torch.tensor([[token]]) for token in gram])) ** settings.alpha_c
+        entries /= entries.sum() or 1
+        floor = settings.eps_b ** (n - 1)
+        entries[entries < floor] = 0
+        if settings.adaptive:
+            blurred = slow_blur(entries, settings.blur)
+            threshold = slow_otsu(blurred.ravel().tolist(), 256) if blurred.max() > blurred.min() else blurred.min()
+            entries[(blurred < threshold) & (entries < entries.max())] = 0
+        for index, gram in grams.items():
+            if len(set(gram)) < n:
+                entries[index] /= settings.repetition_penalty
+        if entries.max() > floor:
+            return n, entries
+    return 1, np.zeros(0)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eps_b": 0.0}, {"eps_b": 0.1, "blur": 5}, {"eps_b": 0.3, "blur": 1}, {"eps_b": 0.1, "adaptive": False},
+        {"eps_b": 1.0},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("alpha_c", [0.0, 0.5, 1.0])
+def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) -> None:
+    """Every entry of the joint of the order that is taken, and the likeliest n-gram."""
+    rows = 20 if n < 4 else 4
+    heads, eps_b = log_probs(rows, n), changes["eps_b"]
+    counts = CoOccurrence.from_tokens(corpus(), VOCAB, n) if alpha_c else None
+    settings = JointSettings(k=4, repetition_penalty=1.5, alpha_c=alpha_c, **changes)
+    choice = select(heads, settings, counts)
+    best = choice.best()
+    for row in range(rows):
+        order, entries = slow_choice(heads, settings, counts, row)
+        assert int(choice.order[row]) == order
+        assert (best[row, order:] == -1).all()
+        if order > 1:
+            np.testing.assert_allclose(choice.joints[order][row].numpy(), entries, rtol=1e-4, atol=1e-7)
+            place = tuple(
+                int((ids[row] == best[row, i]).int().argmax()) for i, ids in enumerate(choice.token_ids[:order])
+            )
+            assert entries[place] == pytest.approx(entries.max(), rel=1e-4)
+    if eps_b == 1.0:
+        assert (choice.order == 1).all()
+    if eps_b == 0.0 and not alpha_c:
+        assert (choice.order == n).all()
+
+
+def test_even_blur_is_refused() -> None:
+    with pytest.raises(ValueError, match="positive odd number"):
+        kernels.gaussian_blur(torch.rand(1, 3, 3), 2)
+    with pytest.raises(ValueError, match="must be odd"):
+        JointSettings(blur=4)
 
 
 def test_constant_joint_keeps_every_entry() -> None:
@@ -121,134 +140,12 @@ def test_threshold_keeps_the_peak_and_raw_values() -> None:
         assert found[row].max() == joint[row].max()
 
 
-def test_repetition_penalty_lowers_only_what_repeats() -> None:
+def test_tokens_of_the_context_count_as_repeated() -> None:
     ids = [torch.tensor([[0, 1]]), torch.tensor([[1, 2]]), torch.tensor([[2, 0]])]
-    seen = [torch.tensor([[False, False]]), torch.tensor([[False, False]]), torch.tensor([[False, False]])]
+    seen = [torch.tensor([[False, i == 1]]) for i in range(3)]
     joint = torch.full((1, 2, 2, 2), 0.125)
-    found = kernels.penalise_repetition(joint, ids, 2.0, seen)
-    for index in itertools.product(range(2), repeat=3):
-        tokens = [int(ids[i][0, index[i]]) for i in range(3)]
-        repeated = len(set(tokens)) < 3
-        assert float(found[(0, *index)]) == (0.0625 if repeated else 0.125)
-    seen[1][0, 1] = True
     assert (kernels.penalise_repetition(joint, ids, 2.0, seen)[0, :, 1] == 0.0625).all()
     assert kernels.penalise_repetition(joint, ids, 1.0) is joint
-
-
-@pytest.mark.parametrize("order", [2, 3])
-def test_counts_are_those_of_a_counter(order: int) -> None:
-    documents = corpus()
-    found = CoOccurrence.from_tokens(documents, VOCAB, order)
-    for n in range(2, order + 1):
-        grams = Counter(tuple(d[i : i + n].tolist()) for d in documents for i in range(len(d) - n + 1))
-        keys = {sum(token * VOCAB ** (n - 1 - i) for i, token in enumerate(gram)): c for gram, c in grams.items()}
-        assert dict(zip(found.keys[n].tolist(), found.counts[n].tolist(), strict=True)) == keys
-        assert int(found.totals[n - 1]) == sum(grams.values())
-    assert found.unigram.tolist() == [sum(int((d == t).sum()) for d in documents) for t in range(VOCAB)]
-
-
-def test_mask_is_the_ratio_of_eq_3() -> None:
-    documents = corpus()
-    counts = CoOccurrence.from_tokens(documents, VOCAB, 3)
-    tokens = [d.tolist() for d in documents]
-    single = Counter(t for d in tokens for t in d)
-    triples = Counter(tuple(d[i : i + 3]) for d in tokens for i in range(len(d) - 2))
-    ids = [torch.tensor([[0, 1, 4]]), torch.tensor([[2, 4, 0]]), torch.tensor([[1, 0, 4]])]
-    found = counts.mask(ids)
-    for index in itertools.product(range(3), repeat=3):
-        gram = tuple(int(ids[i][0, index[i]]) for i in range(3))
-        ratio = triples[gram] / sum(triples.values())
-        for token in gram:
-            ratio /= single[token] / sum(single.values()) if single[token] else 1
-        assert float(found[(0, *index)]) == pytest.approx(ratio, rel=1e-5)
-    with pytest.raises(ValueError, match="order 4 were not counted"):
-        counts.mask([*ids, ids[0]])
-
-
-def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ppd.heads.dynamo import cooccurrence
-
-    documents = [np.array([1, 2] * 40), *corpus(3)]
-    whole = CoOccurrence.from_tokens(documents, VOCAB, 2)
-    bounded = CoOccurrence.from_tokens(documents, VOCAB, 2, max_entries=5)
-    best = whole.counts[2].sort(descending=True).values[:5]
-    assert torch.equal(bounded.counts[2].sort(descending=True).values, best)
-    monkeypatch.setattr(cooccurrence, "FLUSH", 10)
-    table = cooccurrence._Table(5)
-    largest = 0
-    for document in documents * 20:
-        table.add(document)
-        largest = max(largest, len(table.keys))
-    assert largest <= 40
-
-
-def test_counts_refuse_what_does_not_fit() -> None:
-    with pytest.raises(ValueError, match="do not fit a key"):
-        CoOccurrence.from_tokens([], 150_000, 4)
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        CoOccurrence.from_tokens([np.array([9])], VOCAB, 2)
-
-
-def test_counts_round_trip(tmp_path: Path) -> None:
-    counts = CoOccurrence.from_tokens(corpus(), VOCAB, 3)
-    save_file(counts.tensors(), tmp_path / "c.safetensors")
-    loaded = CoOccurrence.from_tensors(load_file(tmp_path / "c.safetensors"))
-    assert loaded is not None
-    ids = [torch.arange(VOCAB)[None]] * 3
-    assert torch.equal(loaded.mask(ids), counts.mask(ids))
-    assert CoOccurrence.from_tensors({}) is None
-
-
-def slow_choice(
-    heads: list[torch.Tensor], settings: JointSettings, counts: CoOccurrence | None, row: int
-) -> tuple[int, dict[tuple[int, ...], float]]:
-    """Algorithm 1 with loops: the order, and the joint over token tuples."""
-    for n in range(len(heads), 1, -1):
-        tops = [head[row].double().exp().topk(min(settings.k, VOCAB)) for head in heads[:n]]
-        entries = np.ones([len(top.values) for top in tops])
-        tokens = {}
-        for index in np.ndindex(entries.shape):
-            tokens[index] = tuple(int(tops[i].indices[index[i]]) for i in range(n))
-            entries[index] = math.prod(float(tops[i].values[index[i]] / tops[i].values.sum()) for i in range(n))
-            if counts is not None:
-                gram = [torch.tensor([[t]]) for t in tokens[index]]
-                entries[index] *= float(counts.mask(gram)) ** settings.alpha_c
-        entries /= entries.sum() or 1
-        floor = settings.eps_b ** (n - 1)
-        entries[entries < floor] = 0
-        if settings.adaptive:
-            blurred = slow_blur(entries, settings.blur)
-            threshold = slow_otsu(blurred.ravel().tolist(), 256) if blurred.max() > blurred.min() else blurred.min()
-            entries[(blurred < threshold) & (entries < entries.max())] = 0
-        for index, gram in tokens.items():
-            if len(set(gram)) < n:
-                entries[index] /= settings.repetition_penalty
-        if entries.max() > floor:
-            return n, {tokens[i]: entries[i] for i in tokens}
-    return 1, {}
-
-
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("eps_b", [0.0, 0.1, 0.3, 1.0])
-@pytest.mark.parametrize("masked", [False, True])
-def test_choice_is_algorithm_1(n: int, eps_b: float, masked: bool) -> None:
-    heads = log_probs(20, n)
-    counts = CoOccurrence.from_tokens(corpus(), VOCAB, n) if masked else None
-    settings = JointSettings(k=4, eps_b=eps_b, repetition_penalty=1.5)
-    choice = select(heads, settings, counts)
-    best = choice.best()
-    for row in range(20):
-        order, entries = slow_choice(heads, settings, counts, row)
-        assert int(choice.order[row]) == order
-        if order > 1:
-            likeliest = max(entries.values())
-            gram = tuple(best[row, :order].tolist())
-            assert entries[gram] == pytest.approx(likeliest, rel=1e-4)
-        assert (best[row, order:] == -1).all()
-    if eps_b == 1.0:
-        assert (choice.order == 1).all()
-    if eps_b == 0.0 and not masked:
-        assert (choice.order == n).all()
 
 
 def test_mask_of_ones_and_alpha_zero_equal_no_mask() -> None:

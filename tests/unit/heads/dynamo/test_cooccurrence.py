@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Co-occurrence counts are those of a Counter, their mask is eq. 3, and both are bounded."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from heads_folders import corpus
+from safetensors.torch import load_file, save_file
+
+from vllm_ppd.heads.dynamo import cooccurrence
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.heads.dynamo.counts import check_counts
+
+VOCAB = 7
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_counts_are_those_of_a_counter(order: int) -> None:
+    documents = corpus()
+    found = CoOccurrence.from_tokens(documents, VOCAB, order)
+    for n in range(2, order + 1):
+        grams = Counter(tuple(d[i : i + n].tolist()) for d in documents for i in range(len(d) - n + 1))
+        keys = {sum(token * VOCAB ** (n - 1 - i) for i, token in enumerate(gram)): c for gram, c in grams.items()}
+        assert dict(zip(found.keys[n].tolist(), found.counts[n].tolist(), strict=True)) == keys
+        assert int(found.totals[n - 1]) == sum(grams.values())
+    assert found.unigram.tolist() == [sum(int((d == t).sum()) for d in documents) for t in range(VOCAB)]
+
+
+def test_mask_is_the_ratio_of_eq_3() -> None:
+    documents = corpus()
+    counts = CoOccurrence.from_tokens(documents, VOCAB, 3)
+    tokens = [d.tolist() for d in documents]
+    single = Counter(t for d in tokens for t in d)
+    triples = Counter(tuple(d[i : i + 3]) for d in tokens for i in range(len(d) - 2))
+    ids = [torch.tensor([[0, 1, 4]]), torch.tensor([[2, 4, 0]]), torch.tensor([[1, 0, 4]])]
+    found = counts.mask(ids)
+    for index in itertools.product(range(3), repeat=3):
+        gram = tuple(int(ids[i][0, index[i]]) for i in range(3))
+        ratio = triples[gram] / sum(triples.values())
+        for token in gram:
+            ratio /= single[token] / sum(single.values()) if single[token] else 1
+        assert float(found[(0, *index)]) == pytest.approx(ratio, rel=1e-5)
+    with pytest.raises(ValueError, match="order 4 were not counted"):
+        counts.mask([*ids, ids[0]])
+
+
+def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [np.array([1, 2] * 40), *corpus(3)]
+    whole = CoOccurrence.from_tokens(documents, VOCAB, 2)
+    bounded = CoOccurrence.from_tokens(documents, VOCAB, 2, max_entries=5)
+    best = whole.counts[2].sort(descending=True).values[:5]
+    assert torch.equal(bounded.counts[2].sort(descending=True).values, best)
+    monkeypatch.setattr(cooccurrence, "FLUSH", 10)
+    table = cooccurrence._Table(5)
+    largest = 0
+    for document in documents * 20:
+        table.add(document)
+        largest = max(largest, len(table.keys))
+    assert largest <= 40
+
+
+def test_counts_refuse_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="do not fit a key"):
+        CoOccurrence.from_tokens([], 150_000, 4)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        CoOccurrence.from_tokens([np.array([9])], VOCAB, 2)
+
+
+def test_counts_round_trip(tmp_path: Path) -> None:
+    counts = CoOccurrence.from_tokens(corpus(), VOCAB, 3)
+    save_file(counts.tensors(), tmp_path / "c.safetensors")
+    loaded = CoOccurrence.from_tensors(load_file(tmp_path / "c.safetensors"))
+    assert loaded is not None
+    ids = [torch.arange(VOCAB)[None]] * 3
+    assert torch.equal(loaded.mask(ids), counts.mask(ids))
+    assert CoOccurrence.from_tensors({}) is None
+
+
+def test_many_occurrences_of_a_token_are_counted_as_the_most() -> None:
+    """Where they do not fit 31 bits, they became negative."""
+    counts = CoOccurrence(
+        torch.tensor([2**33, 1]), torch.tensor([2**34, 8]), {2: torch.tensor([1])}, {2: torch.tensor([3])}
+    )
+    stored = counts.tensors()
+    assert stored["cooccurrence.unigram"].tolist() == [2**31 - 1, 1]
+    check_counts({name: tensor.numpy() for name, tensor in stored.items()})
