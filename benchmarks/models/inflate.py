@@ -28,11 +28,10 @@ from safetensors.torch import load_file
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.files import digest_of_value, write_text
 from vllm_ppd.heads.io import load_tensors, save_heads
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.target import fingerprint
-from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.provenance import provenance
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

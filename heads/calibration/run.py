@@ -19,7 +19,7 @@ from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.card import shown_target, write_card
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.files import check_is_folder, read_json_object, write_text
+from vllm_ppd.heads.files import check_is_folder, digest_of_value, read_json_object, write_text
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensors, parts_of, save_heads
 from vllm_ppd.heads.kinds import calibration_of
@@ -27,7 +27,6 @@ from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.quote import place, quoted
 from vllm_ppd.heads.target import check_on_disk, check_reachable, check_target, find_target, fingerprint
-from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target

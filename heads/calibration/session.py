@@ -3,24 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
-from vllm_ppd.heads.calibration.timing import time_layers
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.draft_vocabulary import compared
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.measured import Timing
+from vllm_ppd.heads.measured import Timed, Timing
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
 WINDOW = 512  # tokens of the windows on which perplexities are measured, where documents have so many
+REPEATS = 20  # of what is timed
 SHORTEST_WINDOW = 32  # in shorter ones hardly a token has as many after it as heads predict
 
 
@@ -161,3 +164,35 @@ def _lengths(data: Sequence[str], target: Target, most: int) -> tuple[int, int]:
             f"{SHORTEST_WINDOW} at least: give longer documents"
         )
     return longest, min(as_long, most)
+
+
+@torch.no_grad()
+def time_layers(target: Target, batch_sizes: tuple[int, ...], autocast: Any) -> Timed:
+    """Median seconds of one decoder layer and of one read of the LM head, for one token a request.
+
+    transformers' eager modules, without KV history: good for ratios, while a server has its own times.
+    """
+    layers, lm_heads = {}, {}
+    for size in batch_sizes:
+        ids = torch.zeros(size, 1, dtype=torch.int64, device=target.device)
+        with autocast():
+            call = target.run(Batch(ids, torch.zeros_like(ids)), stem=True).stem
+            assert call is not None
+            args, kwargs = call
+            hidden = target.run(Batch(ids, torch.zeros_like(ids))).final.to(target.unembedding.dtype)
+            layer = partial(target.layers[-1], *args, **kwargs)
+            layers[size] = _median(layer, target.device)
+            head = partial(functional.linear, hidden, target.unembedding, target.bias)
+            lm_heads[size] = _median(head, target.device)
+    return Timed(layer=layers, lm_head=lm_heads)
+
+
+def _median(call: Callable[[], Any], device: torch.device) -> float:
+    seconds = []
+    for _ in range(REPEATS + 3):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[3:])

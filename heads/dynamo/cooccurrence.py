@@ -63,12 +63,11 @@ class CoOccurrence:
                 keys = keys[:-1] * vocab_size + ids[n - 1 :]
                 totals[n - 1] += len(keys)
                 tables[n].add(keys)
-        merged = {n: table.result() for n, table in tables.items()}
+        merged = {n: table.merge() for n, table in tables.items()}
         return cls(
             torch.from_numpy(unigram),
             torch.from_numpy(totals),
-            {n: torch.from_numpy(keys) for n, (keys, _) in merged.items()},
-            {n: torch.from_numpy(counts) for n, (_, counts) in merged.items()},
+            *({n: torch.from_numpy(table[i]) for n, table in merged.items()} for i in (0, 1)),
         )
 
     def mask(self, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -146,34 +145,25 @@ class _Table:
     """Sorted keys and counts that grow by batches, pruned to a multiple of a bound."""
 
     def __init__(self, max_entries: int | None) -> None:
-        self.max_entries = max_entries
+        self.max_entries, self.size = max_entries, 0
         self.keys = np.zeros(0, dtype=np.int64)
         self.counts = np.zeros(0, dtype=np.int64)
         self.waiting: list[np.ndarray] = []
-        self.size = 0
 
     def add(self, keys: np.ndarray) -> None:
         self.waiting.append(keys)
         self.size += len(keys)
         if self.size >= FLUSH:
-            self._merge()
-            if self.max_entries is not None:
-                self._prune(8 * self.max_entries)
+            self.merge(8)
 
-    def result(self) -> tuple[np.ndarray, np.ndarray]:
-        self._merge()
-        if self.max_entries is not None:
-            self._prune(self.max_entries)
-        return self.keys, self.counts
-
-    def _merge(self) -> None:
-        new, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *self.waiting]), return_counts=True)
-        keys, inverse = np.unique(np.concatenate([self.keys, new]), return_inverse=True)
-        self.counts = np.bincount(inverse, np.concatenate([self.counts, counts]), len(keys)).astype(np.int64)
-        self.keys, self.waiting, self.size = keys, [], 0
-
-    def _prune(self, entries: int) -> None:
-        if len(self.keys) > entries:
+    def merge(self, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and counts of all that was added, at most so many times the bound."""
+        counts = np.concatenate([self.counts, np.ones(self.size, dtype=np.int64)])
+        keys, inverse = np.unique(np.concatenate([self.keys, *self.waiting]), return_inverse=True)
+        self.keys, self.counts = keys, np.bincount(inverse, counts, len(keys)).astype(np.int64)
+        self.waiting, self.size = [], 0
+        if self.max_entries is not None and len(self.keys) > times * self.max_entries:
             # The most frequent; ties go to the lower key, so that the result is the same everywhere.
-            kept = np.sort(np.argsort(-self.counts, kind="stable")[:entries])
-            self.keys, self.counts = self.keys[kept], self.counts[kept]
+            best = np.sort(np.argsort(-self.counts, kind="stable")[: times * self.max_entries])
+            self.keys, self.counts = self.keys[best], self.counts[best]
+        return self.keys, self.counts

@@ -48,15 +48,14 @@ class ChatFile:
 
     def __init__(self, path: Path, essence: dict[str, Any]) -> None:
         self.path, self.tokens = path, 0
-        self.numbers: set[int] = set()  # of the chats in the file
+        self.numbers: dict[int, None] = {}  # of the chats in the file, in its order
         self._options, self._essence = path.with_name(f".{path.name}.options.json"), essence
-        self._lines: list[tuple[int, int, int]] = []  # (number, first byte, bytes) of each
-        self._end, self._is_read = 0, False
+        self._is_read = False
 
     @property
     def count(self) -> int:
         """Chats in the file."""
-        return len(self._lines)
+        return len(self.numbers)
 
     def __enter__(self) -> ChatFile:
         """Open the file for reading and further chats.
@@ -80,6 +79,7 @@ class ChatFile:
         Raises:
             TrainingError: on a line that is not a chat.
         """
+        end = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
@@ -90,17 +90,17 @@ class ChatFile:
                     raise TrainingError(
                         f"{place(self.path, number)} is damaged; delete this line and run the command again"
                     ) from None
-                self._note(chat, len(line))
+                self._note(chat)
+                end += len(line)
                 yield chat
-        self._file.truncate(self._end)
+        self._file.truncate(end)
         self._is_read = True
 
     def write(self, chat: Chat) -> None:
         """Append a chat."""
-        line = chat.model_dump_json().encode() + b"\n"
-        self._file.write(line)
+        self._file.write(chat.model_dump_json().encode() + b"\n")
         self._file.flush()
-        self._note(chat, len(line))
+        self._note(chat)
         if self.count % SYNC_EVERY == 0:
             os.fsync(self._file.fileno())
 
@@ -113,18 +113,13 @@ class ChatFile:
                 self._sort()
 
     def _sort(self) -> None:
-        ordered = sorted(self._lines)
-        if ordered == self._lines:
-            return
-        with replaced(self.path.resolve()) as new, self.path.open("rb") as file, new.open("wb") as sorted_file:
-            for _, start, size in ordered:
-                file.seek(start)
-                sorted_file.write(file.read(size))
+        if list(self.numbers) != sorted(self.numbers):
+            lines = dict(zip(self.numbers, self.path.read_bytes().splitlines(keepends=True), strict=True))
+            with replaced(self.path.resolve()) as new:
+                new.write_bytes(b"".join(lines[number] for number in sorted(lines)))
 
-    def _note(self, chat: Chat, size: int) -> None:
-        self._lines.append((chat.index, self._end, size))
-        self._end += size
-        self.numbers.add(chat.index)
+    def _note(self, chat: Chat) -> None:
+        self.numbers[chat.index] = None
         self.tokens += len(chat.prompt_token_ids) + len(chat.token_ids)
 
     def _check_options(self) -> None:

@@ -18,11 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import first_problem, write_text
+from vllm_ppd.heads.files import FileDigest, digest_of, first_damaged, first_problem, write_text
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.quote import place, shortened
-from vllm_ppd.heads.training.digests import FileDigest, digest_of, first_damaged
 from vllm_ppd.heads.training.evaluation import Progress
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes

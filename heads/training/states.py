@@ -18,9 +18,8 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.files import digest_of_value, write_text
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs

@@ -20,9 +20,8 @@ from tqdm import tqdm
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.files import FileDigest, digest_of, digest_of_value, first_damaged, write_text
 from vllm_ppd.heads.quote import place
-from vllm_ppd.heads.training.digests import FileDigest, digest_of, digest_of_value, first_damaged
 
 SPLITS = ("train", "held_out")
 FILES = tuple(f"{split}.tokens" for split in SPLITS)

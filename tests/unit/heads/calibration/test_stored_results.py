@@ -17,9 +17,9 @@ from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.run import unfinished
 from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.files import digest_of_value
 from vllm_ppd.heads.in_words import drafts_in_words, in_words, setting_in_words
 from vllm_ppd.heads.io import load_calibration
-from vllm_ppd.heads.training.digests import digest_of_value
 from vllm_ppd.vllm_plugins.cli.main import main
 
 

@@ -15,11 +15,13 @@ import heads_folders
 import pytest
 import torch
 from refusals import SERVE, Damage, Readers, config_text, edited, tensor, with_value
+from safetensors.torch import save_file
 from vllm import EngineArgs
+from vllm.transformers_utils.config import maybe_override_with_speculators
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_ppd.heads.errors import HeadsError
-from vllm_ppd.heads.target import check_layers, decoder_layer
+from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
@@ -101,23 +103,6 @@ def test_dtypes_layers_and_counts(refused_by_all: Callable[..., None], kind: str
     refused_by_all(kind, damage, message)
 
 
-def test_layers_of_the_target(tiny_model: Model, tmp_path: Path) -> None:
-    """The names and shapes are what heads were trained with, of every family; another family's layers are refused."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    families = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "phi3", "gpt_neox")
-    configs = {family: AutoConfig.from_pretrained(tiny_model(family)) for family in families}
-    for family, config in configs.items():
-        layers = AutoModelForCausalLM.from_pretrained(tiny_model(family)).base_model.layers
-        assert decoder_layer(config) == {name: list(t.shape) for name, t in layers[-1].state_dict().items()}
-    heads = heads_folders.config_of("dynamo", tiny_model())
-    check_layers(heads, tmp_path, configs["llama"])
-    with pytest.raises(HeadsError, match=r"layer_tensors lacks 'self_attn\.k_norm\.weight'"):
-        check_layers(heads, tmp_path, configs["qwen3"])
-    with pytest.raises(HeadsError, match=r"'input_layernorm.weight' has shape \[64\], and \[128\] in the target"):
-        check_layers(heads, tmp_path, type(configs["llama"])(**configs["llama"].to_dict() | {"hidden_size": 128}))
-
-
 @pytest.mark.parametrize(
     ("kind", "path", "value"),
     [
@@ -147,6 +132,49 @@ def test_settings_have_bounds(
     refused_by_all: Callable[..., None], kind: str, path: tuple[str, ...], value: Any
 ) -> None:
     refused_by_all(kind, edited(*path, value=value), f"{path[-1]}.*; correct it, or write the heads again")
+
+
+def damaged_weights(change: Callable[[bytes], bytes]) -> Damage:
+    return lambda folder: (path := folder / "model.safetensors").write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damaged_weights(lambda data: data[:-100]), "truncated or not safetensors"),
+        (damaged_weights(lambda _: b"\x80\x04 not safetensors"), "truncated or not safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "'pytorch_model.bin', a pickle, which is never loaded",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+        (tensor("cp.gate", lambda gate: gate[:, :32]), r"'cp.gate' has shape \[2, 32\], expected \[2, 64\]"),
+        (lambda folder: save_file({"x": torch.zeros(2)}, folder / "model.safetensors"), "no tensor 'cp.gate'"),
+    ],
+)
+def test_weights_that_cannot_be_read(refused_by_all: Callable[..., None], damage: Damage, message: str) -> None:
+    refused_by_all("cp", damage, message)
+
+
+def test_config_is_in_speculators_format(heads_folder: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
+    folder = heads_folder()
+    model, tokenizer, speculative = maybe_override_with_speculators(str(folder), None, trust_remote_code=False)
+    assert model == tokenizer == str(tiny_model())
+    assert speculative == {"method": "early", "num_speculative_tokens": 2, "model": str(folder)}
+
+
+def test_serving_heads_keeps_what_is_asked(tiny_model: Model, whole_heads: Callable[[str], Path]) -> None:
+    folder = str(whole_heads("early"))
+    args = EngineArgs(model=folder, dtype="float32", spec_tokens=1, speculative_config={"method": "paradecode"})
+    config = active_config(args.create_engine_config())
+    assert config is not None
+    assert (config.method, config.num_speculative_tokens, config.exit_layer) == ("paradecode", 1, (4,))
+    for asked, message in (
+        ({"method": "cp"}, "method='cp' does not draft with early heads"),
+        ({"model": "x/y"}, "another model"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            EngineArgs(model=folder, speculative_config=asked).create_engine_config()
 
 
 METHODS = ("speculators_config", "proposal_methods")
