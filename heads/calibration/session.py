@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.text import Padded, Texts, generate, record_prompts, take_prompts
 from vllm_ppd.heads.data.documents import Documents
@@ -38,13 +37,9 @@ class Calibration:
     """
 
     def __init__(
-        self,
-        options: CalibrationOptions,
-        config: HeadsConfig,
-        tensors: dict[str, torch.Tensor],
-        target: Target,
+        self, options: CalibrationOptions, config: Any, tensors: dict[str, torch.Tensor], target: Target,
         shared: Calibration | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.options, self.config, self.tensors, self.target = options, config, tensors, target
         self._shared = shared
         self._written: dict[Any, Texts] = {} if shared is None else shared._written

@@ -97,12 +97,29 @@ def logits_at(target: Target, states: torch.Tensor, temperature: float) -> torch
 
 def log_prob_of(target: Target, states: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """log p of a token [rows] at each state [rows, hidden], at a temperature (as for 1 where it is 0): [rows]."""
+    return ranked(target, states, tokens, temperature)[1]
+
+
+def ranked(
+    target: Target, states: torch.Tensor, tokens: torch.Tensor, temperature: float, are_logits: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many tokens are likelier than a token [rows] at each state, and its log-probability as of log_prob_of.
+
+    Args:
+        target: the model.
+        states: [rows, hidden], or [rows, vocabulary] where they are logits already.
+        tokens: [rows]
+        temperature: of the log-probabilities.
+        are_logits: what the states are.
+    """
     size = rows_a_chunk(target.unembedding)
-    log_probs = []
-    for part, ids in zip(states.split(size), tokens.split(size), strict=True):
-        logits = logits_at(target, part, temperature)
-        log_probs.append(logits.gather(1, ids[:, None]).squeeze(1) - torch.logsumexp(logits, dim=-1))
-    return torch.cat(log_probs)
+    ranks, log_probs = [], []
+    for some, ids in zip(states.split(size), tokens.split(size), strict=True):
+        logits = some.float() / (temperature or 1.0) if are_logits else logits_at(target, some, temperature)
+        logit = logits.gather(1, ids[:, None])
+        ranks.append((logits > logit).sum(1))
+        log_probs.append(logit.squeeze(1) - torch.logsumexp(logits, dim=-1))
+    return torch.cat(ranks), torch.cat(log_probs)
 
 
 def take_prompts(data: Sequence[str], target: Target, count: int, length: int, report: bool = True) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts
-from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoParts, JointSettings, Row, Rows
+from vllm_ppd.heads.dynamo.config import DynaMoParts, Row, Rows
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
@@ -21,14 +21,9 @@ from vllm_ppd.heads.training.tokens import Batch
 DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries a token
 
 
-def likelihood(calibration: Calibration) -> dict[str, Any]:
-    """PPL_n and PPL_1:n on the data itself (DynaMo, Table 2)."""
-    return measures_of(calibration).perplexities(calibration.windows)
-
-
 def dynamic(calibration: Calibration) -> dict[str, Any]:
     """PPL_d and the share of n-grams against eps_b (DynaMo, Figs. 5 and 15), on at most DYNAMIC_TOKENS of the data."""
-    measures, settings = measures_of(calibration), _joint_settings(calibration)
+    measures, settings = measures_of(calibration), calibration.config.sampling
     windows = calibration.windows[0]
     few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])
     batch = Batch(windows.input_ids[:few], windows.position_ids[:few])
@@ -37,40 +32,30 @@ def dynamic(calibration: Calibration) -> dict[str, Any]:
 
 def acceptance(calibration: Calibration) -> dict[str, Rows]:
     """Expected acceptance in verified mode, by back-off threshold and drafts."""
-    measures, settings = measures_of(calibration), _joint_settings(calibration)
     return {
-        name: Rows(rows=_rows(calibration, measures, texts, settings), repeated_4_grams=texts.repeated_4_grams())
+        name: Rows(rows=_rows(calibration, texts), repeated_4_grams=texts.repeated_4_grams())
         for name, texts in calibration.texts()
     }
 
 
 def vocabulary(calibration: Calibration) -> dict[int, Rows]:
     """Expected acceptance in verified mode on sampled texts with shorter draft vocabularies."""
-    measures, settings = measures_of(calibration), _joint_settings(calibration)
     return {
-        len(ids): Rows(rows=_rows(calibration, measures, calibration.sampled, settings, ids), covers=share)
+        len(ids): Rows(rows=_rows(calibration, calibration.sampled, ids), covers=share)
         for ids, share in calibration.vocabularies()
     }
 
 
 def mask(calibration: Calibration) -> dict[str, Rows]:
     """Expected acceptance in verified mode on sampled texts with other powers of the co-occurrence mask (eq. 6)."""
-    measures, settings = measures_of(calibration), _joint_settings(calibration)
-    powers = [] if measures.counts is None else calibration.options.alphas
-    return {
-        f"{alpha:g}": Rows(
-            rows=_rows(calibration, measures, calibration.sampled, settings.model_copy(update={"alpha_c": alpha}))
-        )
-        for alpha in powers if alpha != settings.alpha_c
-    }  # fmt: skip
+    has_mask, recommended = measures_of(calibration).counts is not None, calibration.config.sampling.alpha_c
+    powers = [alpha for alpha in calibration.options.alphas if has_mask and alpha != recommended]
+    return {f"{alpha:g}": Rows(rows=_rows(calibration, calibration.sampled, alpha_c=alpha)) for alpha in powers}
 
 
-def _rows(
-    calibration: Calibration, measures: DynaMoMeasures, texts: Texts, settings: JointSettings,
-    token_ids: torch.Tensor | None = None,
-) -> list[Row]:  # fmt: skip
-    options = calibration.options
-    counts = measures.drafted(texts, settings, options.batch, options.eps, token_ids)
+def _rows(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None, **changes: float) -> list[Row]:
+    options, settings = calibration.options, calibration.config.sampling.model_copy(update=changes)
+    counts = measures_of(calibration).drafted(texts, settings, options.batch, options.eps, token_ids)
     return [
         Row(eps_b=eps, alpha_c=settings.alpha_c, drafts_allowed=drafts, **by.stored())
         for (eps, drafts), by in counts.items()
@@ -78,23 +63,17 @@ def _rows(
 
 
 def measures_of(calibration: Calibration) -> DynaMoMeasures:
-    config, target = calibration.config, calibration.target
-    assert isinstance(config, DynaMoConfig)
-    heads = DynaMoHeads(new_layers(target, config.tokens))
+    target = calibration.target
+    heads = DynaMoHeads(new_layers(target, calibration.config.tokens))
     heads.load(calibration.tensors)
     heads.to(target.device, target.dtype).eval()
     counts = CoOccurrence.from_tensors(calibration.tensors)
     return DynaMoMeasures(target, heads, counts and counts.to(target.device), calibration.autocast)
 
 
-def _joint_settings(calibration: Calibration) -> JointSettings:
-    assert isinstance(calibration.config, DynaMoConfig)
-    return calibration.config.sampling
-
-
 PARTS = {
     "timing": Calibration.timing,
-    "likelihood": likelihood,
+    "likelihood": lambda calibration: measures_of(calibration).perplexities(calibration.windows),
     "dynamic": dynamic,
     "acceptance": acceptance,
     "vocabulary": vocabulary,
@@ -127,10 +106,5 @@ def tables(parts: DynaMoParts) -> Iterator[str]:
 
 
 def _cells(by: Rows) -> list[list[Any]]:
-    return [
-        [
-            row.eps_b, row.drafts_allowed, percent(row.rate), f"{row.drafted / row.cycles:.3f}",
-            f"{row.accepted / row.cycles:.3f}",
-        ]
-        for row in by.rows
-    ]  # fmt: skip
+    per_step = [(row, f"{row.drafted / row.cycles:.3f}", f"{row.accepted / row.cycles:.3f}") for row in by.rows]
+    return [[row.eps_b, row.drafts_allowed, percent(row.rate), *counts] for row, *counts in per_step]

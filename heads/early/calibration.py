@@ -12,13 +12,12 @@ import torch
 
 from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.session import Calibration
-from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
-from vllm_ppd.heads.early.config import FORMS, EarlyConfig, EarlyParts, Matches, Rates
+from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, ranked
+from vllm_ppd.heads.early.config import FORMS, EarlyParts, Matches, Rates
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.in_words import percent, table
 from vllm_ppd.heads.measured import Counts
 from vllm_ppd.heads.training.target import Target
-from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
 BUCKETS = 8  # token positions, as in PPD's Tables 6 to 8
@@ -84,7 +83,7 @@ def match_exits(
                 with autocast():
                     read = hidden if form == 0 else heads(hidden, layer)
                 whole = form == 1 and heads.form == "classifier"
-                rank, log_q = _rank_and_log_prob(target, read, tokens, texts.temperature, whole)
+                rank, log_q = ranked(target, read, tokens, texts.temperature, are_logits=whole)
                 rank = rank.view(rows, steps)
                 for at, k in enumerate(ks):
                     hits[form, index, at, part] = ((rank < k) & real).cpu()
@@ -93,26 +92,13 @@ def match_exits(
     return ExitMatches(layers, ks, hits, valid.cpu(), accept, texts.lengths.cpu())
 
 
-def _rank_and_log_prob(
-    target: Target, read: torch.Tensor, tokens: torch.Tensor, temperature: float, whole: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens are likelier than the given one, and its log-probability at the temperature: [rows] each."""
-    ranks, log_probs = [], []
-    step = rows_a_chunk(target.unembedding)
-    for start in range(0, len(read), step):
-        part = slice(start, start + step)
-        logits = read[part].float() / (temperature or 1.0) if whole else logits_at(target, read[part], temperature)
-        chosen = logits.gather(1, tokens[part, None])
-        ranks.append((logits > chosen).sum(1))
-        log_probs.append(chosen[:, 0] - torch.logsumexp(logits, dim=-1))
-    return torch.cat(ranks), torch.cat(log_probs)
-
-
 def position_buckets(steps: int) -> list[tuple[str, slice]]:
     """Eight ranges of generated positions, counted from 1."""
     edges = [round(steps * i / BUCKETS) for i in range(BUCKETS + 1)]
-    pairs = itertools.pairwise(edges)
-    return [(f"{a + 1}-{b}" if b - a > 1 else str(b), slice(a, b)) for a, b in pairs if b > a]
+    return [
+        (f"{first + 1}-{last}" if last - first > 1 else str(last), slice(first, last))
+        for first, last in itertools.pairwise(edges) if last > first
+    ]  # fmt: skip
 
 
 def matches(calibration: Calibration) -> Matches:
@@ -150,10 +136,8 @@ def sampling(calibration: Calibration) -> dict[str, Rates]:
 
 
 def _early_heads(calibration: Calibration) -> EarlyHeads:
-    config, target = calibration.config, calibration.target
-    assert isinstance(config, EarlyConfig)
-    heads = EarlyHeads.from_tensors(config, calibration.tensors)
-    return heads.to(target.device, target.dtype)
+    target = calibration.target
+    return EarlyHeads.from_tensors(calibration.config, calibration.tensors).to(target.device, target.dtype)
 
 
 def _matches(

@@ -72,7 +72,7 @@ class TrainingOptions(BaseModel):
 
     @field_validator("betas")
     @classmethod
-    def _below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
+    def _in_range(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError("both must be from 0 to below 1")
         return value

@@ -100,7 +100,7 @@ def predicted(variant: str, calibration: Calibration, texts: Texts) -> Drafted:
         from vllm_ppd.heads.cp import calibration as cp
 
         return cp.measures_of(calibration).drafted(texts, 8, short)[2]
-    return dynamo.measures_of(calibration).drafted(texts, dynamo._joint_settings(calibration), 8, (0.4,), short)[0.4, 2]
+    return dynamo.measures_of(calibration).drafted(texts, calibration.config.sampling, 8, (0.4,), short)[0.4, 2]
 
 
 @pytest.mark.engine

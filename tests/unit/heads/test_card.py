@@ -59,10 +59,10 @@ def test_what_a_user_wrote_stays(whole_heads: Callable[[str], Path], tmp_path: P
     write_card(folder, load_config(folder))
     assert "license: mit" in path.read_text() and path.read_text().endswith("My own words.\n")
     assert "stale" not in path.read_text()
-    for own in ("no marks", f"{END} turned round {BEGIN}", f"{BEGIN} and no end"):
-        path.write_text(own)
+    for text in ("no marks", f"{END} turned round {BEGIN}", f"{BEGIN} and no end"):
+        path.write_text(text)
         write_card(folder, load_config(folder))
-        assert path.read_text() == own
+        assert path.read_text() == text
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)

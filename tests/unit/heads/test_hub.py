@@ -131,10 +131,10 @@ def test_revisions(
     assert pinned(f"{NAME}@v2", "config.json") == f"{NAME}@{commit}"
     for name in ("v2", commit):
         assert readers.server(spec_model=f"{NAME}@{name}").num_speculative_tokens == 1
-    found = served_heads(f"{NAME}@v2", None)
-    assert found is not None
-    assert found[0] == str(tiny_model())
-    assert found[1]["model"] == f"{NAME}@{commit}"
+    served_as = served_heads(f"{NAME}@v2", None)
+    assert served_as is not None
+    assert served_as[0] == str(tiny_model())
+    assert served_as[1]["model"] == f"{NAME}@{commit}"
     assert "@v9' has no such revision on the Hub" in str(readers.refusal("model alone", f"{NAME}@v9"))
     with pytest.raises(OptionError, match=r"--revision is the target's; name theirs as ORGANISATION/NAME@REVISION"):
         served_heads(NAME, None, "v2")

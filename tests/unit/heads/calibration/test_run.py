@@ -53,14 +53,14 @@ def test_walk_is_what_an_engine_would_do(limited: bool) -> None:
     rng = random.Random(0)
     accept, lengths = torch.rand(2, 7, 3), torch.tensor([8, 5])
     limit = torch.randint(0, 4, (2, 7)) if limited else None
-    found = replay(accept, lengths, limit)
+    measured = replay(accept, lengths, limit)
     limits = limit.tolist() if limit is not None else [[3] * 7] * 2
     totals = torch.zeros(4)
     rounds = 20_000
     for _ in range(rounds):
         for text in range(2):
             totals += torch.tensor(simulate(accept[text].tolist(), int(lengths[text]), limits[text], rng))
-    torch.testing.assert_close(torch.tensor(found), totals / rounds, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(torch.tensor(measured), totals / rounds, rtol=0.02, atol=0.02)
 
 
 def test_walk_counts_whole_numbers_for_greedy_texts() -> None:
@@ -106,8 +106,8 @@ def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Pat
     calibration = open_calibration(options(heads("early"), data))
     target, texts = calibration.target, getattr(calibration, kind)
     early = early_calibration._early_heads(calibration)
-    found = match_exits(target, early, texts, (1, 3), 4, calibration.autocast)
-    hits, accept = torch.zeros_like(found.hits), torch.zeros_like(found.accept)
+    measured = match_exits(target, early, texts, (1, 3), 4, calibration.autocast)
+    hits, accept = torch.zeros_like(measured.hits), torch.zeros_like(measured.accept)
     temperature = texts.temperature or 1.0
     with torch.no_grad():
         for row, ids in enumerate(texts.ids):
@@ -128,8 +128,8 @@ def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Pat
                         accept[form, index, row, j] = (
                             min(1.0, float(q[token] / p[token])) if texts.temperature else sure
                         )
-    torch.testing.assert_close(found.accept, accept, atol=1e-3, rtol=1e-3)
-    assert torch.equal(found.hits, hits)
+    torch.testing.assert_close(measured.accept, accept, atol=1e-3, rtol=1e-3)
+    assert torch.equal(measured.hits, hits)
 
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -188,8 +188,8 @@ def test_documents_shorter_than_a_window(heads: Callable[..., Path], tmp_path: P
     calibration = open_calibration(asked)
     ids = calibration.target.tokenizer(texts[0], add_special_tokens=False)["input_ids"]
     assert [batch.input_ids.tolist() for batch in calibration.windows] == [[ids]]
-    found = calibrate(asked)["parts"]["likelihood"]
-    assert found["ppl_n"][0] > 1
+    measured = calibrate(asked)["parts"]["likelihood"]
+    assert measured["ppl_n"][0] > 1
     nothing = write_texts(tmp_path / "nothing.jsonl", [text[:8] for text in patterned_texts(60, 30)])
     with pytest.raises(TrainingError, match="the longest document of the data has "):
         _ = open_calibration(options(folder, nothing)).windows

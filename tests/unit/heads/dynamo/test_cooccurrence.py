@@ -23,13 +23,13 @@ VOCAB = 7
 @pytest.mark.parametrize("order", [2, 3])
 def test_counts_are_those_of_a_counter(order: int) -> None:
     documents = corpus()
-    found = CoOccurrence.from_tokens(documents, VOCAB, order)
+    counted = CoOccurrence.from_tokens(documents, VOCAB, order)
     for n in range(2, order + 1):
         grams = Counter(tuple(d[i : i + n].tolist()) for d in documents for i in range(len(d) - n + 1))
         keys = {sum(token * VOCAB ** (n - 1 - i) for i, token in enumerate(gram)): c for gram, c in grams.items()}
-        assert dict(zip(found.keys[n].tolist(), found.counts[n].tolist(), strict=True)) == keys
-        assert int(found.totals[n - 1]) == sum(grams.values())
-    assert found.unigram.tolist() == [sum(int((d == t).sum()) for d in documents) for t in range(VOCAB)]
+        assert dict(zip(counted.keys[n].tolist(), counted.counts[n].tolist(), strict=True)) == keys
+        assert int(counted.totals[n - 1]) == sum(grams.values())
+    assert counted.unigram.tolist() == [sum(int((d == t).sum()) for d in documents) for t in range(VOCAB)]
 
 
 def test_mask_is_the_ratio_of_eq_3() -> None:
@@ -39,13 +39,13 @@ def test_mask_is_the_ratio_of_eq_3() -> None:
     single = Counter(t for d in tokens for t in d)
     triples = Counter(tuple(d[i : i + 3]) for d in tokens for i in range(len(d) - 2))
     ids = [torch.tensor([[0, 1, 4]]), torch.tensor([[2, 4, 0]]), torch.tensor([[1, 0, 4]])]
-    found = counts.mask(ids)
+    counted = counts.mask(ids)
     for index in itertools.product(range(3), repeat=3):
         gram = tuple(int(ids[i][0, index[i]]) for i in range(3))
         ratio = triples[gram] / sum(triples.values())
         for token in gram:
             ratio /= single[token] / sum(single.values()) if single[token] else 1
-        assert float(found[(0, *index)]) == pytest.approx(ratio, rel=1e-5)
+        assert float(counted[(0, *index)]) == pytest.approx(ratio, rel=1e-5)
     with pytest.raises(ValueError, match="order 4 were not counted"):
         counts.mask([*ids, ids[0]])
 

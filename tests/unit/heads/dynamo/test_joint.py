@@ -132,12 +132,12 @@ def test_constant_joint_keeps_every_entry() -> None:
 def test_threshold_keeps_the_peak_and_raw_values() -> None:
     torch.manual_seed(0)
     joint = kernels.joints([4 * torch.rand(4, 6).log(), 4 * torch.rand(4, 6).log()])[1]
-    found = kernels.adaptive_threshold(joint, torch.tensor([0.0, 0.01, 0.05, 2.0]))
-    assert not found[3].any()
+    result = kernels.adaptive_threshold(joint, torch.tensor([0.0, 0.01, 0.05, 2.0]))
+    assert not result[3].any()
     for row in range(3):
-        kept = found[row] > 0
-        assert torch.equal(found[row][kept], joint[row][kept])
-        assert found[row].max() == joint[row].max()
+        kept = result[row] > 0
+        assert torch.equal(result[row][kept], joint[row][kept])
+        assert result[row].max() == joint[row].max()
 
 
 def test_tokens_of_the_context_count_as_repeated() -> None:
@@ -196,11 +196,11 @@ def test_samples_follow_the_joint() -> None:
     torch.manual_seed(0)
     heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
     choice = select(heads, JointSettings(k=3, eps_b=0.0, adaptive=False))
-    found = Counter(map(tuple, choice.sample().tolist()))
+    drawn = Counter(map(tuple, choice.sample().tolist()))
     flat = choice.joints[2][0] / choice.joints[2][0].sum()
     for i, j in itertools.product(range(3), repeat=2):
         gram = (int(choice.token_ids[0][0, i]), int(choice.token_ids[1][0, j]))
-        assert found[gram] / 20_000 == pytest.approx(float(flat[i, j]), abs=0.015)
+        assert drawn[gram] / 20_000 == pytest.approx(float(flat[i, j]), abs=0.015)
 
 
 def test_eps_b_one_samples_head_one() -> None:
@@ -260,10 +260,10 @@ def test_probabilities_of_given_tokens_are_those_they_are_drawn_with() -> None:
     heads = log_probs(300, 2, sharp=1.0)
     choice = select(heads, JointSettings(k=4, eps_b=0.3), first_token=torch.full((300,), 2))
     tokens, drawn = choice.draw(Sampling(torch.ones(300)))
-    found = choice.probabilities(tokens.clamp(min=0))
+    claimed = choice.probabilities(tokens.clamp(min=0))
     for position, q in enumerate(drawn, start=1):
         of_token = (q * (choice.token_ids[position] == tokens[:, position : position + 1])).sum(1)
-        torch.testing.assert_close(found[:, position - 1], of_token)
+        torch.testing.assert_close(claimed[:, position - 1], of_token)
     outside = tokens.clamp(min=0).clone()
     outside[:, 1] = VOCAB  # no head's candidate
     assert not choice.probabilities(outside).any()
@@ -275,12 +275,12 @@ def test_confidence_is_the_joint_before_thresholds() -> None:
     heads = log_probs(300, 2, sharp=1.0)
     choice = select(heads, JointSettings(k=4, eps_b=0.3, alpha_c=0), first_token=torch.full((300,), 2))
     tokens = choice.best()
-    found = choice.confidence(tokens)
+    claimed = choice.confidence(tokens)
     for position, head in enumerate(heads, start=1):
         top = head.topk(4)
         share = (top.values.softmax(-1) * (top.indices == tokens[:, position : position + 1])).sum(1)
-        torch.testing.assert_close(found[:, position - 1], torch.where(choice.order > position, share, 0.0))
-    assert (choice.probabilities(tokens.clamp(min=0)) >= found - 1e-6).all()  # thresholds only add to it
+        torch.testing.assert_close(claimed[:, position - 1], torch.where(choice.order > position, share, 0.0))
+    assert (choice.probabilities(tokens.clamp(min=0)) >= claimed - 1e-6).all()  # thresholds only add to it
     outside = tokens.clamp(min=0).clone()
     outside[:, 1] = VOCAB
     assert not choice.confidence(outside).any()

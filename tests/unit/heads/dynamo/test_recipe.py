@@ -40,7 +40,7 @@ def test_loss_is_the_formula(tiny_model: Callable[..., Path], distillation: floa
     batch, target = two_documents(), recipe.target
     loss, counts = recipe.loss(batch)
     loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in recipe.named_parameters()}  # type: ignore[union-attr]
+    gradients = {name: parameter.grad.clone() for name, parameter in recipe.named_parameters()}  # type: ignore[union-attr]
     recipe.zero_grad()
 
     states = target.run(batch, stem=True)
@@ -68,18 +68,18 @@ def test_loss_is_the_formula(tiny_model: Callable[..., Path], distillation: floa
     torch.testing.assert_close(loss, expected)
     expected.backward()
     for name, parameter in recipe.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
     assert recipe.reads.top_k == (5 if distillation else 0)
 
 
 def test_the_full_recipe_is_taught_by_the_model_that_it_trains(tiny_model: Callable[..., Path]) -> None:
-    """The teacher is the base model of the moment, which learns nothing from being one."""
+    """The teacher is the base model of the moment, which learns nothing from being made."""
     recipe = recipe_of(tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=1.0)
     plain = recipe_of(tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=0.0)
     gradients = []
-    for one in (recipe, plain):
-        one.loss(two_documents())[0].backward()
-        assert one.base is not None
-        gradients.append([p.grad for p in one.base.parameters()])
+    for made in (recipe, plain):
+        made.loss(two_documents())[0].backward()
+        assert made.base is not None
+        gradients.append([p.grad for p in made.base.parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -21,7 +21,7 @@ from vllm_ppd.heads.measured import Timed
 from vllm_ppd.heads.planning.machine import Weights, measured, roofline, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import Plan, make_plan
-from vllm_ppd.heads.planning.predict import Drafting, Group
+from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.planning.report import command, report
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -63,6 +63,11 @@ def early_config(verifier: str = "the/target") -> EarlyConfig:
     return EarlyConfig(verifier=verifier, exit_layers=[2, 6, 8], num_speculative_tokens=3, target=TARGET)
 
 
+def cp_config(rank: int = 1, **changes: Any) -> CPConfig:
+    given: dict[str, Any] = {"token_counts": True, **changes}
+    return CPConfig(verifier="the/target", positions=3, rank=rank, num_speculative_tokens=2, target=TARGET, **given)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[..., str]:
     """folder(config, parts): a heads folder with a hand-made calibration."""
@@ -87,20 +92,15 @@ def plan(*heads: str, **options: Any) -> Plan:
 
 
 def test_early_drafting_by_hand(early: str) -> None:
-    found = plan(early)
-    way = next(
-        p.decoding
-        for p in found.predicted
-        if p.decoding.options == {"model": early, "exit_layer": 2, "num_speculative_tokens": 2}
-    )
-    assert isinstance(way, Drafting)
+    options = {"model": early, "exit_layer": 2, "num_speculative_tokens": 2}
+    drafting = next(p.decoding for p in plan(early).predicted if p.decoding.options == options)
     # Batch 1, all flat: n l/L + 1 passes and n more reads of the LM head: (2 * 2 + 10 + 3 * 2) / 12 of a pass.
-    assert way.seconds(1) == pytest.approx(20e-3)
-    assert way.speedup(1) == pytest.approx((1 + 0.8 + 0.64) * 12 / 20)
+    assert drafting.seconds(1) == pytest.approx(20e-3)
+    assert drafting.speedup(1) == pytest.approx((1 + 0.8 + 0.64) * 12 / 20)
     # Batch 2: 6 rows are verified, at 1.5 times the price; 2 rows are drafted at the old one.
-    assert way.seconds(2) == pytest.approx((3 * 2 + 8 * 1.5 + 2 * 1.5 + 2 * 2) * 1e-3)
+    assert drafting.seconds(2) == pytest.approx((3 * 2 + 8 * 1.5 + 2 * 1.5 + 2 * 2) * 1e-3)
     # Three tokens through all layers, two reads of the LM head (a sixth of a pass each).
-    assert way.compute == pytest.approx((3 + 2 / 6) / 2.44)
+    assert drafting.compute == pytest.approx((3 + 2 / 6) / 2.44)
 
 
 def test_memory_bound_cycles_are_those_of_the_recommendation(early: str) -> None:
@@ -145,9 +145,7 @@ def test_drafts_by_batch_size_are_the_best_ones(accepted: float) -> None:
 
 def test_transforms_are_part_of_the_price() -> None:
     """Each a tenth of a layer: one an early draft, one an expert and position of a CP head; none of untrained exits."""
-    config = CPConfig(
-        verifier="the/target", positions=3, rank=2, num_speculative_tokens=2, token_counts=True, target=TARGET
-    )
+    config = cp_config(rank=2)
     layers = []
     for transform in (0.0, 0.1):
         of_kinds = []
@@ -162,48 +160,45 @@ def test_transforms_are_part_of_the_price() -> None:
 
 
 def test_cp_by_hand(folder: Callable[..., str]) -> None:
-    config = CPConfig(
-        verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, token_counts=True, target=TARGET
-    )
-    found = plan(folder(config, cp_parts(0.5)))
-    whole = next(p.decoding for p in found.predicted if p.decoding.options["num_speculative_tokens"] == 2)
+    planned = plan(folder(cp_config(), cp_parts(0.5)))
+    whole = next(p.decoding for p in planned.predicted if p.decoding.options["num_speculative_tokens"] == 2)
     # One more read of the LM head: 2 + 10 + 2 of 12.
     assert whole.speedup(1) == pytest.approx(1.75 * 12 / 14)
-    short = next(p.decoding for p in found.predicted if p.decoding.options.get("draft_vocab_size") == 16)
+    short = next(p.decoding for p in planned.predicted if p.decoding.options.get("draft_vocab_size") == 16)
     assert short.speedup(1) == pytest.approx(1.4 * 12 / 12.5)
     assert short.compute == pytest.approx((2 + 0.25 * 2 / 6) / 1.4)
 
 
 def test_group_by_theorem_4_1(early: str) -> None:
-    found = plan(early, stages="2", candidates=(1, 3), new_tokens=11)
-    found_ways = [(p.decoding, p.decoding.options) for p in found.predicted]
-    ways = {(options["exit_layer"], options["candidates"], "model" in options): way for way, options in found_ways}
-    assert {layer for layer, _, _ in ways} == {6, 8}  # from the middle on
-    way = ways[6, 1, True]
-    assert isinstance(way, Group)
+    groups = {
+        (p.decoding.options["exit_layer"], p.decoding.options["candidates"], "model" in p.decoding.options): p.decoding
+        for p in plan(early, stages="2", candidates=(1, 3), new_tokens=11).predicted
+    }
+    assert {layer for layer, _, _ in groups} == {6, 8}  # from the middle on
+    group = groups[6, 1, True]
     # (d l - (d - d_bar) (l - 1) p) / l layers and the LM head: nothing starts the first token early.
     p = 0.6 * 10 / 11
-    assert way.seconds(1) == pytest.approx((10 - 4 * p + 2) * 1e-3)
-    assert way.speedup(1) == pytest.approx(12 / (12 - 4 * p))
-    assert way.compute == pytest.approx(1 + (1 - p) * 0.4)
-    assert ways[6, 3, True].compute == pytest.approx(1 + (3 - p) * 0.4)
+    assert group.seconds(1) == pytest.approx((10 - 4 * p + 2) * 1e-3)
+    assert group.speedup(1) == pytest.approx(12 / (12 - 4 * p))
+    assert group.compute == pytest.approx(1 + (1 - p) * 0.4)
+    assert groups[6, 3, True].compute == pytest.approx(1 + (3 - p) * 0.4)
     # Three candidates of two requests are 6 rows, which the last stage waits for.
-    assert ways[6, 3, True].seconds(2) - ways[6, 1, True].seconds(2) == pytest.approx(4 * 0.5e-3)
+    assert groups[6, 3, True].seconds(2) - group.seconds(2) == pytest.approx(4 * 0.5e-3)
 
 
 def test_stops_where_drafting_no_longer_gains(early: str) -> None:
-    found = plan(early)
-    assert found.best is not None and found.stop_at is not None
-    assert found.best.decoding.speedup(found.stop_at) > 1 >= found.best.decoding.speedup(found.stop_at + 1)
-    assert f"--ppd-disable-by-batch-size {found.stop_at}" in report(found, PlanOptions(heads=(early,)))
+    planned = plan(early)
+    assert planned.best is not None and planned.stop_at is not None
+    assert planned.best.decoding.speedup(planned.stop_at) > 1 >= planned.best.decoding.speedup(planned.stop_at + 1)
+    assert f"--ppd-disable-by-batch-size {planned.stop_at}" in report(planned, PlanOptions(heads=(early,)))
 
 
 def test_nothing_gains(folder: Callable[..., str]) -> None:
     heads = folder(early_config(), early_parts(0.01))
-    found = plan(heads)
-    assert found.best is None
-    assert command(found.target, found.best, found.stop_at, "1") == "vllm serve the/target"
-    assert "Recommended: no drafting" in report(found, PlanOptions(heads=(heads,)))
+    planned = plan(heads)
+    assert planned.best is None
+    assert command(planned.target, planned.best, planned.stop_at, "1") == "vllm serve the/target"
+    assert "Recommended: no drafting" in report(planned, PlanOptions(heads=(heads,)))
 
 
 def test_rate_gives_the_batch_size(early: str) -> None:
@@ -235,10 +230,10 @@ def test_weights_are_counted() -> None:
     d, inner, kv = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
     head = config.get("head_dim") or d // config["num_attention_heads"]
     attention = 2 * d * head * config["num_attention_heads"] + 2 * d * head * kv
-    found = weights_of(str(DEMO))
-    assert found.layer[0] == attention + 3 * d * inner + 2 * d
-    assert found.layer[1] == found.layer[0] * 2  # bfloat16
-    assert found.lm_head[0] == config["vocab_size"] * d
+    weights = weights_of(str(DEMO))
+    assert weights.layer[0] == attention + 3 * d * inner + 2 * d
+    assert weights.layer[1] == weights.layer[0] * 2  # bfloat16
+    assert weights.lm_head[0] == config["vocab_size"] * d
     with pytest.raises(HeadsError, match="has no safetensors on this disk, to count its weights; give --model DIR"):
         weights_of("no/such")
 
@@ -268,9 +263,7 @@ def test_refuses_what_cannot_be_planned(folder: Callable[..., str], early: str) 
         plan(folder(early_config(), early_parts(0.5), finished=False))
     with pytest.raises(HeadsError, match="has heads for 'another', the others for 'the/target'"):
         plan(early, folder(early_config("another"), early_parts(0.5)))
-    cp = folder(
-        CPConfig(verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, target=TARGET), cp_parts(1)
-    )
+    cp = folder(cp_config(token_counts=False), cp_parts(1))
     with pytest.raises(HeadsError, match="has cp heads; a worker group drafts with early heads"):
         plan(cp, stages="2")
 
@@ -315,10 +308,7 @@ def test_heads_that_were_asked_about_are_in_the_table(
     folder: Callable[..., str], load: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [folder(early_config(), early_parts(rate)) for rate in (0.9, 0.02)]
-    config = CPConfig(
-        verifier="the/target", positions=3, rank=1, num_speculative_tokens=2, token_counts=True, target=TARGET
-    )
-    names.append(folder(config, cp_parts(0.11)))
+    names.append(folder(cp_config(), cp_parts(0.11)))
     assert main(["plan", *names, "--top", "1", *load]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert all(any(name in row for row in rows) for name in names)
