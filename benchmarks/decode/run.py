@@ -153,5 +153,5 @@ class _Decoding(Session[EngineProcess, Load]):
 
 def _same(base: list[list[int]], ids: list[list[int]], temperature: float) -> dict[str, int]:
     """Tokens equal to the base's at their place, of greedy texts; as far as both go."""
-    pairs = [] if temperature else [both for a, b in zip(base, ids, strict=True) for both in zip(a, b, strict=False)]
-    return {"same_tokens": sum(a == b for a, b in pairs), "compared_tokens": len(pairs)}
+    compared = [] if temperature else [both for a, b in zip(base, ids, strict=True) for both in zip(a, b, strict=False)]
+    return {"same_tokens": sum(a == b for a, b in compared), "compared_tokens": len(compared)}

@@ -43,13 +43,13 @@ class Measured:
 
     def paired(self, name: str, **place: Any) -> list[tuple[Turn, Turn]]:
         """A contender's turns at a load, each with the base's of the same round, which is its neighbour in time."""
-        pairs = []
+        neighbours = []
         for run in self.runs_of(name):
             there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
             # The base has a turn in each group of a round; the last before a contender's is its neighbour.
             base = {(turn["group"], turn["round"]): turn for turn in there if turn["contender"] == BASE}
-            pairs += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
-        return pairs
+            neighbours += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
+        return neighbours
 
     @property
     def notes(self) -> list[str]:

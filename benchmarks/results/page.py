@@ -35,8 +35,8 @@ def page(folder: Path, introduction: str) -> str:
     for path, data in sorted(files, key=lambda file: list(SECTIONS.values()).index(_section(file[1]))):
         about = path.with_suffix(".md")
         title, _, note = about.read_text().partition("\n") if about.exists() else (path.stem.replace("_", " "), "", "")
-        parts = [f"## {title.removeprefix('# ')}", note.strip(), _section(data)(path, data)]
-        blocks.append("\n\n".join(filter(None, parts)) + "\n")
+        section = [f"## {title.removeprefix('# ')}", note.strip(), _section(data)(path, data)]
+        blocks.append("\n\n".join(filter(None, section)) + "\n")
     return "\n".join(blocks)
 
 

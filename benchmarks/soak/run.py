@@ -110,17 +110,19 @@ class Soak:
         """
         cores, before = cycle(sorted(os.sched_getaffinity(0))), client.shared_memory()
         with ExitStack() as stack:
-            servers, asking = [], []
-            for row, method in enumerate(methods):
+            servers = []
+            for method in methods:
                 binding = "|".join(str(next(cores)) for _ in range(method.cores))
                 # As a user's server: without the huge pages that benchmarks of speed ask for, which round memory up.
                 environment = {"VLLM_CPU_OMP_THREADS_BIND": binding, "GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0"}
                 print(f"starting {method.contender.name} ...", flush=True)
-                out, contender = self.file_of(method), replace(method.contender, environment=environment)
-                servers.append(Server(contender, MODEL, ARGUMENTS, out.with_suffix(".log")))
+                contender, log = replace(method.contender, environment=environment), self.file_of(method)
+                servers.append(Server(contender, MODEL, ARGUMENTS, log.with_suffix(".log")))
                 stack.callback(servers[-1].close)
+            asking = []
+            for row, (server, method) in enumerate(zip(servers, methods, strict=True)):
                 requests = [self.workload.request(index) for index in range(min(method.requests, self.requests))]
-                asking.append(client.ask(servers[-1], requests, method.at_once, out, row))
+                asking.append(client.ask(server, requests, method.at_once, self.file_of(method), row))
             await asyncio.gather(*asking)
             for server, method in zip(servers, methods, strict=True):
                 client.end(server, before, self.file_of(method))

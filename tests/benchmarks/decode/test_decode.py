@@ -41,7 +41,7 @@ def command(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
         "model": tiny_model(), "data": prompts, "plain": "none", "batch-sizes": "1,3", "prompt-tokens": 24,
         "new-tokens": 24, "dtype": "float32", "kv-cache-gib": 0.05, "out": tmp_path / "bench.json",
     }  # fmt: skip
-    flags = [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+    flags = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     return ["bench", "decode", "--eager", *flags]
 
 
@@ -119,7 +119,7 @@ def test_base_that_does_not_start(command: list[str], capfd: Any) -> None:
     assert not [line for line in commands if b"spawn_main" in line]
 
 
-def turn(contender: str, number: int, tokens: int, seconds: float, **changes: Any) -> dict[str, Any]:
+def a_turn(contender: str, number: int, tokens: int, seconds: float, **changes: Any) -> dict[str, Any]:
     zero = dict.fromkeys(("drafts", "draft_tokens", "accepted_tokens", "repeated_4_grams", "all_4_grams"), 0)
     return {
         "contender": contender, "batch": 2, "group": 0, "round": number, "window_tokens": tokens, "steps": 10,
@@ -139,7 +139,8 @@ def results_of(folder: Path, *turns: dict[str, Any], **changes: Any) -> Results:
 def test_ratios_are_paired_by_round(tmp_path: Path) -> None:
     """The machine is twice as slow in round 1; the ratio does not care, the median of tokens a second does."""
     drafted = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": 15, "draft_seconds": 0.1}
-    turns = [turn(BASE, 0, 20, 1.0), turn("a", 0, 30, 1.0, **drafted), turn(BASE, 1, 20, 2.0), turn("a", 1, 30, 2.0)]
+    ours = a_turn("a", 0, 30, 1.0, **drafted), a_turn("a", 1, 30, 2.0)
+    turns = a_turn(BASE, 0, 20, 1.0), a_turn(BASE, 1, 20, 2.0), *ours
     results = results_of(tmp_path, *turns, also=('a={"method": "ppd"}',))
     row = summarise(results, "a", 2)
     assert row is not None
@@ -152,10 +153,10 @@ def test_ratios_are_paired_by_round(tmp_path: Path) -> None:
 
 def test_runs_alike_are_summarised_together(tmp_path: Path) -> None:
     for changes in ({}, {}, {"temperature": 0.7}, {"turn_steps": 4}):
-        results = results_of(tmp_path, turn(BASE, 0, 20, 1.0), **changes)
+        results = results_of(tmp_path, a_turn(BASE, 0, 20, 1.0), **changes)
         results.finish()
     assert [row["turns"] for row in rows_of(results)] == [1]
-    results = results_of(tmp_path, turn(BASE, 0, 20, 1.0))
+    results = results_of(tmp_path, a_turn(BASE, 0, 20, 1.0))
     results.run["predicted"] = {BASE: {"2": 1.25}}
     assert [row["turns"] for row in rows_of(results)] == [3]
     assert table(results).splitlines()[0].endswith("with 2 earlier runs")
@@ -174,7 +175,7 @@ def test_theorem_is_the_papers(p: float, k: int) -> None:
     for tokens in (1, 5, 128):  # d l - (d - d_bar) (l - 1) p layers for l tokens, and k (d - d_bar) l more in all
         short = group.theorem(40, 30, k, p, tokens)
         latency = 40 * tokens - 10 * (tokens - 1) * p
-        assert [part * tokens for part in short] == pytest.approx([latency, latency + k * 10 * tokens])
+        assert [units * tokens for units in short] == pytest.approx([latency, latency + k * 10 * tokens])
 
 
 def test_group_compares_pipelines(heads_folder: Callable[..., Path]) -> None:
@@ -199,27 +200,10 @@ def test_groups_are_predicted_by_their_match_rate(tmp_path: Path) -> None:
         "group_hits": 10.0, "group_misses": 10.0, "group_tokens": 20.0, "group_first_stage_layers": 165.0,
         "group_last_stage_layers": 60.0,
     }  # fmt: skip
-    turns = turn(BASE, 0, 20, 1.0, ours={}), turn("group, k = 2", 0, 20, 0.8, ours=ours), turn("TP 2", 0, 20, 1.0)
+    turns = a_turn(BASE, 0, 20, 1.0, ours={}), a_turn("group, k = 2", 0, 20, 0.8, ours=ours), a_turn("TP 2", 0, 20, 1.0)
     results = results_of(tmp_path, *turns, group="2", new_tokens=21)
     configs = {name: identity["speculative_config"] for name, identity in results.contenders.items()}
     expected = {"group, k = 2": {"2": round(6 / (6 - 3 * 0.5 * 19 / 20), 3)}}
     assert group.predictions(rows_of(results), configs, 6, 21) == expected
     row = next(row for row in rows_of(results) if row["contender"] == "group, k = 2")
     assert (match := group.matched(row, 6, 3, 2, 21)) is not None and match.layers == 225 / 20
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--batch-sizes", "0"], "--batch-sizes 0: input should be greater than 0"),
-        (["--engine", "[1]"], "--engine [1]: input should be a valid dictionary"),
-        (["--engine", "{"], "--engine {: invalid JSON"),
-        (["--temperatures", "0,-1"], "--temperatures"),
-        (["--plain", "lookahead"], "--plain"),
-        (["--group", "1", "--turn-steps", "4"], "--turn-steps: vLLM's ranks spin for a second after a step"),
-    ],
-)
-def test_bad_flags_end_with_one_line(flags: list[str], message: str, capsys: Any) -> None:
-    assert main(["bench", "decode", "--model", "m", "--data", "d", *flags]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line

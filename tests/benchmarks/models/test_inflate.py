@@ -12,6 +12,7 @@ import tiny
 import torch
 from cases import generate, greedy
 from conftest import DEMO, start_engine, write_texts
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_ppd.benchmarks import BenchError
@@ -52,14 +53,11 @@ def test_logits_are_the_originals(tmp_path: Path, family: str, changes: dict[str
 
 def _fill_biases(path: Path) -> None:
     """Fresh biases are zero, and fresh norms one, which would hide a wrong rule."""
-    from safetensors.torch import load_file, save_file
-
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(path)
-    for name, tensor in tensors.items():
+    for tensor in tensors.values():
         if tensor.dim() == 1:
             tensor += 0.3 * torch.randn(tensor.shape, generator=generator)
-            tensors[name] = tensor
     save_file(tensors, path, metadata={"format": "pt"})
 
 

@@ -70,11 +70,6 @@ def test_bytes_are_made_in_order_and_a_stopped_make_goes_on(tmp_path: Path) -> N
     assert commands("bytes", tmp_path) == ["calibrate bytes/inflated/heads/cp"]
 
 
-def test_make_calls_these_rules() -> None:
-    printed = subprocess.run(["make", "-n", "bytes"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "make -f benchmarks/models/models.mk bytes PYTHON=.venv/bin/python" in printed
-
-
 def test_recipes_are_of_their_kind(tmp_path: Path) -> None:
     made = dict(line.removeprefix("train ").split(" recipes/")[::-1] for line in commands("recipes", tmp_path)[1:])
     assert len(made) == 29 and made["t3-continued"] == "dynamo" and made["classifier-ce"] == "early"
@@ -110,7 +105,7 @@ def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
-def test_commands_leave_alone_what_another_one_writes(
+def test_commands_leave_alone_what_another_writes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     with writing_folder(tmp_path):

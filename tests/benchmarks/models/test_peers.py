@@ -10,11 +10,10 @@ import pytest
 from cases import generate, greedy
 from conftest import DEMO, start_engine, write_texts
 
+from vllm_ppd.benchmarks.models import peers
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
 from vllm_ppd.benchmarks.models.corpus import split
 from vllm_ppd.vllm_plugins.cli.main import main
-
-PEERS = ("medusa", "eagle", "draft_model")
 
 
 def make(*arguments: str) -> None:
@@ -29,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.engine
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", peers.PEERS)
 def test_peer_drafts_in_vllm_and_inflated_the_same(peer: str, data: Path, tmp_path: Path) -> None:
     """A few steps of training already get drafts accepted; greedy tokens are those without speculation."""
     trained = ("--model", str(DEMO), "--data", str(data), "--out", str(tmp_path / peer), "--evaluation-tokens", "4096")

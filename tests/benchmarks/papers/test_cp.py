@@ -19,10 +19,6 @@ def rows_of(table: PaperTable) -> dict[str, tuple[Any, Any]]:
     return {row.label: (row.ours, row.theirs) for row in table.rows}
 
 
-def test_published_gains_are_those_that_the_text_names() -> None:
-    assert cp.theirs.HEAD_ONLY[5][1] / cp.theirs.HEAD_ONLY[1][1] == pytest.approx(1.09, abs=0.01)
-
-
 def test_accepted_drafts_by_position_add_up() -> None:
     accept, lengths = torch.rand(3, 9, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([10, 10, 4])
     counts, places = replay(accept, lengths), accepted_by_position(accept, lengths)

@@ -19,19 +19,9 @@ from vllm_ppd.benchmarks.papers.table import PaperTable
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.training.tokens import Batch
 
-TOP_K = 6  # of the heads
-
 
 def rows_of(table: PaperTable) -> dict[str, tuple[Any, Any]]:
     return {row.label: (row.ours, row.theirs) for row in table.rows}
-
-
-def test_published_joint_perplexities_follow_from_the_heads() -> None:
-    for first, second, third, two, three in dynamo.theirs.SUITE.values():
-        if first and second and two:
-            assert (first * second) ** (1 / 2) == pytest.approx(two, rel=0.05)
-        if first and second and third and three:
-            assert (first * second * third) ** (1 / 3) == pytest.approx(three, rel=0.01)
 
 
 def test_perplexities_stand_beside_the_papers(drafted: Context) -> None:
@@ -46,7 +36,7 @@ def test_perplexities_stand_beside_the_papers(drafted: Context) -> None:
 def test_dynamic_perplexity_goes_on_at_the_next_document(drafted: Context) -> None:
     """A packed window of three documents counts what the documents count by themselves."""
     measures = measures_of(drafted, drafted.heads("dynamo")[0])
-    settings, eps_b, lengths = JointSettings(k=TOP_K), (0.0, 0.3, 1.0), (9, 14, 7)
+    settings, eps_b, lengths = JointSettings(k=6), (0.0, 0.3, 1.0), (9, 14, 7)
     generator = torch.Generator().manual_seed(2)
     alone = [torch.randint(0, tiny.VOCAB, (1, length), generator=generator) for length in lengths]
     places = [torch.arange(length)[None] for length in lengths]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cells_of, write_texts
+from conftest import cells_of
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.session import Stopped
@@ -72,17 +72,6 @@ def test_missing_heads_and_bad_names_are_refused(
     flags = ["--model", none.model, "--task", *none.task, "--only", "ppd-2", "--out", str(other)]
     assert main(["bench", "tables", *flags]) != 0
     assert "no file of tables" in capsys.readouterr().err
-
-
-def test_data_too_short_for_prompts_is_told_in_a_line(
-    options: Callable[..., TablesOptions], tmp_path: Path, capsys: Any
-) -> None:
-    early = options()
-    short = write_texts(tmp_path / "short.jsonl", ["a", "b"])
-    flags = ["--model", early.model, "--task", str(short), "--heads", *early.heads, "--out", str(tmp_path / "t.json")]
-    assert main(["bench", "tables", "--only", "ppd-2", "--device", "cpu", *flags]) == 2
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert last.startswith("ppd: error: the data holds 0 prompts of 64 tokens")
 
 
 def test_ours_stands_above_the_papers() -> None:

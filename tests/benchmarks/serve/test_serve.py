@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import cells_of, patterned_texts, write_texts
 from transformers import AutoTokenizer
 
@@ -27,7 +26,6 @@ from vllm_ppd.benchmarks.serve.options import Load, ServeOptions
 from vllm_ppd.benchmarks.serve.run import Workload, send
 from vllm_ppd.benchmarks.serve.server import Server, flags
 from vllm_ppd.benchmarks.serve.table import COUNTERS, TIMES, rows_of, table
-from vllm_ppd.vllm_plugins.cli.main import main
 
 PPD = [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main"]
 
@@ -58,7 +56,7 @@ def test_loads() -> None:
     assert options().essence() == options(rates="9", concurrencies="none", rounds=2, out="x.json").essence()
 
 
-def test_flags_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_a_server() -> None:
     made = options(eager=True, engine='{"enable_prefix_caching": false, "block_size": 32}').engine_arguments
     words = flags(made | {"speculative_config": {"method": "ppd"}})
     assert words[-6:] == [
@@ -66,11 +64,6 @@ def test_flags_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         '{"method": "ppd"}',
     ]  # fmt: skip
     assert words[words.index("--max-model-len") + 1] == "1024"
-    assert "--gpu-memory-utilization" not in words
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = flags(options().engine_arguments)
-    # On a GPU vLLM wants that share free before it starts: servers stand side by side.
-    assert float(words[words.index("--gpu-memory-utilization") + 1]) < 0.05
 
 
 def requests_of(workload: Workload, folder: Path, *seed: int) -> list[dict[str, Any]]:
@@ -92,11 +85,10 @@ def test_requests_are_the_datas_prompts_in_a_drawn_order(
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert all(0 < len(tokenizer(prompt)["input_ids"]) <= 64 for prompt in workload.prompts)
     assert all(8 <= request["output_tokens"] <= 64 for request in first)
-    lengths = np.array([r["output_tokens"] for r in requests_of(
-        Workload(options(model=model, data=(str(texts_file),), context=2048, requests=4000)), tmp_path, 1
-    )])  # fmt: skip
-    inside = lengths[(lengths > 8) & (lengths < 1024)]
+    options_of_long = options(model=model, data=(str(texts_file),), context=2048, requests=4000)
+    lengths = [request["output_tokens"] for request in requests_of(Workload(options_of_long), tmp_path, 1)]
     assert np.median(lengths) == pytest.approx(128, rel=0.08)
+    inside = [length for length in lengths if 8 < length < 1024]
     assert np.std(np.log(inside)) == pytest.approx(0.8, rel=0.1)
 
 
@@ -135,20 +127,6 @@ def test_table_and_what_is_stored(tmp_path: Path) -> None:
     assert "failed: 1 requests of a, 2 a second" in shown.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--rates", "0"], "--rates 0: input should be greater than 0"),
-        (["--rates", "none", "--concurrencies", "none"], "--concurrencies none: no load is left"),
-        (["--rates", "nan"], "--rates nan: input should be greater than 0"),
-    ],
-)
-def test_bad_flags_end_with_one_line(words: list[str], message: str, capsys: Any) -> None:
-    assert main(["bench", "serve", "--model", "m", "--data", "d", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-
-
 def marked(mark: str) -> Iterator[bytes]:
     """Command lines of the processes that have a word in their environment, which children inherit."""
     for folder in Path("/proc").iterdir():
@@ -162,29 +140,20 @@ def marked(mark: str) -> Iterator[bytes]:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.engine
-def test_a_server_that_does_not_start(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    arguments = {"max_model_len": 256, "kv_cache_memory_bytes": 1 << 26, "dtype": "float32", "enforce_eager": True}
-    with pytest.raises(BenchError, match=r"bad: the server ended with code 2; its last line: .*exit_layer=99"):
-        Server(Contender("bad", {"method": "ppd", "exit_layer": 99}), str(tiny_model()), arguments, tmp_path / "log")
-
-
-@pytest.mark.full
-@pytest.mark.ranks
-@pytest.mark.engine
 def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path) -> None:
     """Turns in order, counters that add up, every token that was asked for; after Ctrl-C no process is left."""
     out = tmp_path / "serve.json"
     settings = {
-        "model": tiny_model(), "data": texts_file, "plain": "none", "rates": "8", "concurrencies": "2",
+        "model": tiny_model(), "data": texts_file, "plain": "none", "rates": "8", "concurrencies": "none",
         "requests": 6, "new-tokens": 16, "context": 192, "dtype": "float32",
-        "kv-cache-gib": 0.05, "rounds": 2, "engine": '{"block_size": 32}', "out": out,
+        "kv-cache-gib": 0.05, "rounds": 50, "engine": '{"block_size": 32}', "out": out,
         "also": 'ppd={"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 2, "adaptive": false}',
     }  # fmt: skip
     words = ["bench", "serve", "--eager", *(str(word) for k, v in settings.items() for word in (f"--{k}", v))]
     environment = {**os.environ, "PPD_TEST": str(tmp_path)}
     process = subprocess.Popen([*PPD, *words], stderr=subprocess.PIPE, text=True, env=environment)
     try:
-        while len(turns_of(out)) < 7:  # a turn of the second load
+        while len(turns_of(out)) < 4:  # a turn of the second round
             assert process.poll() is None
             time.sleep(0.1)
         mark = f"PPD_TEST={tmp_path}"
@@ -198,10 +167,9 @@ def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], text
     assert f"ppd: stopped; {len(turns)} turns are kept in {out}" in errors
     assert not json.loads(out.read_text())["runs"][0]["finished"]
     assert not list(marked(mark))
-    expected = [(rate, at_once, number, name) for rate, at_once in ((8.0, None), (None, 2)) for number in range(2)
-                for name in (BASE, CONTROL, "ppd")]  # fmt: skip
-    order = [(turn["rate"], turn["concurrency"], turn["round"], turn["contender"]) for turn in turns]
-    assert order == expected[: len(turns)]
+    names = (BASE, CONTROL, "ppd")
+    assert [turn["contender"] for turn in turns] == [names[i % 3] for i in range(len(turns))]
+    assert {(turn["rate"], turn["concurrency"]) for turn in turns} == {(8.0, None)}
     for turn in turns:
         assert (turn["completed"], turn["failed"]) == (6, 0)
         assert turn["prefix_queries"] == sum(turn["prompt_tokens"])  # every prompt's tokens are looked up once
@@ -245,7 +213,7 @@ def test_a_server_that_ends_under_load(
     assert not list(marked(f"PPD_TEST={tmp_path}"))
 
 
-def test_a_contender_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contender_has_an_environment_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import os, sys; sys.exit('LEVEL is ' + os.environ.get('LEVEL', 'unknown'))"
     monkeypatch.setattr(server, "VLLM", [sys.executable, "-c", script])
     with pytest.raises(BenchError, match="its last line: LEVEL is 3"):

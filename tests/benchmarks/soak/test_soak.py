@@ -14,7 +14,6 @@ from conftest import ROOT
 
 from vllm_ppd.benchmarks.soak import checks, client, run
 from vllm_ppd.benchmarks.soak.workload import CHUNK, Request, Workload
-from vllm_ppd.heads.locking import InUse, writing_folder
 
 MODEL = str(ROOT / "benchmarks/demo/model")
 COUNTERS = {
@@ -164,15 +163,5 @@ def test_every_fault_of_a_server_is_in_its_row() -> None:
         and "no request was preempted" in faults
     )
     assert faults[1].startswith("request 0, greedy: after 5 tokens 71 (-") and "the top two are" in faults[1]
-
-
-def test_a_soak_without_what_it_is_for_is_a_fault() -> None:
     method = next(method for method in run.methods() if method.contender.name == "cp + lookup")
     assert run.row_of(method, soaked(), soaked(), soaked(), body)[1] == ["no draft was looked up"]
-    assert run.row_of(method, soaked({"ppd:lookup_steps_total": 1}), soaked(), soaked(), body)[1] == []
-
-
-def test_two_soaks_of_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["run", "--folder", str(tmp_path)])
-    with writing_folder(tmp_path), pytest.raises(InUse, match="being written by"):
-        run.main()
