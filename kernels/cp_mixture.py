@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.sampling import Sampling, divisor, draw, is_greedy, truncated
+from vllm_ppd.kernels.sampling import INVALID, Sampling, divisor, draw, is_greedy, truncated
 
 # Log-probability below which experts that rule a token out are not told apart, so that their weights stay finite.
 RULED_OUT = -1e5
@@ -125,8 +125,8 @@ def draft_chain(
         generator: where the samples come from, on the device of logits.
 
     Returns:
-        (token ids [rows, drafts] int64, the probabilities they were drawn with [rows, drafts, vocab]; the mixture's own
-        where the arg-max was taken).
+        (token ids [rows, drafts] int64, INVALID where the mixture is not finite; the probabilities they were drawn with
+        [rows, drafts, vocab], the mixture's own where the arg-max was taken).
     """
     # Few calls: after a pass over the model's weights each one's own code comes from memory again.
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -141,8 +141,8 @@ def draft_chain(
     every = torch.softmax(logits, dim=-1, dtype=dtype)
     tokens, distributions = [], []
     for left, factors in zip(reversed(range(every.shape[1])), every.unbind(dim=1), strict=True):
-        token, probs = _drawn(weights, factors, sampling, generator)
-        tokens.append(token)
+        token, probs, finite = _drawn(weights, factors, sampling, generator)
+        tokens.append(torch.where(finite, token, INVALID))
         distributions.append(probs)
         if left:
             weights = _moved(weights, factors, token)
@@ -164,22 +164,22 @@ def draft_next(
     """
     weights = torch.softmax(at_least_float32(log_weights), dim=-1)
     factors = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    token, probs = _drawn(weights, factors, sampling, generator)
-    return token, probs, _moved(weights, factors, token).log()
+    token, probs, finite = _drawn(weights, factors, sampling, generator)
+    return torch.where(finite, token, INVALID), probs, _moved(weights, factors, token).log()
 
 
 def _drawn(
     weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token [rows] of the mixture of factors [rows, r, vocab], and what it was drawn from [rows, vocab]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A token [rows] of factors [rows, r, vocab], what it was drawn from [rows, vocab], and whether that is finite."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
-    token = probs.argmax(dim=-1)
+    peak, token = probs.max(dim=-1)
     if sampling is not None:
         # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
-        probs = (probs / probs.amax(dim=-1, keepdim=True)).pow(1 / divisor(sampling.temperature).to(probs.dtype))
+        probs = (probs / peak[:, None]).pow(1 / divisor(sampling.temperature).to(probs.dtype))
         probs = truncated(probs / probs.sum(dim=-1, keepdim=True), sampling)
         token = torch.where(is_greedy(sampling.temperature), token, draw(probs, generator))
-    return token, probs
+    return token, probs, peak.isfinite()
 
 
 def _moved(weights: torch.Tensor, factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

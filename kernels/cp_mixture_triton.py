@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chain of CP drafts: two passes over the logits, and one launch for what torch needs a dozen of.
 
-    softmax  once: log-sum-exp of every row, position and expert
+    softmax  once: parts of the log-sum-exp of every row, position and expert
+    sum_up   once: that log-sum-exp
     mix      a position: mixture over experts, arg-max or exponential race, and the mixture as it is drawn from
     advance  a position, a program a row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
     temper   once, where rows sample: mixture^(1/temperature), normalised, in place
 
-The product that gives the logits stays the library's (every expert and position is a row of one read of E*), and so
-does the sum of the softmax's parts, a few numbers a row. Noise is made in the kernel from a seed drawn on the device:
-writing and reading it would cost as much as the mixture. Samples differ from the reference's, their distribution not.
+The product that gives the logits stays the library's (every expert and position is a row of one read of E*). Noise is
+made in the kernel from a seed drawn on the device: writing and reading it would cost as much as the mixture. Samples
+differ from the reference's, their distribution not.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import triton.language as tl
 
 from vllm_ppd.kernels import cp_mixture
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
+from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
 
 BLOCK_V = 2048  # of the vocabulary a program
 COLDEST = tl.constexpr(1e-5)  # the reference takes the arg-max below
+INVALID = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit
@@ -43,6 +46,19 @@ def _softmax(
     at = line * tl.num_programs(1) + tl.program_id(1)
     tl.store(maxima + at, shift)
     tl.store(sums + at, tl.sum(tl.exp(values - shift), axis=0))
+
+
+@triton.jit
+def _sum_up(maxima: tl.tensor, sums: tl.tensor, logsumexp: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr) -> None:
+    line = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    largest = tl.load(maxima + line * parts + part, mask=part < parts, other=float("-inf"))
+    total = tl.load(sums + line * parts + part, mask=part < parts, other=0.0)
+    # A part of -inf alone has the shift 0 and the sum 0; NaN stays NaN.
+    peak = tl.max(tl.where(total == 0, float("-inf"), largest), axis=0)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    scaled = tl.where(total == 0, 0.0, total * tl.exp(largest - shift))
+    tl.store(logsumexp + line, tl.log(tl.sum(scaled, axis=0)) + shift)
 
 
 @triton.jit
@@ -126,9 +142,10 @@ def _advance(
         keys = tl.load(race + row * parts + part, mask=part < parts, other=NOTHING)
         token = columns_of(tl.max(keys, axis=0))
         draft = row * drafts + position - positions + drafts
-        tl.store(tokens + draft, token)
         keys = tl.load(best + row * parts + part, mask=part < parts, other=NOTHING)
-        tl.store(peaks + draft, values_of(tl.max(keys, axis=0)))
+        peak = values_of(tl.max(keys, axis=0))
+        tl.store(peaks + draft, peak)
+        tl.store(tokens + draft, tl.where(tl.abs(peak) < float("inf"), token, INVALID))
     line = (row * positions + position) * rank + expert
     known = tl.where(token < 0, 0, token)
     value = tl.load(logits + line * step + known, mask=real, other=0.0).to(tl.float32)
@@ -230,7 +247,8 @@ def _chain(
     # Apart: halves of one tensor start at addresses whose alignment, and with it the code, depends on the rows.
     maxima, sums = (torch.empty(lines, parts, dtype=torch.float32, device=device) for _ in range(2))
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
-    logsumexp = torch.logsumexp(maxima + sums.log(), dim=-1)
+    logsumexp = torch.empty(lines, dtype=torch.float32, device=device)
+    _sum_up[(lines,)](maxima, sums, logsumexp, parts, PARTS=padded)
     probs, peaks = (
         torch.empty(rows, drafts, vocab, dtype=torch.float32, device=device),
         torch.empty(rows, drafts, dtype=torch.float32, device=device),

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_ppd.kernels.sampling import INVALID
+
 
 class ShardTopK(NamedTuple):
     """What one rank knows of its shard."""
 
     values: torch.Tensor  # [rows, k] float32, descending
-    token_ids: torch.Tensor  # [rows, k] int64, ids in the whole vocabulary
+    token_ids: torch.Tensor  # [rows, k] int64, ids in the whole vocabulary; INVALID where the value is not finite
     logsumexp: torch.Tensor  # [rows] float32, over the shard
 
 
@@ -34,7 +36,7 @@ def shard_topk(
         k: entries a row, 1 <= k <= num_valid.
         vocab_start: id of the shard's first token in the whole vocabulary.
         num_valid: columns that are real tokens.
-        with_logsumexp: whether a probability will be asked for; otherwise zeros are returned and no pass is spent.
+        with_logsumexp: whether a probability will be asked for; otherwise anything is returned and no pass is spent.
 
     Raises:
         ValueError: if k is not within 1..num_valid.
@@ -48,7 +50,8 @@ def shard_topk(
         logsumexp = torch.logsumexp(logits.float(), dim=-1)
     else:
         logsumexp = torch.zeros(logits.shape[0], dtype=torch.float32, device=logits.device)
-    return ShardTopK(values.float(), columns + vocab_start, logsumexp)
+    ids = torch.where(values.isfinite(), columns + vocab_start, INVALID)
+    return ShardTopK(values.float(), ids, logsumexp)
 
 
 def merge_topk(

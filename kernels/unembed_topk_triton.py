@@ -20,10 +20,12 @@ import triton.language as tl
 from vllm_ppd.kernels import unembed_topk as reference
 from vllm_ppd.kernels.early_topk import ShardTopK
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
+from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 
 MOST_ROWS, MOST_K = 64, 8
 BLOCK_V = 64  # with 128 hidden of bfloat16: 16 KiB in flight a stage, which fits every GPU's shared memory thrice
 PROGRAMS_A_PROCESSOR = 2
+INVALID = tl.constexpr(NO_TOKEN)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -114,8 +116,11 @@ def _merge(
     candidates = tl.load(keys + at, mask=place < programs * K, other=NOTHING)
     for i in tl.static_range(K):
         best = tl.max(candidates, axis=0)
-        tl.store(values + row * K + i, values_of(best))
-        tl.store(token_ids + row * K + i, columns_of(best) + vocab_start)
+        value = values_of(best)
+        tl.store(values + row * K + i, value)
+        tl.store(
+            token_ids + row * K + i, tl.where(tl.abs(value) < float("inf"), columns_of(best) + vocab_start, INVALID)
+        )
         candidates = tl.where(candidates == best, NOTHING, candidates)
     if WITH_SUM:
         part = tl.arange(0, PARTS)
@@ -179,7 +184,7 @@ def unembed_topk(
     )
     values = torch.empty(rows, k, dtype=torch.float32, device=device)
     token_ids = torch.empty(rows, k, dtype=torch.int64, device=device)
-    logsumexp = torch.zeros(rows, dtype=torch.float32, device=device)
+    logsumexp = torch.empty(rows, dtype=torch.float32, device=device)
     _merge[(rows,)](
         keys,
         maxima,

@@ -207,6 +207,11 @@ class ModelCut:
         self.graph_buffers: CutState | None = None
         self.adapter.replace_forward(self)
 
+    @property
+    def compiled(self) -> list[Stack]:
+        """Every stack."""
+        return [*self.stacks, *([] if self.whole is None else [self.whole])]
+
     def allocate_graph_buffers(
         self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:

@@ -87,6 +87,10 @@ class BranchedModel(ModelCut):
         )
         self.branch_hidden = hidden
 
+    @property
+    def compiled(self) -> list[Stack]:
+        return [*super().compiled, *([] if self.branches is None else [self.branches])]
+
     def allocate_graph_buffers(
         self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:

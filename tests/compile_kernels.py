@@ -14,8 +14,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vllm_ppd.kernels import cp_mixture_triton, joint_threshold_triton, paged_copy_triton
+from vllm_ppd.kernels import (
+    cp_mixture_triton,
+    drafts_triton,
+    joint_threshold_triton,
+    paged_copy_triton,
+    shallow_pass_triton,
+    staging_triton,
+)
 from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.shallow_pass import PassInputs
+from vllm_ppd.kernels.staging import Staged, StepEnd
 from vllm_ppd.kernels.unembed_topk_triton import unembed_topk
 
 MOST_SHARED = 99 << 10  # bytes a program has on the smallest GPUs that vLLM serves on (compute capability 8.6 and 8.9)
@@ -57,6 +66,7 @@ def main() -> None:
         cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling)
     for sizes in ((1, 50, 50), (50, 50, 50)):
         joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
+    drafted(2)
     # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
@@ -65,10 +75,30 @@ def main() -> None:
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
         cp_mixture_triton.draft_chain(torch.zeros(rows, 3), logits, torch.arange(rows), None)
         joint_threshold_triton.adaptive_threshold(torch.zeros(rows, 1, 50, 50), torch.zeros(rows))
+        drafted(rows)
     assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
     mixes = cp_mixture_triton._mix.device_caches[0][0].values()
     assert len(mixes) == 2, f"{len(mixes)} variants of a chain's positions, greedy and sampled"
     print(*sorted(compiled))
+
+
+def drafted(requests: int) -> None:
+    """Stage a step of so many requests, and end their drafts."""
+    places, integers = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests + 1, dtype=torch.int32)
+    hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
+    staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024))
+    end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden)
+    staging_triton.stage(end, torch.zeros(1025, 6), staged, requests)
+    types = (torch.int32, torch.int64, torch.int32, torch.int64)
+    inputs = PassInputs(*(torch.zeros(1024, dtype=dtype) for dtype in types))
+    shallow_pass_triton.begin_pass(places, places, places, 1, 1000, inputs)
+    ids, sure = torch.zeros(requests, 3, dtype=torch.int64), torch.zeros(requests, 3)
+    for counts, confidence in ((None, None), (places, None), (places, (sure, torch.zeros(1024, 3)))):
+        tokens = torch.zeros(1024, 3, dtype=torch.int64)
+        drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, confidence, torch.zeros(2).long())
+    for columns in (None, torch.arange(5000)):
+        q, store = torch.zeros(requests, 3, 5000), torch.zeros(1025, 3, 32000)
+        drafts_triton.store_q(q, ids, places, *staged.settings[1:3], columns, 5, store)
 
 
 if __name__ == "__main__":

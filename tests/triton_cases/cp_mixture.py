@@ -12,7 +12,7 @@ from scipy.stats import chi2
 from vllm_ppd.kernels import cp_mixture, cp_mixture_triton
 from vllm_ppd.kernels.cp_mixture import draft_chain as reference
 from vllm_ppd.kernels.cp_mixture_triton import _exponential, draft_chain, draft_next
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling import INVALID, Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -87,7 +87,7 @@ def test_ties_masks_and_nan() -> None:
     actual = draft_chain(weights, logits, first)
     same(actual, reference(weights, logits, first))
     assert actual[0][0].tolist() == [0, 0]
-    assert actual[0][2, 0].item() == 0
+    assert actual[0][2, 0].item() == INVALID
     assert actual[1][2, 0].isnan().all()
     assert (actual[0][1] < 3).all()
 

@@ -12,6 +12,7 @@ import torch
 
 from vllm_ppd.kernels import unembed_topk_triton
 from vllm_ppd.kernels.early_topk import ShardTopK
+from vllm_ppd.kernels.sampling import INVALID
 from vllm_ppd.kernels.unembed_topk import unembed_topk as reference
 from vllm_ppd.kernels.unembed_topk_triton import unembed_topk
 
@@ -33,7 +34,7 @@ def lowest_ids(
     logits = torch.nn.functional.linear(hidden, weights, bias)[:, :valid].float()  # type: ignore[arg-type]
     order = logits.argsort(dim=-1, descending=True, stable=True)[:, :k]
     torch.testing.assert_close(actual.values, logits.gather(1, order), rtol=0, atol=0, equal_nan=True)
-    return ShardTopK(actual.values, order + start, actual.logsumexp)
+    return ShardTopK(actual.values, torch.where(actual.values.isfinite(), order + start, INVALID), actual.logsumexp)
 
 
 def same(actual: ShardTopK, expected: ShardTopK) -> None:

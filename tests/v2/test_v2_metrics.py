@@ -60,7 +60,7 @@ def test_hardly_any_accepted_draft_is_a_warning(v2_engine: Factory, monkeypatch:
 
 def test_counts_on_the_device() -> None:
     counts = DeviceCounts(("a", "b"), torch.device("cpu"))
-    counts.add("b", torch.tensor([True, False, True]))
+    counts.values += torch.tensor([0, 2])
     assert counts.take() == {"a": 0, "b": 2}
-    counts.add("a", torch.tensor([True]))
+    counts.values += torch.tensor([1, 0])
     assert counts.take() == {"a": 1, "b": 0}

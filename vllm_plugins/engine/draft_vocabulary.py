@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_ppd.heads.draft_vocabulary import columns, most_frequent
+from vllm_ppd.kernels.sampling import INVALID
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -28,6 +29,7 @@ class DraftVocabulary:
 
     def __init__(self, counts: torch.Tensor, size: int, target: Target) -> None:
         self.token_ids = most_frequent(counts, size).to(target.device)
+        self._ids = torch.cat([self.token_ids, self.token_ids.new_tensor([INVALID])])
         self.place_of = columns(self.token_ids, len(counts))
         rows, self.bias = target.lm_head_rows(self.token_ids)
         self.linear = target.linear(rows)
@@ -40,6 +42,10 @@ class DraftVocabulary:
         if config.draft_vocab_size is None:
             return None
         return cls(tensors[str(heads.counts_tensor)], config.draft_vocab_size, target)
+
+    def ids(self, entries: torch.Tensor) -> torch.Tensor:
+        """Token IDs of entries; INVALID ones stay."""
+        return self._ids[entries]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, size]"""

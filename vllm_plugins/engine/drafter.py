@@ -31,7 +31,6 @@ class DraftInputs:
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
     hidden: torch.Tensor  # [requests, hidden] normed state that the target gave that token from
     places: torch.Tensor  # [requests] int64, where in the step's tokens that state's own token was
-    max_drafts: torch.Tensor  # [requests] int64, drafts that each may be given; more are made and not used
     num_drafts: int  # K, the most of any request
     sampling: Sampling | None = None  # None: every draft is the best token
     shallow: Callable[[int, torch.Tensor], CutState] | None = None  # methods that cut the target: see run_shallow
@@ -44,7 +43,7 @@ class DraftInputs:
 
         Args:
             offset: tokens from the newest one, which is at 0.
-            token_ids: [requests] int64.
+            token_ids: [requests] int64; an INVALID one runs as some token.
 
         Returns:
             (hidden, residual) at the exit layer, [requests, hidden] each. Rows that may not draft so far hold anything.
@@ -59,7 +58,8 @@ class Drafts:
 
     token_ids: torch.Tensor  # [requests, K] int64
     counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
-    # [requests, K, vocabulary or draft vocabulary] float32: q(x) of sampled drafts; None: all are the best tokens.
+    # [requests, K, vocabulary or draft vocabulary] float32: what drafts were drawn from, anything in rows that took the
+    # best token; None: all did.
     probs: torch.Tensor | None = None
     # [requests, K] float32: the drafter's own probability of each draft given those before it, where it is asked for.
     confidence: torch.Tensor | None = None

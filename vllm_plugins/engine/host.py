@@ -18,13 +18,14 @@ import torch
 from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-from vllm_ppd.kernels.sampling import is_greedy
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.drafts import finish, store_q
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.requests import RequestOptions
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY, KINDS, Kind, Staging
+from vllm_ppd.vllm_plugins.engine.requests import DRAFT_TEMPERATURE, MAX_DRAFTS, TEMPERATURE, RequestOptions
+from vllm_ppd.vllm_plugins.engine.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
 from vllm_ppd.vllm_plugins.engine.target import Target
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -46,23 +47,19 @@ class DeviceCounts:
     sees nothing.
 
     Args:
-        names: of our counters.
+        names: of our counters, as kernels/drafts.py has them.
         device: that counts.
     """
 
     def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
         self.names = names
-        self._values, self._seen = torch.zeros(len(names), dtype=torch.int64, device=device), np.zeros(0)
-        if self._values.device.type == "cpu":
-            self._seen = self._values.numpy()
+        self.values, self._seen = torch.zeros(len(names), dtype=torch.int64, device=device), np.zeros(0)
+        if self.values.device.type == "cpu":
+            self._seen = self.values.numpy()
         elif is_uva_available():
             buffer = UvaBuffer(len(names), torch.int64)
-            self._values, self._seen = buffer.uva(), buffer.np
+            self.values, self._seen = buffer.uva(), buffer.np
         self._taken = np.zeros_like(self._seen)
-
-    def add(self, name: str, requests: torch.Tensor) -> None:
-        """Count the requests for which a condition holds: [requests] bool."""
-        self._values[self.names.index(name)] += requests.sum()
 
     def take(self) -> dict[str, int]:
         """What the device has counted since the last call."""
@@ -104,92 +101,81 @@ class DraftingHost:
         self.config, self.vllm_config, self.device = config, vllm_config, device
         self.rows, self.num_drafts = rows, num_drafts
         self.q_rows, self.q_as_logits, self.confidence = q_rows, q_as_logits, confidence
-        self.options = RequestOptions(rows, device)
+        self.options = RequestOptions(rows, num_drafts, vllm_config.model_config.get_vocab_size(), device)
         self.counters = Counters()
         self._device_counts = DeviceCounts(("invalid_drafts", "confidence_stops"), device)
         self._warned_invalid = False
         self.draft_tokens = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
-        self.usable = torch.zeros(rows + 1, dtype=torch.int64, device=device)  # drafts of each request row
-        self._ordinals = torch.arange(num_drafts, device=device)
 
     def load(self, model: Any) -> None:
         """Take the loaded target, load the drafter and allocate everything, before vLLM measures the memory left."""
         self.target = Target(model, self.vllm_config, self.device)
         self.drafter = resolve_name(self.config.spec.drafter)()
         self.drafter.load(self.config, self.target)
-        self.staging = Staging(
-            self.rows,
-            self.num_drafts,
-            self.target,
-            self.drafter,
-            self.options,
-            "eps_b" in self.config.spec.request_options,
-        )
+        reads_eps_b = "eps_b" in self.config.spec.request_options
+        self.staging = Staging(self.rows, self.target, self.drafter, self.options, reads_eps_b)
+        # vLLM embeds whatever stands in place of an INVALID draft: a token that is drafted from.
+        vocabulary = self.drafter.vocabulary
+        self._columns = None if vocabulary is None else vocabulary.token_ids
+        self._stand_in = 0 if self._columns is None else int(self._columns[0])
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """How drafts may have to be drawn."""
         return (GREEDY,) if self.q_rows is None else KINDS
 
-    def draft(self, requests: int, kind: Kind, num_drafts: int | None = None) -> None:
-        """From the staged inputs to the buffers by request row.
+    def kind(self, rows: np.ndarray) -> Kind:
+        """How drafts of some request rows are drawn, by what the host knows of them."""
+        if self.q_rows is None or self.options.is_greedy[rows].all():
+            return GREEDY
+        return TRUNCATED if self.options.limited(rows) else SAMPLED
+
+    def draft(self, requests: int, kind: Kind, num_drafts: int | None = None) -> Drafts:
+        """Draft for the first so many of the staged requests, and store q(x) by request row.
 
         Args:
-            requests: of the staged ones, the first so many.
+            requests: that are staged.
             kind: how drafts are drawn.
             num_drafts: the most drafts of any request; None: K.
         """
-        inputs = self.staging.inputs(
-            requests, kind, num_drafts or self.num_drafts, self.shallow, self.confidence is not None
-        )
+        with_confidence = self.confidence is not None
+        inputs = self.staging.inputs(requests, kind, num_drafts or self.num_drafts, self.shallow, with_confidence)
         drafts = self.drafter.propose(inputs)
-        rows = self.staging.rows[:requests]
-        self._store(drafts, rows, inputs)
-        if self.q_rows is not None and inputs.sampling is not None and drafts.probs is not None:
-            self._store_q(self.q_rows, drafts.probs, rows)
+        if self.q_rows is not None and drafts.probs is not None:
+            columns = self._columns if drafts.probs.shape[-1] < self.q_rows.shape[-1] else None
+            temperature = self.staging.setting(TEMPERATURE, requests) if self.q_as_logits else None
+            rows, heat = self.staging.rows[:requests], self.staging.setting(DRAFT_TEMPERATURE, requests)
+            chosen(store_q, drafts.probs)(
+                drafts.probs, drafts.token_ids, rows, heat, temperature, columns, self._stand_in, self.q_rows
+            )
+        return drafts
 
-    def _store(self, drafts: Drafts, rows: torch.Tensor, inputs: DraftInputs) -> None:
-        counts = inputs.max_drafts
-        if drafts.counts is not None:
-            counts = torch.minimum(drafts.counts, counts)
-        usable = torch.minimum(counts, (drafts.token_ids >= 0).cumprod(dim=1).sum(dim=1))
-        self._device_counts.add("invalid_drafts", (rows >= 0) & (usable < counts))
-        if self.shallow is not None and drafts.counts is not None:
-            self._device_counts.add("confidence_stops", (rows >= 0) & (counts < inputs.max_drafts))
-        self.usable[rows] = usable
-        made = drafts.token_ids.shape[1]
-        # vLLM embeds whatever stands here, so that an INVALID draft must be some token.
-        self.draft_tokens[: len(rows), :made] = drafts.token_ids.clamp(min=0)
+    def draft_on_device(self, requests: int, kind: Kind) -> None:
+        """Draft, and leave what the next step embeds and verifies on the device; a CUDA graph holds this."""
+        drafts = self.draft(requests, kind)
+        rows, most = self.staging.rows[:requests], self.staging.setting(MAX_DRAFTS, requests)
+        confidence = None
         if self.confidence is not None:
             assert drafts.confidence is not None
-            # Adaptive verification leaves out first what would be rejected anyway.
-            known = self._ordinals[:made] < usable[:, None]
-            self.confidence[: len(rows)] = torch.where(known, drafts.confidence, 0.0)
-
-    def _store_q(self, store: torch.Tensor, q: torch.Tensor, rows: torch.Tensor) -> None:
-        if self.q_as_logits:
-            temperature = self.staging.temperature[: len(rows)]
-            q = q.log() * torch.where(is_greedy(temperature), 1.0, temperature)[:, None, None]
-        made = q.shape[1]
-        if self.drafter.vocabulary is not None and q.shape[-1] < store.shape[-1]:
-            columns = self.drafter.vocabulary.token_ids
-            store[rows[:, None, None], self._ordinals[:made, None], columns] = q
-        else:
-            store[rows, :made] = q
+            confidence = drafts.confidence, self.confidence
+        counted = self._device_counts.values
+        chosen(finish, rows)(
+            drafts.token_ids, drafts.counts, rows, most, self._stand_in, self.draft_tokens, confidence, counted
+        )
 
     def warm_up(self, sizes: Iterable[int], draft: Callable[[int, Kind], None] | None = None) -> None:
         """Draft for nobody at some batch sizes, in every way of drawing: takes the memory and compiles the kernels.
 
         Args:
             sizes: requests.
-            draft: in place of `self.draft`, such as the replay of a CUDA graph.
+            draft: in place of `self.draft_on_device`, such as the replay of a CUDA graph.
         """
         on_gpu = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=on_gpu), torch.inference_mode():  # samples must not depend on it
             self.staging.stage_nobody()
             for requests in sizes:
                 for kind in self.kinds[::-1]:
-                    (draft or self.draft)(requests, kind)
+                    (draft or self.draft_on_device)(requests, kind)
 
     def valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
         """Drafts [requests] before the first INVALID of each request's tokens [requests, K], of which `made` count."""

@@ -6,11 +6,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-# Backends whose metadata are made of device tensors alone, so that nothing waits and a CUDA graph can make them anew.
-ON_DEVICE = {"FLASH_ATTN", "TRITON_ATTN"}
 _warned: set[str] = set()
 
 
@@ -26,10 +25,10 @@ def unseen_by_connectors() -> Iterator[None]:
         kv_transfer_state._KV_CONNECTOR_AGENT = agent
 
 
-def on_device(names: Iterable[str]) -> bool:
-    """Whether all of some backends make their metadata on the device; says once of the others what that costs."""
-    others = sorted(set(names) - ON_DEVICE)
-    for name in set(others) - _warned:
+def on_device(groups: Iterable[Any]) -> bool:
+    """Whether all of some attention groups bring their metadata up to date on the device; says once if not."""
+    others = {group.backend.get_name() for group in groups if not group.supports_draft_decode_metadata_update}
+    for name in sorted(others - _warned):
         _warned.add(name)
         logger.warning(
             "vllm-ppd: attention backend %s may copy sequence lengths to the host in every shallow pass, which then "

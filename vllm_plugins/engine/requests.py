@@ -10,32 +10,35 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ppd.kernels.sampling import GREEDY_BELOW
+from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, drafting_allowed, needs_single_tokens
+
+# What drafting reads of a request on the device, by column.
+MAX_DRAFTS, TEMPERATURE, DRAFT_TEMPERATURE, TOP_K, TOP_P, EPS_B = range(6)
 
 
 class RequestOptions:
-    """Options of every request row, as arrays of the host, some of which the device has a copy of.
+    """Options of every request row, as arrays of the host, and as a table of the device.
 
-    A seed promises the same output on every run, and drafts are drawn from a generator that requests share. A grammar
-    cuts drafts off by what was drawn, after which q(x) is not what they were drawn from. Such requests draft greedily.
+    A grammar cuts drafts off by what was drawn, after which q(x) is not what they were drawn from. A seed promises the
+    same output on every run, and drafts are drawn from a generator that requests share. Such requests draft greedily.
 
     Args:
         rows: request rows of the runner. The device has another, which the padding of CUDA graphs reads, row -1.
+        num_drafts: K.
+        vocab_size: of the target.
         device: where drafts are made.
     """
 
-    def __init__(self, rows: int, device: torch.device) -> None:
+    def __init__(self, rows: int, num_drafts: int, vocab_size: int, device: torch.device) -> None:
+        self.num_drafts, self.vocab_size = num_drafts, vocab_size
         self.drafting = np.zeros(rows, dtype=bool)  # False where the request opted out
-        self.drafts_greedily = np.zeros(rows, dtype=bool)  # at any temperature
-        self.is_greedy = np.zeros(rows, dtype=bool)  # the request itself
+        self.is_greedy = np.zeros(rows, dtype=bool)
         self.several_at_once = np.zeros(rows, dtype=bool)  # may be given unverified n-grams
         self.max_tokens = np.zeros(rows, dtype=np.int64)
-        self.eps_b = np.full(rows, np.nan, dtype=np.float32)  # NaN where the request has no threshold
-        self.on_device = {
-            name: torch.zeros(rows + 1, dtype=dtype, device=device)
-            for name, dtype in (("drafting", torch.bool), ("drafts_greedily", torch.bool), ("eps_b", torch.float32))
-        }
+        # Exact in float32: drafts and temperatures, a top-k below 2^24, NaN where the request has no threshold.
+        self.settings = np.zeros((rows, 6), dtype=np.float32)
+        self.on_device = torch.zeros(rows + 1, 6, device=device)
 
     def add(self, row: int, params: Any) -> None:
         """Take a request in.
@@ -47,17 +50,42 @@ class RequestOptions:
         extra = getattr(params, "extra_args", None)
         threshold = back_off_threshold(extra)
         self.drafting[row] = drafting_allowed(extra)
-        self.drafts_greedily[row] = params is not None and (params.seed is not None or bool(params.structured_outputs))
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
         self.several_at_once[row] = not needs_single_tokens(params)
         limit = getattr(params, "max_tokens", None)
         self.max_tokens[row] = np.iinfo(np.int32).max if limit is None else limit
-        self.eps_b[row] = np.nan if threshold is None else threshold
+        greedily = self.is_greedy[row] or params.seed is not None or bool(params.structured_outputs)
+        temperature = 0.0 if self.is_greedy[row] else params.temperature
+        top_k = self.vocab_size if params is None or not 0 < params.top_k < self.vocab_size else params.top_k
+        self.settings[row] = (
+            self.num_drafts if self.drafting[row] else 0,
+            temperature,
+            0.0 if greedily else temperature,
+            top_k,
+            1.0 if params is None else params.top_p,
+            np.nan if threshold is None else threshold,
+        )
 
     def apply(self) -> None:
-        """Bring what was added to the device, in the order of its stream."""
-        for name, values in self.on_device.items():
-            async_tensor_h2d(getattr(self, name), out=values[:-1])
+        """Bring what was added to the device, in the order of its stream: steps in flight read what they began with."""
+        async_tensor_h2d(self.settings, out=self.on_device[:-1])
+
+    def limited(self, rows: np.ndarray, temperature: int = DRAFT_TEMPERATURE) -> bool:
+        """Whether top-k or top-p cut what some requests draw from; arguments as sampling's."""
+        drawn = self.settings[rows]
+        cut = (drawn[:, TOP_K] < self.vocab_size) | (drawn[:, TOP_P] < 1)
+        return bool((cut & (drawn[:, temperature] > 0)).any())
+
+    def sampling(self, rows: np.ndarray, temperature: int = DRAFT_TEMPERATURE) -> Sampling:
+        """How some requests draw.
+
+        Args:
+            rows: [requests] request rows.
+            temperature: the column; DRAFT_TEMPERATURE is 0 where drafts must be greedy.
+        """
+        settings = self.on_device[async_tensor_h2d(rows, device=self.on_device.device)].T
+        limits = (settings[TOP_K], settings[TOP_P]) if self.limited(rows, temperature) else ()
+        return Sampling(settings[temperature], *limits)
 
 
 class RequestRows:

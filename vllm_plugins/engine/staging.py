@@ -8,10 +8,20 @@ from typing import Literal
 
 import torch
 
+from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs
-from vllm_ppd.vllm_plugins.engine.requests import RequestOptions
+from vllm_ppd.vllm_plugins.engine.requests import (
+    DRAFT_TEMPERATURE,
+    EPS_B,
+    MAX_DRAFTS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    RequestOptions,
+)  # fmt: skip
 from vllm_ppd.vllm_plugins.engine.target import Target
 
 Kind = Literal["greedy", "sampled", "truncated"]
@@ -26,79 +36,61 @@ class Staging:
 
     Args:
         requests: the largest batch.
-        num_drafts: K.
         target, drafter: loaded.
         options: of the request rows.
         reads_eps_b: whether the drafter reads the requests' back-off thresholds.
     """
 
     def __init__(
-        self,
-        requests: int,
-        num_drafts: int,
-        target: Target,
-        drafter: Drafter,
-        options: RequestOptions,
-        reads_eps_b: bool,
+        self, requests: int, target: Target, drafter: Drafter, options: RequestOptions, reads_eps_b: bool
     ) -> None:
-        self.num_drafts, self.vocab_size = num_drafts, target.vocab_size
         self.options, self.reads_eps_b = options, reads_eps_b
         device = target.device
-
-        def integers() -> torch.Tensor:
-            return torch.zeros(requests, dtype=torch.int64, device=device)
-
-        self.rows = integers()  # request row of each; -1 for padding
-        self.newest_ids, self.places, self.max_drafts, self.positions = (integers() for _ in range(4))
-        self.hidden = torch.zeros(requests, target.hidden_size, dtype=target.dtype, device=device)
-        self.temperature = torch.ones(requests, device=device)  # as the request has it
-        self.draft_temperature = torch.ones(requests, device=device)  # 0 where its drafts must be greedy
-        self.top_k = torch.full((requests,), target.vocab_size, dtype=torch.int64, device=device)
-        self.top_p = torch.ones(requests, device=device)
-        self.eps_b = torch.full((requests,), torch.nan, device=device)
+        rows, newest_ids, places, positions = (
+            torch.zeros(requests, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        hidden = torch.zeros(requests, target.hidden_size, dtype=target.dtype, device=device)
+        settings = torch.zeros(options.on_device.shape[1], requests, device=device)
+        self.staged = Staged(rows, newest_ids, places, positions, hidden, settings)
+        self.rows, self.positions = rows, positions
         self.context: torch.Tensor | None = None
         if drafter.context_tokens:
             shape = (requests, drafter.context_tokens)
             self.context = torch.full(shape, -1, dtype=torch.int64, device=device)
-
-    def clear(self) -> None:
-        """Stage nothing but padding."""
-        self.rows.fill_(-1)
+        self.stage_nobody()
 
     def stage_nobody(self) -> None:
-        """Stage padding that takes the way of sampling requests, as in a dummy run."""
-        self.clear()
-        self.temperature.fill_(1.0)
-        self.draft_temperature.fill_(1.0)
-        self.max_drafts.fill_(self.num_drafts)
+        """Stage padding that takes the way of sampling requests, as a dummy run and a capture do."""
+        self.rows.fill_(-1)
+        settings = self.staged.settings
+        settings[MAX_DRAFTS] = self.options.num_drafts
+        settings[TEMPERATURE] = settings[DRAFT_TEMPERATURE] = settings[TOP_P] = 1.0
+        settings[TOP_K] = self.options.vocab_size
+        settings[EPS_B] = torch.nan
 
-    def stage(
+    def stage(self, end: StepEnd, padded: int) -> None:
+        """Stage a step that was verified, and mark the padding behind its requests: one launch on a GPU."""
+        chosen(stage, end.hidden)(end, self.options.on_device, self.staged, padded)
+
+    def stage_requests(
         self,
-        kind: Kind,
-        rows: torch.Tensor,  # [requests] request rows; -1 for padding
+        rows: torch.Tensor,  # [requests] int64
         newest_ids: torch.Tensor,  # [requests] the last token that each emitted
         hidden: torch.Tensor,  # [tokens, hidden] normed states of the step
         places: torch.Tensor,  # [requests] int64, the token whose state gave the newest one
         positions: torch.Tensor,  # [requests] of the newest tokens
-        max_drafts: torch.Tensor,  # [requests]
-        sampling: Sampling | None,  # of the requests, as vLLM has it; None where the kind is greedy
     ) -> None:
-        """Stage a step that was verified: what drafts of a kind read."""
-        n = len(rows)
-        self.rows[:n], self.places[:n], self.positions[:n] = rows, places, positions
-        self.newest_ids[:n], self.max_drafts[:n] = newest_ids, max_drafts
-        torch.index_select(hidden, 0, places, out=self.hidden[:n])
-        options = self.options.on_device
-        if kind != GREEDY:
-            assert sampling is not None
-            self.temperature[:n] = sampling.temperature
-            self.draft_temperature[:n] = self.temperature[:n].masked_fill(options["drafts_greedily"][rows], 0.0)
-        if kind == TRUNCATED:
-            assert sampling is not None
-            self.top_k[:n] = self.vocab_size if sampling.top_k is None else sampling.top_k
-            self.top_p[:n] = 1.0 if sampling.top_p is None else sampling.top_p
-        if self.reads_eps_b:
-            self.eps_b[:n] = options["eps_b"][rows]
+        """Stage some requests of a step, by what the host knows of them."""
+        n, staged = len(rows), self.staged
+        staged.rows[:n], staged.newest_ids[:n], staged.places[:n], staged.positions[:n] = (
+            rows, newest_ids, places, positions,
+        )  # fmt: skip
+        torch.index_select(hidden, 0, places, out=staged.hidden[:n])
+        staged.settings[:, :n] = self.options.on_device[rows].T
+
+    def setting(self, column: int, requests: int) -> torch.Tensor:
+        """A setting of the first so many staged requests: [requests] float32."""
+        return self.staged.settings[column, :requests]
 
     def inputs(
         self,
@@ -111,17 +103,16 @@ class Staging:
         """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs'."""
         sampling = None
         if kind != GREEDY:
-            limits = (self.top_k[:requests], self.top_p[:requests]) if kind == TRUNCATED else ()
-            sampling = Sampling(self.draft_temperature[:requests], *limits)
+            limits = (self.setting(TOP_K, requests), self.setting(TOP_P, requests)) if kind == TRUNCATED else ()
+            sampling = Sampling(self.setting(DRAFT_TEMPERATURE, requests), *limits)
         return DraftInputs(
-            newest_ids=self.newest_ids[:requests],
-            hidden=self.hidden[:requests],
-            places=self.places[:requests],
-            max_drafts=self.max_drafts[:requests],
+            newest_ids=self.staged.newest_ids[:requests],
+            hidden=self.staged.hidden[:requests],
+            places=self.staged.places[:requests],
             num_drafts=num_drafts,
             sampling=sampling,
             shallow=shallow,
-            options={"eps_b": self.eps_b[:requests]} if self.reads_eps_b else {},
+            options={"eps_b": self.setting(EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
             with_confidence=with_confidence,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import CompilationMode
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.models.interfaces import SupportsMultiModal
@@ -76,7 +77,7 @@ class Target:
         compiled = compilation.mode != CompilationMode.NONE
         whole = compiled and not self._graphs
         self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
-        self._allocate_graph_buffers()
+        self._prepare_graphs()
         return self.cut
 
     def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -95,13 +96,15 @@ class Target:
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)
         states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         cut.add_branches(layers, self.vllm_config, states)
-        self._allocate_graph_buffers()
+        self._prepare_graphs()
         return states
 
     @property
     def _graphs(self) -> bool:
         return self.vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs()
 
-    def _allocate_graph_buffers(self) -> None:
+    def _prepare_graphs(self) -> None:
         if self._graphs:
             self.cut.allocate_graph_buffers(self.max_tokens, self.hidden_size, self.dtype, self.device)
+            # vLLM captures piecewise graphs of a model that has compiled submodules.
+            self.model.add_module("vllm_ppd_stacks", nn.ModuleList(self.cut.compiled))

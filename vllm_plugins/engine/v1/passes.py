@@ -217,7 +217,7 @@ class StackPasses:
         """(KV cache group id, attention group, this stack's layer names) of each group the stack has layers in."""
         if self._groups is None:
             if not current_platform.is_cpu():
-                on_device(group.backend.get_name() for groups in self.runner.attn_groups for group in groups)
+                on_device(group for groups in self.runner.attn_groups for group in groups)
             self._groups = []
             for stack in range(len(self.cut.stacks)):
                 layers = [

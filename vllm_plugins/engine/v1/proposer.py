@@ -25,7 +25,7 @@ from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import RequestRows
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, TRUNCATED, Kind
+from vllm_ppd.vllm_plugins.engine.staging import GREEDY
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch, Step, with_counts
 from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
 
@@ -161,7 +161,6 @@ class Proposer:
         if plan is not None:
             if plan.looked_up is None:
                 tokens, made = self.draft_plan(plan, step)
-                self.host.take_counts()
             else:
                 tokens, made = plan.looked_up, plan.max_drafts
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
@@ -181,47 +180,33 @@ class Proposer:
         tokens = np.zeros((len(plan.rows), self.host.num_drafts), dtype=np.int64)
         made = np.zeros(len(plan.rows), dtype=np.int64)
         places = np.arange(len(plan.rows)) if self.drafts_for_all else np.flatnonzero(plan.max_drafts)
-        kind = self.kind(step.sampling)
         rows, most = plan.rows[places], plan.max_drafts[places]
-        request_rows = self.index(self.request_rows[rows])
+        request_rows = self.request_rows[rows]
         with torch.inference_mode():
-            self.host.staging.stage(
-                kind,
-                rows=request_rows,
+            self.host.staging.stage_requests(
+                rows=self.index(request_rows),
                 newest_ids=self.index(plan.base_tokens[places]),
                 hidden=step.hidden_states,
                 places=self.index(step.last_tokens(rows, self.batch.starts)),
                 positions=self.index(plan.base_positions[places]),
-                max_drafts=self.index(most),
-                sampling=None if kind == GREEDY else self.sampling(rows, step.sampling),
             )
             if self.host.staging.context is not None:
                 self.host.staging.context[: len(rows)] = self.context(rows)
-            self.host.draft(len(rows), kind, int(most.max()))
-            usable = self.host.usable[request_rows]
-            result = torch.cat([self.host.draft_tokens[: len(rows)], usable[:, None]], dim=1).cpu().numpy()
-        tokens[places], made[places] = result[:, :-1], result[:, -1]
+            drafts = self.host.draft(len(rows), self.host.kind(request_rows), int(most.max()))
+            parts = [drafts.token_ids] if drafts.counts is None else [drafts.token_ids, drafts.counts[:, None]]
+            result = torch.cat(parts, dim=1).cpu().numpy()
+        ids = result[:, : drafts.token_ids.shape[1]]
+        if drafts.counts is not None:
+            if self.host.shallow is not None:
+                self.counters.add("confidence_stops", int((result[:, -1] < most).sum()))
+            most = np.minimum(most, result[:, -1])
+        tokens[places, : ids.shape[1]], made[places] = ids, self.host.valid(ids, most)
         return tokens, made
 
-    def kind(self, metadata: Any) -> Kind:
-        """How the step's drafts are drawn, by vLLM's SamplingMetadata."""
-        if self.host.q_rows is None or metadata.all_greedy:
-            return GREEDY
-        return SAMPLED if metadata.top_k is None and metadata.top_p is None else TRUNCATED
-
-    def sampling(self, rows: np.ndarray, metadata: Any) -> Sampling:
-        """How batch rows [requests] sample, by vLLM's SamplingMetadata."""
-        index = self.index(rows)
-        limits = (None if part is None else part[index] for part in (metadata.top_k, metadata.top_p))
-        return Sampling(metadata.temperature[index], *limits)
-
-    def draft_sampling(self, plan: Plan, step: Step) -> Sampling | None:
+    def draft_sampling(self, plan: Plan) -> Sampling | None:
         """How drafts of a plan's requests are drawn, at temperature 0 where they must be greedy; None if all must."""
-        if self.kind(step.sampling) == GREEDY:
-            return None
-        sampling = self.sampling(plan.rows, step.sampling)
-        greedily = self.index(self.host.options.drafts_greedily[self.request_rows[plan.rows]])
-        return sampling._replace(temperature=sampling.temperature.masked_fill(greedily, 0.0))
+        rows = self.request_rows[plan.rows]
+        return None if self.host.kind(rows) == GREEDY else self.host.options.sampling(rows)
 
     def context(self, rows: np.ndarray) -> torch.Tensor:
         """The latest tokens of batch rows, newest first, -1 where there are none: [rows, drafter.context_tokens]."""

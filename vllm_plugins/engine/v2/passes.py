@@ -11,6 +11,8 @@ from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.shallow_pass import PassInputs, begin_pass
 from vllm_ppd.model_patches.base import CutState, ModelCut
 from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_connectors
 
@@ -32,12 +34,14 @@ class FirstStackPasses:
         self.starts_cpu = torch.arange(most + 1, dtype=torch.int32)
         self.starts = self.starts_cpu.to(self.device)
         self.prefilling = torch.zeros(most, dtype=torch.bool)
-        self.positions = torch.zeros(most, dtype=torch.int64, device=self.device)
-        self.seq_lens = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self.inputs = PassInputs(*(torch.zeros(most, dtype=dtype, device=self.device) for dtype in (
+            torch.int32, torch.int64, torch.int32, torch.int64,
+        )))  # fmt: skip
         self.bounds: torch.Tensor | None = None  # [requests] of the sequences' lengths; None while a graph is captured
         self.without_attention = False
         self.kv_cache_config: Any = None
         self.batch: Any = None  # of the mixed step that runs now
+        self.metadata: dict[str, Any] | None = None  # of the passes that draft now
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
         """Take the KV cache; an engine has none while vLLM measures its memory."""
@@ -45,59 +49,64 @@ class FirstStackPasses:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph may hold passes whose positions advance."""
-        return on_device(group.backend.get_name() for groups in self.speculator.attn_groups for group in groups)
+        """Whether metadata are brought up to date in place, on the device: a CUDA graph may hold the passes."""
+        return on_device(group for groups in self.speculator.attn_groups for group in groups)
 
     # Between steps ---------------------------------------------------------------------------------------------------
 
     def begin_drafting(self, batch: Any, without_attention: bool) -> None:
         """A step's drafts are about to be made."""
-        self.without_attention = without_attention
+        self.without_attention, self.metadata = without_attention, None
         self.bounds = batch.seq_lens_cpu_upper_bound
 
     def prepare_capture(self, requests: int) -> None:
         """A graph of so many requests is about to be captured: nobody's, whose blocks are vLLM's null block."""
-        self.without_attention, self.bounds = False, None
+        self.without_attention, self.bounds, self.metadata = False, None, None
         self.block_tables.get_dummy_block_tables(requests)
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """The first stack on a token of each staged request; rows of padding write no KV."""
         staging = self.speculator.host.staging
-        requests = len(token_ids)
+        requests, inputs = len(token_ids), self.inputs
         rows, base = staging.rows[:requests], staging.positions[:requests]
-        wanted = torch.where(rows < 0, 0, base + offset)
-        positions = torch.clamp(wanted, max=self.max_model_len - 1, out=self.positions[:requests])
-        metadata, slots = None, None
+        chosen(begin_pass, rows)(rows, base, token_ids, offset, self.max_model_len, inputs)
+        positions, slots = inputs.positions[:requests], None
         if not self.without_attention:
-            seq_lens = self.seq_lens[:requests]
-            seq_lens.copy_(positions + 1)
-            # Behind the model's length nothing is written.
-            writing = torch.where(wanted < self.max_model_len, rows, -1)
-            mappings = self.block_tables.compute_slot_mappings(
-                writing, self.starts[: requests + 1], positions, requests
-            )
-            tables = [table[:requests] for table in self.block_tables.input_block_tables]
-            bounds = (
-                None if self.bounds is None else (self.bounds[:requests] + offset + 1).clamp(max=self.max_model_len)
-            )
-            metadata = self._metadata(
-                self.starts[: requests + 1],
-                self.starts_cpu[: requests + 1],
-                1,
-                seq_lens,
-                bounds,
-                tables,
-                mappings,
-                positions,
-                self.prefilling[:requests],
-            )
+            starts = self.starts[: requests + 1]
+            mappings = self.block_tables.compute_slot_mappings(inputs.writing[:requests], starts, positions, requests)
             slots = build_slot_mappings_by_layer(mappings, self.kv_cache_config)
+            self._bring_up_to_date(offset, requests, mappings)
         with (
             unseen_by_connectors(),
-            set_forward_context(metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots),
+            set_forward_context(self.metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots),
         ):
             # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
-            return self.cut.stacks[0](token_ids.to(torch.int32), positions)
+            return self.cut.stacks[0](inputs.input_ids[:requests], positions)
+
+    def _bring_up_to_date(self, offset: int, requests: int, mappings: torch.Tensor) -> None:
+        """Metadata of the next pass: made once a step, unless a backend's cannot be updated in place."""
+        updated = self.metadata is not None and self.speculator.supports_decode_metadata_update
+        if updated:
+            for groups in self.speculator.attn_groups:
+                for group in groups:
+                    group.update_draft_decode_metadata(self.metadata)
+            return
+        bounds = self.bounds
+        if bounds is not None:
+            # Made once, they hold for all passes.
+            reach = self.speculator.num_speculative_steps if self.speculator.supports_decode_metadata_update else offset
+            bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
+        self.metadata = self._metadata(
+            self.starts[: requests + 1],
+            self.starts_cpu[: requests + 1],
+            1,
+            self.inputs.seq_lens[:requests],
+            bounds,
+            [table[:requests] for table in self.block_tables.input_block_tables],
+            mappings,
+            self.inputs.positions[:requests],
+            self.prefilling[:requests],
+        )
 
     def _metadata(
         self,
@@ -111,7 +120,7 @@ class FirstStackPasses:
         positions: torch.Tensor,
         prefilling: torch.Tensor,
     ) -> dict[str, Any]:
-        """Of the first stack's layers; inside a CUDA graph it is made anew from the same buffers at every replay.
+        """Of the first stack's layers; inside a CUDA graph they are made anew from the same buffers at every replay.
 
         Hence never vLLM's metadata for capture: some backends (Triton's) set the sequence lengths to 1 for it, which
         every replay would then do.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafting method as a speculator of vLLM's runner V2: the adapter between vLLM's batch and the drafting host.
 
-Every request of a step is given K draft IDs, as vLLM schedules a number a batch. What a request must not use (opt-outs,
-confidence, back-off) is a mask by request row that outlives the draft by a step.
+Every request of a step is given K draft IDs, as vLLM schedules a number a batch; what a request must not use is masked
+when it is verified. A decode step launches one staging kernel and replays one graph.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
@@ -102,12 +104,12 @@ class Speculator(DraftModelSpeculator):
 
     def prepare_capture(self, requests: int) -> None:
         """A graph of so many requests is about to be captured."""
-        self.host.staging.clear()
+        self.host.staging.stage_nobody()
 
     def _captured(self, kind: Kind) -> Callable[..., Callable[[CUDAGraphMode], None]]:
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             self.prepare_capture(desc.num_tokens)
-            return lambda mode: self.host.draft(desc.num_tokens, kind)
+            return lambda mode: self.host.draft_on_device(desc.num_tokens, kind)
 
         return create
 
@@ -152,63 +154,36 @@ class Speculator(DraftModelSpeculator):
         started, requests = time.perf_counter(), input_batch.num_reqs
         if dummy_run:
             # A dummy run takes the memory of every kind; the first compiles the kernels of every batch size.
-            self.host.warm_up(buckets(requests) if is_profile else [requests], self._run if not is_profile else None)
-            return self.draft_tokens[:requests]
-        kind = self._kind(input_batch)
-        self._stage(input_batch, last_hidden_states, num_sampled, num_rejected, last_sampled, kind)
-        self._run(requests, kind)
-        self.counters.add("drafting_seconds", time.perf_counter() - started)
+            self.host.warm_up(buckets(requests) if is_profile else [requests], None if is_profile else self._run)
+        elif num_speculative_tokens != 0:  # vLLM takes none of the drafts
+            end = StepEnd(
+                input_batch.idx_mapping,
+                input_batch.query_start_loc,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                input_batch.positions,
+                last_hidden_states,
+            )
+            self._run(requests, self.host.kind(input_batch.idx_mapping_np), end)
+            self.counters.add("drafting_seconds", time.perf_counter() - started)
         return self.draft_tokens[:requests]
 
-    def _kind(self, batch: Any) -> Kind:
-        """How the step's drafts are drawn, by what the host knows of its requests."""
-        if self.host.q_rows is None:
-            return GREEDY
-        states, rows = self.runner.sampler.sampling_states, batch.idx_mapping_np
-        sampling = states.temperature.np[rows] != 0
-        if not sampling.any():
-            return GREEDY
-        drawn = sampling & ~self.host.options.drafts_greedily[rows]
-        limited = (states.top_k.np[rows] != states.vocab_size) | (states.top_p.np[rows] != 1)
-        return TRUNCATED if (limited & drawn).any() else SAMPLED
-
-    def _stage(
-        self,
-        batch: Any,
-        hidden: torch.Tensor,  # [tokens, hidden]
-        num_sampled: torch.Tensor,  # [requests]
-        num_rejected: torch.Tensor,  # [requests]
-        last_sampled: torch.Tensor,  # [request rows, 1]
-        kind: Kind,
-    ) -> None:
-        n, rows = batch.num_reqs, batch.idx_mapping[: batch.num_reqs]
-        states = self.runner.sampler.sampling_states
-        places = batch.query_start_loc[1 : n + 1].long() - 1 - num_rejected[:n]
-        sampling = None
-        if kind != GREEDY:
-            limits = (states.top_k.gpu[rows], states.top_p.gpu[rows]) if kind == TRUNCATED else ()
-            sampling = Sampling(states.temperature.gpu[rows], *limits)
-        self.host.staging.clear()  # what CUDA graphs pad the batch with
-        self.host.staging.stage(
-            kind,
-            # A chunk that does not end its prompt sampled nothing: it is padding, too.
-            rows=torch.where(num_sampled[:n] > 0, rows, -1),
-            newest_ids=last_sampled[rows, 0],
-            hidden=hidden,
-            places=places,
-            positions=batch.positions[places] + 1,
-            max_drafts=self._max_drafts(rows),
-            sampling=sampling,
-        )
-        if self.host.staging.context is not None:
-            self._stage_context(rows, self.host.staging.context[:n])
-
-    def _max_drafts(self, rows: torch.Tensor) -> torch.Tensor:
-        """Drafts that each request may use, after the soft cut-off: [requests]."""
-        drafting, limit = self.host.options.on_device["drafting"][rows], self.config.max_drafting_requests
-        if limit is not None:
-            drafting = drafting & (drafting.cumsum(0) <= limit)
-        return drafting * self.host.num_drafts
+    def _run(self, requests: int, kind: Kind, end: StepEnd | None = None) -> None:
+        """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one has its size."""
+        manager, graph = self._manager(kind), None
+        if manager is not None:
+            graph = manager.dispatch(requests, requests, 1, 0)
+            graph = graph if graph.cg_mode == CUDAGraphMode.FULL else None
+        if end is not None:
+            self.host.staging.stage(end, requests if graph is None else graph.num_tokens)
+            if self.host.staging.context is not None:
+                self._stage_context(end.rows, self.host.staging.context[:requests])
+        if graph is None:
+            self.host.draft_on_device(requests, kind)
+        else:
+            assert manager is not None
+            manager.run_fullgraph(graph)
 
     def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The latest tokens, newest first, -1 where there are none."""
@@ -217,15 +192,19 @@ class Speculator(DraftModelSpeculator):
         tokens = states.all_token_ids.gpu[rows[:, None], at.clamp(min=0)].long()
         out.copy_(torch.where(at < 0, -1, tokens))
 
-    def _run(self, requests: int, kind: Kind) -> None:
-        manager = self._manager(kind)
-        if manager is not None:
-            desc = manager.dispatch(requests, requests, 1, 0)
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                manager.run_fullgraph(desc)
-                return
-        self.host.draft(requests, kind)
+    def unusable(self, batch: Any) -> torch.Tensor | None:
+        """Of the step's logits [logits] bool: whether it is of a draft that its request must not use; None: of none.
 
-    def unusable(self, batch: Any) -> torch.Tensor:
-        """Of the step's logits [logits] bool: whether it is of a draft that its request must not use."""
-        return batch.expanded_local_pos > self.host.usable[batch.expanded_idx_mapping]
+        Only requests that opted out, and those behind the soft cut-off, must not use theirs. What their method does
+        not stand for is verified anyway, as vLLM schedules a number a batch, and is accepted where it is right.
+        """
+        rows, limit = batch.idx_mapping_np, self.config.max_drafting_requests
+        drafting = self.host.options.drafting[rows]
+        if limit is not None:
+            drafting = drafting & (drafting.cumsum() <= limit)
+        if drafting.all():
+            return None
+        barred = np.zeros(self.host.rows, dtype=bool)
+        barred[rows] = ~drafting
+        of_logits = async_tensor_h2d(barred, device=self.device)[batch.expanded_idx_mapping]
+        return of_logits & (batch.expanded_local_pos > 0)

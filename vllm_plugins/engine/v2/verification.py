@@ -37,7 +37,9 @@ class Verification(RejectionSampler):
         invalid_drafts: torch.Tensor | None = None,
     ) -> Any:
         unusable = self.speculator.unusable(input_batch)
-        if invalid_drafts is not None:
+        if unusable is None:
+            unusable = invalid_drafts
+        elif invalid_drafts is not None:
             unusable |= invalid_drafts
         if not self._compiled and len(logits) > input_batch.num_reqs:
             self._compiled = True

@@ -23,7 +23,7 @@ from vllm_ppd.heads.cp.module import draft_in_sequence, log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
 
@@ -69,15 +69,14 @@ class CPDrafter(Drafter):
             self._draft(step, slice(start, start + self.requests_at_once))
             for start in range(0, requests, self.requests_at_once)
         ]
-        tokens, confidence = (torch.cat([part[i] for part in parts]) for i in range(2))
-        probs = None if step.sampling is None else torch.cat([part[2] for part in parts])
-        return Drafts(tokens, probs=probs, confidence=confidence)
+        entries, q = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        confidence = None
+        if step.with_confidence:
+            confidence = q.gather(-1, entries.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return Drafts(self._ids(entries), probs=None if step.sampling is None else q, confidence=confidence)
 
-    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of some requests: drafts, the mixture's probability of each [requests, n], q(x) [requests, n, entries].
-
-        Drafts whose q(x) is no distribution are INVALID.
-        """
+    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of some requests: entries of the draft vocabulary [requests, n], and q(x) [requests, n, entries]."""
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
         product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
@@ -86,17 +85,9 @@ class CPDrafter(Drafter):
             product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.previous:
-            tokens, q = draft_in_sequence(log_weights, product, self._logits, self._shift, sampling)
-        else:
-            known = first if vocabulary is None else vocabulary.place_of[first]
-            tokens, q = self.chain(log_weights, self._logits(product), None if self.lead else known, sampling)
-        confidence = q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-        if sampling is None:
-            valid = confidence.isfinite()  # NaN in a softmax makes all of it NaN
-        else:
-            valid = are_distributions(q)
-            q = drawn_from(q, tokens, is_greedy(sampling.temperature))
-        return torch.where(valid, self._ids(tokens), INVALID), confidence, q
+            return draft_in_sequence(log_weights, product, self._logits, self._shift, sampling)
+        known = first if vocabulary is None else vocabulary.place_of[first]
+        return self.chain(log_weights, self._logits(product), None if self.lead else known, sampling)
 
     @staticmethod
     def chain(
@@ -114,8 +105,8 @@ class CPDrafter(Drafter):
 
     def _shift(self, position: int, drafts: torch.Tensor) -> torch.Tensor:
         """What the states of the next position read of the drafts [requests]: [requests, hidden]."""
-        return self.previous[position](self.target.embed(self._ids(drafts)))
+        return self.previous[position](self.target.embed(self._ids(drafts).clamp(min=0)))
 
     def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """Entries of the draft vocabulary as token IDs."""
-        return tokens if self.vocabulary is None else self.vocabulary.token_ids[tokens]
+        return tokens if self.vocabulary is None else self.vocabulary.ids(tokens)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from vllm_ppd.kernels.sampling import Sampling, distribution
+from vllm_ppd.vllm_plugins.engine.requests import EPS_B, TEMPERATURE
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
@@ -56,7 +57,7 @@ class NGramEmission:
         for part in self.drafter.parts(len(rows), n):
             chosen = rows[part]
             index = proposer.index(chosen)
-            grams = self._sample(chosen, first_head[index], index)
+            grams = self._sample(chosen, first_head[index])
             room = proposer.index(most[chosen] + 1)[:, None]
             grams = grams.masked_fill(torch.arange(n, device=grams.device) >= room, PLACEHOLDER)
             several = grams[:, 1] != PLACEHOLDER
@@ -64,17 +65,13 @@ class NGramEmission:
         proposer.counters.add("unverified_tokens", int((tokens[:, 1:] != PLACEHOLDER).sum()))
         return dataclasses.replace(output, sampled_token_ids=tokens)
 
-    def _sample(self, rows: np.ndarray, first_logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _sample(self, rows: np.ndarray, first_logits: torch.Tensor) -> torch.Tensor:
         """An n-gram of each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
         proposer, drafter = self.proposer, self.drafter
-        metadata = proposer.batch.sampling_metadata
-        temperature = torch.zeros(len(rows), device=index.device)
-        if metadata.temperature is not None:
-            temperature = metadata.temperature[index]
-        limits = (None if part is None else part[index] for part in (metadata.top_k, metadata.top_p))
-        sampling = Sampling(temperature, *limits)
+        request_rows, options = proposer.request_rows[rows], proposer.host.options
+        sampling = options.sampling(request_rows, TEMPERATURE)
         places = proposer.index(proposer.batch.starts[rows + 1].astype(np.int64) - 1)
         heads = [distribution(logits, sampling).log() for logits in (first_logits, *drafter.logits(places))]
-        eps_b = proposer.index(proposer.host.options.eps_b[proposer.request_rows[rows]])
+        eps_b = proposer.index(options.settings[request_rows, EPS_B])
         context = proposer.context(rows) if drafter.context_tokens else None
-        return drafter.choose(heads, None, eps_b, context).draw(Sampling(temperature))[0]
+        return drafter.choose(heads, None, eps_b, context).draw(Sampling(sampling.temperature))[0]

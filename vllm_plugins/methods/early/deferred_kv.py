@@ -25,7 +25,7 @@ Mode = Literal["deep", "mixed", "full"]
 
 
 class SavedStates:
-    """Rows of (hidden, residual), preallocated. One more row takes what padding writes.
+    """Rows of (hidden, residual), preallocated.
 
     Args:
         rows: states that are kept.
@@ -36,7 +36,7 @@ class SavedStates:
     def __init__(
         self, rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device, has_residual: bool
     ) -> None:
-        self.hidden = torch.zeros(rows + 1, hidden_size, dtype=dtype, device=device)
+        self.hidden = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.residual = torch.zeros_like(self.hidden) if has_residual else None
 
     def store(self, rows: torch.Tensor, state: CutState) -> None:
@@ -44,6 +44,15 @@ class SavedStates:
         for store, values in zip((self.hidden, self.residual), state, strict=True):
             if store is not None and values is not None:
                 store.index_copy_(0, rows, values)
+
+    def store_token(self, rows: torch.Tensor, offset: int, width: int, state: CutState) -> None:
+        """Copy a state a request in, of the token so far behind its newest one; `width` states are a request's.
+
+        Request rows [tokens] may be -1, which is the last request's.
+        """
+        for store, values in zip((self.hidden, self.residual), state, strict=True):
+            if store is not None and values is not None:
+                store.unflatten(0, (-1, width))[rows, offset] = values
 
     def load(self, rows: torch.Tensor) -> CutState:
         """Copies of the states at some rows: [tokens, hidden] each."""
@@ -97,12 +106,13 @@ class DeferredKV:
     def __init__(self, host: DraftingHost, has_residual: bool) -> None:
         self.host = host
         self.width = host.num_drafts + 1
-        self.nobody = host.rows * self.width  # the row that padding takes
+        self.nobody = host.rows * self.width  # a state of the further request that padding is
         self.mode: Mode = "full"  # of the step that runs now
         self.drafted = np.zeros(host.rows, dtype=bool)  # request rows whose states the next step may take
         model_config, device = host.vllm_config.model_config, host.device
         hidden_size: int = model_config.hf_text_config.hidden_size
-        self.saved = SavedStates(self.nobody, hidden_size, model_config.dtype, device, has_residual)
+        states = (host.rows + 1) * self.width
+        self.saved = SavedStates(states, hidden_size, model_config.dtype, device, has_residual)
         tokens: int = host.vllm_config.scheduler_config.max_num_batched_tokens
         self.state_rows = torch.zeros(tokens, dtype=torch.int64, device=device)  # of the step's tokens
         self._fresh = np.zeros(0, dtype=np.int64)  # requests of a mixed step without states
@@ -165,6 +175,5 @@ class DeferredKV:
     def shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
         """DraftInputs.run_shallow for the staged requests."""
         state = self.passes.one_token(offset, token_ids)
-        rows = self.host.staging.rows[: len(token_ids)]
-        self.saved.store(torch.where(rows < 0, self.nobody, rows * self.width + offset), state)
+        self.saved.store_token(self.host.staging.rows[: len(token_ids)], offset, self.width, state)
         return state

@@ -35,14 +35,14 @@ class EarlyExitDrafter(Drafter):
         token_ids, readings = step.newest_ids, []
         with_confidence = step.with_confidence or self.gamma > 0
         for offset in range(step.num_drafts):
-            state = step.run_shallow(offset, token_ids.clamp(min=0))  # INVALID is no id
+            state = step.run_shallow(offset, token_ids)
             if step.sampling is None:
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
                 reading = self.reader.sample(self.exit_layer, state, step.sampling)
             readings.append(reading)
             token_ids = reading.token_ids
-        step.run_shallow(step.num_drafts, token_ids.clamp(min=0))  # for its state, which the deep pass starts from
+        step.run_shallow(step.num_drafts, token_ids)  # for its state, which the deep pass starts from
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         confidence = _stacked([reading.confidence for reading in readings])
         counts = None

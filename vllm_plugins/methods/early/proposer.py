@@ -34,6 +34,7 @@ class PlannedPasses:
         requests, plan = len(token_ids), self.plan
         if plan is None:
             return self.passes.zeros(requests)
+        token_ids = token_ids.clamp(min=0)  # INVALID is no token
         active = np.flatnonzero(plan.max_drafts >= offset)
         span = Span(plan.rows[active], plan.base_positions[active] + offset, np.ones(len(active), dtype=np.int64))
         if len(active) == requests:

@@ -83,7 +83,7 @@ class EarlyReader:
 
     def candidates(self, exit_layer: int, state: CutState, k: int) -> torch.Tensor:
         """The exit's k best tokens of each row, best first: [rows, k] int64; overwrites the state."""
-        return self._whole(self._shard_topk([(exit_layer, state)], k, False), k)[0]
+        return self._whole(self._shard_topk([(exit_layer, state)], k, False), k, False)[0].clamp(min=0)
 
     def sample(
         self,
@@ -96,9 +96,8 @@ class EarlyReader:
 
     def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
         """The best token of each row of several states, one behind the other, in one read of the LM head."""
-        ids, probability, best = self._whole(self._shard_topk(states, 1, with_confidence), 1)
-        token_ids = torch.where(best.isfinite(), ids[:, 0], INVALID)
-        return Reading(token_ids, probability[:, 0] if with_confidence else None, None)
+        ids, probability = self._whole(self._shard_topk(states, 1, with_confidence), 1, with_confidence)
+        return Reading(ids[:, 0], None if probability is None else probability[:, 0], None)
 
     def sample_together(self, states: list[ExitState], sampling: Sampling) -> Reading:
         """A sample of each row of several states, in one read of the LM head where their logits fit memory."""
@@ -149,18 +148,18 @@ class EarlyReader:
                 best.append(shard_topk(self._logits(hidden, classifier, False), k, start, valid, with_probability))
         return best[0] if len(best) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*best, strict=True)))
 
-    def _whole(self, best: ShardTopK, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids and their probabilities [rows, k] in the whole vocabulary, and the best logits [rows].
+    def _whole(self, best: ShardTopK, k: int, with_probability: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Token ids [rows, k] in the whole vocabulary, and their probabilities where those are asked for.
 
         Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
         """
         if self.lm_head.tp_size == 1:
-            return best.token_ids, (best.values - best.logsumexp[:, None]).exp(), best.values[:, 0]
+            return best.token_ids, (best.values - best.logsumexp[:, None]).exp() if with_probability else None
         # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
         packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
         shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
-        merged = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
-        return *merged, shards[:, :, 0].amax(dim=1)
+        ids, probabilities = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
+        return ids, probabilities if with_probability else None
 
 
 def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:

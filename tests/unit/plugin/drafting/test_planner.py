@@ -38,7 +38,7 @@ def planner(requests: list[dict[str, Any]], **settings: Any) -> tuple[DraftPlann
     prompts = np.array([request["prompt"] for request in requests], dtype=np.int32)
     lengths = prompts + np.array([request.get("output", 1) for request in requests], dtype=np.int32)
     batch = Batch(prompts, lengths, np.arange(len(requests) * 200, dtype=np.int32).reshape(len(requests), 200))
-    options = RequestOptions(len(requests), torch.device("cpu"))
+    options = RequestOptions(len(requests), 3, 100, torch.device("cpu"))
     for i, request in enumerate(requests):
         # A request keeps its row while batch rows move: here they stand the other way round.
         params = SamplingParams(max_tokens=request.get("max_tokens", 50), extra_args=request.get("extra_args"))

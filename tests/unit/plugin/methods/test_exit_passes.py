@@ -81,13 +81,20 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole.probs, parts.probs)
 
 
+def attention_group(name: str, updates: bool) -> Any:
+    """As much of vLLM's AttentionGroup as is asked for."""
+    backend = SimpleNamespace(get_name=lambda: name)
+    return SimpleNamespace(backend=backend, supports_draft_decode_metadata_update=updates)
+
+
 def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(outside_steps, "_warned", set())
     monkeypatch.setattr(outside_steps.logger, "propagate", True)
+    updates, waits = attention_group("FLASH_ATTN", True), attention_group("FLASHINFER", False)
     with caplog.at_level(logging.WARNING):
-        assert on_device(["FLASH_ATTN", "TRITON_ATTN"]) and not caplog.records
-        assert not on_device(["FLASH_ATTN", "FLASHINFER"])
-        assert not on_device(["FLASHINFER"])
+        assert on_device([updates]) and not caplog.records
+        assert not on_device([updates, waits])
+        assert not on_device([waits])
     (record,) = caplog.records
     message = record.getMessage()
     assert "FLASHINFER" in message and "FLASH_ATTN or TRITON_ATTN" in message and len(message) <= 300

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inputs of a pass of one token a request in one launch, where torch needs ten."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_ppd.kernels.shallow_pass import PassInputs
+
+BLOCK = 128  # requests a program
+
+
+@triton.jit(do_not_specialize=["requests", "offset"])
+def _begin_pass(
+    rows: tl.tensor,
+    base: tl.tensor,
+    token_ids: tl.tensor,
+    input_ids: tl.tensor,
+    positions: tl.tensor,
+    seq_lens: tl.tensor,
+    writing: tl.tensor,
+    offset: tl.tensor,
+    most: tl.tensor,
+    requests: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < requests
+    row = tl.load(rows + place, mask=inside, other=-1)
+    wanted = tl.where(row < 0, 0, tl.load(base + place, mask=inside, other=0) + offset)
+    position = tl.minimum(wanted, most - 1)
+    token = tl.load(token_ids + place, mask=inside, other=0)
+    tl.store(input_ids + place, tl.maximum(token, 0).to(tl.int32), mask=inside)
+    tl.store(positions + place, position, mask=inside)
+    tl.store(seq_lens + place, (position + 1).to(tl.int32), mask=inside)
+    tl.store(writing + place, tl.where(wanted < most, row, -1), mask=inside)
+
+
+def begin_pass(
+    rows: torch.Tensor, base: torch.Tensor, token_ids: torch.Tensor, offset: int, most: int, inputs: PassInputs
+) -> None:
+    """As the reference."""
+    _begin_pass[(triton.cdiv(len(rows), BLOCK),)](
+        rows, base, token_ids.contiguous(), *inputs, offset, most, len(rows), BLOCK=BLOCK
+    )

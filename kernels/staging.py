@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting reads of a step that has just been verified, gathered into buffers of fixed place.
+
+CUDA graphs of the drafts read it there, so this is all that a decode step launches before it replays one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class StepEnd(NamedTuple):
+    """A verified step as vLLM's runner V2 leaves it: a place for each request of the batch."""
+
+    rows: torch.Tensor  # [requests] int32, request rows
+    query_starts: torch.Tensor  # [at least requests + 1] int32, where each request's tokens begin
+    num_sampled: torch.Tensor  # [requests] int32, tokens that each emitted; 0 within a prompt
+    num_rejected: torch.Tensor  # [requests] int32, scheduled tokens behind the last accepted one
+    last_sampled: torch.Tensor  # [request rows, 1] int64, the last token that each emitted
+    positions: torch.Tensor  # [tokens] int64
+    hidden: torch.Tensor  # [tokens, hidden] normed states
+
+
+class Staged(NamedTuple):
+    """The buffers, for up to a number of requests."""
+
+    rows: torch.Tensor  # [requests] int64, request rows; -1 for padding
+    newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
+    places: torch.Tensor  # [requests] int64, the token of the step whose state gave it
+    positions: torch.Tensor  # [requests] int64, of the newest token
+    hidden: torch.Tensor  # [requests, hidden]
+    settings: torch.Tensor  # [settings, requests] float32
+
+
+def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
+    """Gather what drafts of the step's requests read, and mark the padding behind them.
+
+    A chunk that does not end its prompt sampled nothing: it is padding, too.
+
+    Args:
+        end: the step.
+        settings: [request rows + 1, settings] float32, by request row.
+        staged: takes the first `padded` places.
+        padded: at least the step's requests.
+    """
+    requests = len(end.rows)
+    rows = end.rows.long()
+    places = end.query_starts[1 : requests + 1].long() - 1 - end.num_rejected
+    staged.rows[requests:padded] = -1
+    staged.rows[:requests] = torch.where(end.num_sampled > 0, rows, -1)
+    staged.newest_ids[:requests] = end.last_sampled[rows, 0]
+    staged.places[:requests] = places
+    staged.positions[:requests] = end.positions[places] + 1
+    torch.index_select(end.hidden, 0, places, out=staged.hidden[:requests])
+    staged.settings[:, :requests] = settings[rows].T
