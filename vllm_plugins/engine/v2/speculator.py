@@ -7,6 +7,7 @@ when it is verified. A decode step launches one staging kernel and replays one g
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,8 @@ from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind
+
+logger = logging.getLogger("vllm.vllm_ppd")
 
 
 class Speculator(DraftModelSpeculator):
@@ -91,12 +94,28 @@ class Speculator(DraftModelSpeculator):
             else None
             for kind in KINDS
         )
+        wanted = self.vllm_config.compilation_config.cudagraph_mode
+        if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
+            logger.info("vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s", wanted.name)
 
     def capture(self) -> None:
         for kind in self.host.kinds:
             manager = self._manager(kind)
             if manager is not None and manager.needs_capture():
                 manager.capture(self._captured(kind), f"Capturing {kind} drafts")
+                if kind == GREEDY:
+                    self._log_batches_without_graphs(manager)
+
+    def _log_batches_without_graphs(self, manager: CudaGraphManager) -> None:
+        sizes = range(1, self.max_num_reqs + 1)
+        without = [size for size in sizes if manager.dispatch(size, size, 1, 0).cg_mode != CUDAGraphMode.FULL]
+        if without:
+            logger.info(
+                "vllm-ppd: drafts of %d to %d requests run without CUDA graphs; raise cudagraph_capture_sizes if such "
+                "batches are common",
+                without[0],
+                without[-1],
+            )
 
     def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """What runs the target's whole-model graphs."""
