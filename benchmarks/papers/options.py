@@ -20,12 +20,12 @@ class TablesOptions(BaseModel):
     model: str = Field(description="target")
     task: tuple[str, ...] = Field(
         min_length=1,
-        description="NAME=FILE, what to measure on, and not trained on: chats or prompts (.jsonl, .json; each "
-        "`category` is also shown by itself), or texts; tables of one task take the first",
+        description="NAME=FILE, what to measure on, and not trained on: chats or prompts (.jsonl, .json), or texts; "
+        "tables of one task take the first",
     )
     heads: tuple[str, ...] = Field((), description="heads folders; of one kind there may be several (CP ranks)")
     only: Annotated[tuple[str, ...], COMMAS] = Field(
-        (), description="tables (ppd-2, cp-1, dynamo-fig-5) or whole papers (ppd), with commas between; default: all"
+        (), description="tables (ppd-2, paradecode-fig-6) or whole papers (ppd), with commas between; default: all"
     )
     out: str = Field("tables.json", description="results; a run adds to those that are there")
     again: bool = Field(
