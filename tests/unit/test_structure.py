@@ -134,7 +134,7 @@ def test_registration_imports_nothing_heavy() -> None:
 
 
 COMMANDS = ("", "data", "train", "train early", "train cp", "train dynamo", "calibrate", "plan", "inspect", "env")
-BENCHES = ("", " decode", " serve", " acceptance", " curves", " tables")
+BENCHES = ("", " decode", " serve", " acceptance", " tables")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"bench{kind}" for kind in BENCHES)])
