@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -200,15 +201,7 @@ def alone(engine: Factory) -> Callable[..., Any]:
     """alone(case, **settings): what vLLM says to a case without speculation; it is asked once."""
     from cases import CASES
 
-    answers: dict[str, Any] = {}
-
-    def get(case: str, **settings: Any) -> Any:
-        key = repr((case, sorted(settings.items())))
-        if key not in answers:
-            answers[key] = CASES[case](engine(**settings))
-        return answers[key]
-
-    return get
+    return functools.cache(lambda case, **settings: CASES[case](engine(**settings)))
 
 
 def runner_of(llm: Any) -> Any:
@@ -277,19 +270,13 @@ def said(engine: Factory) -> Callable[..., list[list[int]]]:
     from cases import greedy, prompts
     from vllm import SamplingParams
 
-    made: dict[str, list[list[int]]] = {}
-
+    @functools.cache
     def get(family: str = "llama") -> list[list[int]]:
-        if family not in made:
-            requests = prompts(16) + [{"prompt_token_ids": [7, 40, 3, 99, 12]}] * 48
-            # Seeded, or what heads are fitted to would depend on the tests before.
-            sampled = [SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=i) for i in range(48)]
-            outputs = engine(family=family).generate(requests, [greedy()] * 16 + sampled, use_tqdm=False)
-            made[family] = [
-                request["prompt_token_ids"] + list(output.outputs[0].token_ids)
-                for request, output in zip(requests, outputs, strict=True)
-            ]
-        return made[family]
+        requests = prompts(16) + [{"prompt_token_ids": [7, 40, 3, 99, 12]}] * 48
+        # Seeded, or what heads are fitted to would depend on the tests before.
+        sampled = [SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=i) for i in range(48)]
+        outputs = engine(family=family).generate(requests, [greedy()] * 16 + sampled, use_tqdm=False)
+        return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
     return get
 

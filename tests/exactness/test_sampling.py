@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 from collections import Counter
@@ -74,16 +75,14 @@ def heads(
     expected: list[tuple[int, ...]], tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], str]:
     """heads(kind): fitted to the samples themselves; "cp-chain" is CP heads of that condition."""
-    made: dict[str, str] = {}
     sequences = [PROMPT["prompt_token_ids"] + list(tokens) for tokens in expected]
 
+    @functools.cache
     def get(kind: str) -> str:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp(kind) / "heads"
-            name, _, condition = kind.partition("-")
-            how = {"condition": condition or "none"} if name == "cp" else {}
-            made[kind] = str(overfitted.fit(tiny_model(), name, sequences[:1200], folder, **how))
-        return made[kind]
+        folder = tmp_path_factory.mktemp(kind) / "heads"
+        name, _, condition = kind.partition("-")
+        how = {"condition": condition or "none"} if name == "cp" else {}
+        return str(overfitted.fit(tiny_model(), name, sequences[:1200], folder, **how))
 
     return get
 

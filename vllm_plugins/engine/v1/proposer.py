@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.vllm_plugins.config.activation import required_config
@@ -224,7 +225,7 @@ class Proposer:
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
+        return async_tensor_h2d(values, device=self.runner.device)
 
 
 class DraftingRunnerMixin(Verification):

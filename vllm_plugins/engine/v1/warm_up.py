@@ -36,9 +36,8 @@ class WarmUpMixin:
     model_runner: Any
 
     def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        drafter = self.model_runner.drafter
-        if isinstance(drafter, Proposer) and drafter.config.adaptive:
+        times, drafter = super().compile_or_warm_up_model(), self.model_runner.drafter  # type: ignore[misc]
+        if drafter.config.adaptive:
             set_draft_length(drafter)
         return times
 

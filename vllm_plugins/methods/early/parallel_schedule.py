@@ -18,8 +18,11 @@ bytes of n + 1 passes. A step that is slow to end makes new requests wait for as
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.sampling import INVALID, Sampling, draw
 from vllm_ppd.model_patches.base import Adapter
@@ -45,6 +48,7 @@ class ParallelSchedule:
         assert config.exit_layer is not None
         self.exits, self.gamma, self.num_layers = config.exit_layer, config.gamma, config.num_layers
         self.adapter, self.layers, self.reader, self.device = adapter, layers, reader, device
+        self._index = partial(async_tensor_h2d, device=device)
         self.saved, self.width = deferred.saved, deferred.width
         self.predictions = self.rejections = 0  # of the last run
 
@@ -187,6 +191,3 @@ class ParallelSchedule:
             elif keep.any():
                 left.append(group.kept(keep, self._index(np.flatnonzero(keep))))
         return left
-
-    def _index(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

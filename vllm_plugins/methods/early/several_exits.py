@@ -7,10 +7,12 @@ is no tensor program, and it runs on vLLM's runner V1 alone.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
@@ -62,7 +64,7 @@ class ShallowLoop:
         self.cut, self.passes, self.reader = cut, passes, reader
         self.saved, self.width = deferred.saved, deferred.width
         self.requests_a_pass = max(1, max_tokens // self.width)  # of deeper passes, which take several tokens each
-        self.device = device
+        self.device, self._index = device, partial(async_tensor_h2d, device=device)
         self.confidence_stops = 0  # of the last run
 
     def run(
@@ -122,12 +124,7 @@ class ShallowLoop:
         return self.reader.sample(exit_layer, state, sampling.at(self._index(requests)))
 
     def _deepen(
-        self,
-        reading: Reading,
-        plan: Plan,
-        active: np.ndarray,
-        offset: int,
-        sampling: Sampling | None,
+        self, reading: Reading, plan: Plan, active: np.ndarray, offset: int, sampling: Sampling | None
     ) -> tuple[Reading, np.ndarray]:
         """Take the requests that are not confident to the next exits, one after the other, and read again.
 
@@ -171,6 +168,3 @@ class ShallowLoop:
             states = self._index(flat_ranges(self.request_rows[which] * self.width + first[chosen], lengths[chosen]))
             self.saved.store(states, self.passes.deeper(level, span, self.saved.load(states)))
             self.level.reshape(-1)[flat_ranges(which * self.width + first[chosen], lengths[chosen])] = level + 1
-
-    def _index(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

@@ -19,7 +19,7 @@ from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
 from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
 from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
-from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods.group.progress import Progress
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
 # Rows, the candidate of each whose token was right, and where it stands.
@@ -47,7 +47,6 @@ class FirstStage(Stage):
         self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
         self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
-        self.limits = Limits(self.batch)
         self._unsettled = _NOTHING
 
     def _with_head(
@@ -85,7 +84,6 @@ class FirstStage(Stage):
         if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids or self._allowed is None:
             self.states.clear()
             self.candidates.forget()
-            self.limits.forget()
         return output
 
     def carried(self) -> CutState | None:
@@ -110,13 +108,14 @@ class FirstStage(Stage):
         count = self.batch.num_requests
         self.states.clear()
         self.states.store(np.arange(count), state)
-        progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.limits)
+        progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.batch)
         sent = np.arange(count)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
                 sent = self._next(progress)
-                self._send(sent, count)  # no rows: the step ends
-                if not len(sent):
+                states = self.states.load(sent) if len(sent) else None  # no rows: the step ends
+                self.channel.send_frame(sent, states, count, self.counters.take())
+                if states is None:
                     break
             self.counters.add("group_micro_steps")
             self._micro_step(progress, sent)
@@ -135,9 +134,6 @@ class FirstStage(Stage):
             sent = progress.sendable()
         return sent
 
-    def _send(self, rows: np.ndarray, count: int) -> None:
-        self.channel.send_frame(rows, self.states.load(rows) if len(rows) else None, count, self.counters.take())
-
     def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
         """While the last stage ends the tokens that were sent: candidates for the next ones, and what missed before."""
         self.channel.expect_tokens(len(progress.position))
@@ -154,22 +150,20 @@ class FirstStage(Stage):
 
         hits = token_ids == progress.token[speculating, None]
         matched = hits.any(axis=1)
-        self._count(len(speculating), int(matched.sum()))
+        right, computed = int(matched.sum()), len(speculating) * k
+        self.counters.add("group_hits", right)
+        self.counters.add("group_misses", len(speculating) - right)
+        self.counters.add("group_candidates", computed)
+        self.counters.add("group_candidates_discarded", computed - right)
         won = np.flatnonzero(matched & goes_on[speculating])
         winners, winning_candidate = speculating[won], hits.argmax(axis=1)[won]
         goes_on[winners] = False
-        self._advance(
-            progress,
-            np.concatenate([winners, missed]),
-            state,
-            np.concatenate([won * k + winning_candidate, len(speculating) * k + np.arange(len(missed))]),
-        )
+        rows = np.concatenate([winners, missed])
+        places = np.concatenate([won * k + winning_candidate, computed + np.arange(len(missed))])
+        self._advance(progress, rows, state, places)
         progress.missed[goes_on] = True
-        self._unsettled = (
-            np.concatenate([winners, missed]),
-            np.concatenate([winning_candidate, np.zeros(len(missed), dtype=np.int64)]),
-            progress.position[np.concatenate([winners, missed])],
-        )
+        chosen = np.concatenate([winning_candidate, np.zeros(len(missed), dtype=np.int64)])
+        self._unsettled = rows, chosen, progress.position[rows]
 
     def _run_candidates(
         self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
@@ -233,10 +227,3 @@ class FirstStage(Stage):
         self.states.carry(batch.req_ids, ready, progress.position[ready], progress.token[ready])
         for row, count in enumerate(progress.emitted.tolist()):
             batch.append(row, progress.tokens[row, :count].tolist())
-
-    def _count(self, requests: int, hits: int) -> None:
-        computed = requests * self.candidates.count
-        self.counters.add("group_hits", hits)
-        self.counters.add("group_misses", requests - hits)
-        self.counters.add("group_candidates", computed)
-        self.counters.add("group_candidates_discarded", computed - hits)

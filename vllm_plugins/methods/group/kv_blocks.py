@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.paged_copy import copy_blocks
@@ -44,6 +46,7 @@ class KVBlocks:
 
     def __init__(self, runner: Any, layers: Callable[[Sequence[str]], list[str]]) -> None:
         self.runner, self.layers = runner, layers
+        self._index = partial(async_tensor_h2d, device=runner.device)
         self._places: dict[int, torch.Tensor] = {}  # of each KV cache group: where a block keeps which token
 
     @property
@@ -99,6 +102,3 @@ class KVBlocks:
     def _cache(self, name: str) -> torch.Tensor:
         cache: torch.Tensor = self.runner.compilation_config.static_forward_context[name].kv_cache
         return cache
-
-    def _index(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device)

@@ -10,34 +10,20 @@ from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
 _NO_ID = -1
 
 
-class Limits:
-    """Where requests end, as far as a stage can see it: length and stop tokens; looked up once a batch."""
+def limits(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Where the requests of a batch end, as far as a stage can see it.
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self._req_ids: list[str] = []
-        self.ends = np.zeros(0, dtype=np.int64)  # [batch rows] tokens of the whole request
-        self.stops = np.zeros((0, 1), dtype=np.int64)  # [batch rows, most stop tokens] padded with -1
-
-    def forget(self) -> None:
-        """Look every request up again: a name may have been given to another."""
-        self._req_ids = []
-
-    def look_up(self) -> None:
-        """Have ends and stops for the batch as it is."""
-        batch = self.batch
-        if self._req_ids == batch.req_ids:
-            return
-        params = batch.sampling_params
-        most = [batch.max_model_len if p.max_tokens is None else p.max_tokens for p in params]
-        lengths = batch.prompt_lengths.astype(np.int64) + np.array(most, dtype=np.int64)
-        self.ends = np.minimum(lengths, batch.max_model_len)
-        stops = [[p.eos_token_id, *(p.stop_token_ids or ())] for p in params]
-        self.stops = np.full((len(stops), max(map(len, stops))), _NO_ID, dtype=np.int64)
-        for row, ids in enumerate(stops):
-            known = [token for token in ids if token is not None]
-            self.stops[row, : len(known)] = known
-        self._req_ids = list(batch.req_ids)
+    Returns:
+        (tokens of each whole request [batch rows], its stop tokens [batch rows, most of any], padded with -1).
+    """
+    params = batch.sampling_params
+    most = [batch.max_model_len if p.max_tokens is None else p.max_tokens for p in params]
+    ends = np.minimum(batch.prompt_lengths + np.array(most, dtype=np.int64), batch.max_model_len)
+    known = [[token for token in (p.eos_token_id, *(p.stop_token_ids or ())) if token is not None] for p in params]
+    stops = np.full((len(params), max(map(len, known), default=0)), _NO_ID, dtype=np.int64)
+    for row, ids in enumerate(known):
+        stops[row, : len(ids)] = ids
+    return ends, stops
 
 
 class Progress:
@@ -47,10 +33,9 @@ class Progress:
     stage), or out (the request ended).
     """
 
-    def __init__(self, positions: np.ndarray, allowance: np.ndarray, micro_steps: int, limits: Limits) -> None:
+    def __init__(self, positions: np.ndarray, allowance: np.ndarray, micro_steps: int, batch: Batch) -> None:
         count = len(positions)
-        limits.look_up()
-        self.limits = limits
+        self.ends, self.stops = limits(batch)
         self.position = positions.copy()  # of the token at hand
         self.token = np.zeros(count, dtype=np.int64)  # the token at hand, once one was emitted
         self.allowance = allowance
@@ -69,7 +54,7 @@ class Progress:
 
     def with_candidates(self, rows: np.ndarray) -> np.ndarray:
         """Those of some rows whose next token cannot be their last."""
-        return rows[self.position[rows] + 2 < self.limits.ends[rows]]
+        return rows[self.position[rows] + 2 < self.ends[rows]]
 
     def emit(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Take in the target's next token of some rows; returns which of them go on: [rows] bool."""
@@ -78,5 +63,5 @@ class Progress:
         self.token[rows] = tokens
         self.position[rows] += 1
         self.ready[rows] = False
-        ended = self.position[rows] + 1 >= self.limits.ends[rows]
-        return ~(ended | (self.limits.stops[rows] == tokens[:, None]).any(axis=1))
+        ended = self.position[rows] + 1 >= self.ends[rows]
+        return ~(ended | (self.stops[rows] == tokens[:, None]).any(axis=1))

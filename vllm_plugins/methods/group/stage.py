@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.config.activation import required_config
@@ -93,7 +94,7 @@ class Stage(ABC):
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array of indices on the device."""
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.runner.device, non_blocking=True)
+        return async_tensor_h2d(values, device=self.runner.device)
 
 
 def _without_drafts(scheduler_output: Any) -> Any:

@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
 from vllm_ppd.vllm_plugins.methods.group import stage_channel
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
-from vllm_ppd.vllm_plugins.methods.group.progress import Limits, Progress
+from vllm_ppd.vllm_plugins.methods.group.progress import Progress
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
@@ -56,7 +56,7 @@ def progress_of(params: list[SamplingParams], prompts: list[int], allowance: lis
         requests={name: SimpleNamespace(sampling_params=p) for name, p in zip(names, params, strict=True)},
         max_model_len=20,
     )
-    return Progress(np.array(prompts), np.array(allowance), 4, Limits(Batch(runner)))
+    return Progress(np.array(prompts), np.array(allowance), 4, Batch(runner))
 
 
 def test_progress() -> None:
@@ -65,7 +65,7 @@ def test_progress() -> None:
     params = [SamplingParams(max_tokens=2), SamplingParams(stop_token_ids=[9, 8], max_tokens=50), free, free]
     progress = progress_of(params, [5, 5, 18, 5], [4, 4, 4, 1])
     everyone = np.arange(4)
-    assert progress.limits.ends.tolist() == [7, 20, 20, 20]
+    assert progress.ends.tolist() == [7, 20, 20, 20]
     # A token at position 6 is the first request's last; the third's at 19 is the model's.
     assert progress.with_candidates(everyone).tolist() == [1, 3]
     assert progress.emit(everyone, np.array([8, 7, 7, 7])).tolist() == [False, True, False, True]
