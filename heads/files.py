@@ -100,8 +100,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         OSError: if it cannot be written; a file that was there stays as it was.
     """
-    with replaced(path) as part:
-        part.write_text(text, encoding="utf-8")
+    with replaced(path) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
@@ -113,8 +113,8 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
     from safetensors.torch import save_file
 
     try:
-        with replaced(path) as part:
-            save_file(tensors, part, metadata=metadata)
+        with replaced(path) as new:
+            save_file(tensors, new, metadata=metadata)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
 
@@ -122,19 +122,19 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """A new file to write; where that ends without an error, it takes the place of `path` and is on the disk."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)  # of a run that was killed, or a link, which is not followed
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    new = path.with_name(path.name + ".part")
+    new.unlink(missing_ok=True)  # of a run that was killed, or a link, which is not followed
+    os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
-        mode = stat.S_IMODE(part.stat().st_mode)  # as the umask allows; safetensors writes for the owner alone
-        yield part
-        part.chmod(mode)
-        _sync(part)
-        os.replace(part, path)
+        mode = stat.S_IMODE(new.stat().st_mode)  # as the umask allows; safetensors writes for the owner alone
+        yield new
+        new.chmod(mode)
+        _sync(new)
+        os.replace(new, path)
         with contextlib.suppress(OSError):  # not every file system syncs folders
             _sync(path.parent)
     finally:
-        part.unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

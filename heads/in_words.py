@@ -21,7 +21,7 @@ def in_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {setting_in_words(name, part)}" for name, part in value.items()) or "none"
+        return ", ".join(f"{name}: {setting_in_words(name, content)}" for name, content in value.items()) or "none"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(in_words, value)) or "none"
     return str(value)

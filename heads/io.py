@@ -212,7 +212,9 @@ def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> None:
         check_is_regular(path)
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            _check_header(config, {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}, path)
+            _check_header(
+                config, {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}, path
+            )
         tensors = raw_tensors(path, config.shapes())
     except MissingFile:
         pickles = sorted(name for name in os.listdir(path.parent) if Path(name).suffix in PICKLE_SUFFIXES)

@@ -47,10 +47,6 @@ class Hub:
     def folder(self, repo: str, commit: str) -> Path:
         return next(folder for name, folder in self.revisions[repo].items() if self.commit(repo, name) == commit)
 
-    def fetched(self, file: str) -> int:
-        """How often a file's body was asked for."""
-        return sum(method == "GET" and name == file for method, _, name in self.requests)
-
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub

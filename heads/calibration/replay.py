@@ -77,7 +77,7 @@ def _follow(
         survive = torch.cumprod(accept[:, t] * allowed, dim=1)  # [texts, n] first i + 1 accepted
         here = mass[:, t]
         alive = here * (t < lengths - 1)
-        totals += torch.stack([part.sum() for part in (alive, alive * (room > 0), alive * room)])
+        totals += torch.stack([mass_of.sum() for mass_of in (alive, alive * (room > 0), alive * room)])
         accepted += (alive[:, None] * survive).sum(0)
         exactly = torch.cat([torch.ones_like(survive[:, :1]), survive], dim=1)
         exactly = exactly - torch.cat([survive, torch.zeros_like(survive[:, :1])], dim=1)

@@ -148,7 +148,7 @@ def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
     digests = stored.get("digests")
     if not isinstance(parts, dict) or not isinstance(digests, dict):
         return fresh
-    sound = {name: part for name, part in parts.items() if digests.get(name) == digest_of_value(part)}
+    sound = {name: content for name, content in parts.items() if digests.get(name) == digest_of_value(content)}
     return fresh | {"parts": sound, "digests": {name: digests[name] for name in sound}}
 
 

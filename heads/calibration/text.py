@@ -52,13 +52,13 @@ class Texts:
         """The texts as batches, one text a window."""
         batches = []
         for start in range(0, len(self.ids), size):
-            part = slice(start, start + size)
-            starts = self.starts[part] if self.starts is not None else torch.zeros(1, dtype=torch.int64)
+            some = slice(start, start + size)
+            starts = self.starts[some] if self.starts is not None else torch.zeros(1, dtype=torch.int64)
             first = int(starts.min())
-            ids = self.ids[part, first:-1]  # the last token's state is read by nobody
+            ids = self.ids[some, first:-1]  # the last token's state is read by nobody
             # A document begins at each position 0: padding has nothing to do with what follows it.
             positions = torch.arange(ids.shape[1], device=ids.device) - (starts.to(ids.device) - first)[:, None]
-            batches.append((part, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
+            batches.append((some, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
         return batches
 
     def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
@@ -207,20 +207,20 @@ def generate(
     config = GenerationConfig(
         max_new_tokens=tokens, eos_token_id=ends or None, pad_token_id=padding, renormalize_logits=True, **how
     )
-    parts = []
+    outputs = []
     # Prompts of like length together: every batch is as wide as its longest.
     order = torch.arange(len(prompts)) if starts is None else starts.argsort(descending=True, stable=True)
-    for part in tqdm(order.split(batch), desc="writing texts", mininterval=2, delay=2):
-        first = 0 if starts is None else int(starts[part].min())
-        chunk = prompts[part, first:]
+    for some in tqdm(order.split(batch), desc="writing texts", mininterval=2, delay=2):
+        first = 0 if starts is None else int(starts[some].min())
+        chunk = prompts[some, first:]
         mask = torch.ones_like(chunk)
         if starts is not None:
-            mask = (torch.arange(chunk.shape[1], device=chunk.device) >= (starts[part] - first)[:, None]).long()
+            mask = (torch.arange(chunk.shape[1], device=chunk.device) >= (starts[some] - first)[:, None]).long()
         with _without_defaults(target.model):
             out = target.model.generate(chunk, attention_mask=mask, generation_config=config)
         padded = (first, prompts.shape[1] + tokens - first - out.shape[1])
-        parts.append(functional.pad(out, padded, value=padding))
-    ids = torch.cat(parts)[order.argsort()]
+        outputs.append(functional.pad(out, padded, value=padding))
+    ids = torch.cat(outputs)[order.argsort()]
     generated = ids[:, prompts.shape[1] :]
     ended = torch.isin(generated, torch.tensor(ends, device=ids.device, dtype=ids.dtype))
     lengths = torch.where(ended.any(1), ended.float().argmax(1) + 1, generated.shape[1])
@@ -240,9 +240,9 @@ def _without_defaults(model: Any) -> Iterator[None]:
 
     transformers fills in from it what a GenerationConfig leaves open, also one that is passed to generate().
     """
-    kept = model.generation_config
+    before = model.generation_config
     model.generation_config = GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = kept
+        model.generation_config = before

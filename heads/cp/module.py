@@ -198,12 +198,12 @@ class CPHead(nn.Module):
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
             return self.log_factors(hidden, None, bias).gather(-1, index)
 
-        parts = zip(hidden.split(chunk), index.split(chunk), strict=True)
+        chunks = zip(hidden.split(chunk), index.split(chunk), strict=True)
         if torch.is_grad_enabled():
             return torch.cat(
-                [checkpoint(of_chunk, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+                [checkpoint(of_chunk, *rows, use_reentrant=False, preserve_rng_state=False) for rows in chunks]
             )
-        return torch.cat([of_chunk(*part) for part in parts])
+        return torch.cat([of_chunk(*rows) for rows in chunks])
 
     @torch.no_grad()
     def draft(

@@ -90,7 +90,7 @@ class CPRecipe(HeadsRecipe):
             return
         states, embedded = first
         if self.head.lead:
-            sizes = [part.float().square().mean().sqrt() for part in (states, embedded)]
+            sizes = [block.float().square().mean().sqrt() for block in (states, embedded)]
             self.embedding_rate = float(sizes[0] / sizes[1].clamp(min=1e-6))
         if fresh and self.options.start == "ridge":
             ridge_start(self.head, iter([first, *rows]))
@@ -243,7 +243,7 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
     for index, position in enumerate(range(head.lead, n)):
         blocks = [0, *([1] if tokens else []), *([position] if head.condition == "chain" and index else [])]
         solved = _solve(gram, product[:, position * d : (position + 1) * d], blocks, d)
-        matrices = [part.T.to(device, head.transforms.dtype) for part in solved.split(d)]
+        matrices = [block.T.to(device, head.transforms.dtype) for block in solved.split(d)]
         head.transforms[index] += matrices[0] - torch.eye(d, device=device)
         if head.token is not None:
             head.token[index] = matrices[1]

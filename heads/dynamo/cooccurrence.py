@@ -111,7 +111,9 @@ class CoOccurrence:
             {n: keys.to(device) for n, keys in self.keys.items()},
             {n: counts.to(device) for n, counts in self.counts.items()},
         )
-        moved.__dict__["_lookup"] = {n: tuple(part.to(device) for part in pair) for n, pair in self._lookup.items()}
+        moved.__dict__["_lookup"] = {
+            n: tuple(tensor.to(device) for tensor in tensors) for n, tensors in self._lookup.items()
+        }
         return moved
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -123,10 +123,10 @@ class JointChoice:
         for order, values in self.joints.items():
             if order <= position:
                 continue
-            given = values[(rows, *places[:, :position].unbind(1))]
-            given = given.flatten(2).sum(dim=2) if given.dim() > 2 else given
-            given = given / given.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-            distribution = torch.where((self.order == order)[:, None], given, distribution)
+            conditional = values[(rows, *places[:, :position].unbind(1))]
+            conditional = conditional.flatten(2).sum(dim=2) if conditional.dim() > 2 else conditional
+            conditional = conditional / conditional.sum(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+            distribution = torch.where((self.order == order)[:, None], conditional, distribution)
         return distribution
 
     def _places(self, index: dict[int, torch.Tensor]) -> torch.Tensor:
@@ -221,12 +221,12 @@ def candidates(
     """
     stacked = scores if isinstance(scores, torch.Tensor) else torch.stack([*scores])
     top = stacked.float().topk(min(settings.k, scores[0].shape[-1]), dim=-1)
-    kept = list(top.values)
+    values = list(top.values)
     ids = list(top.indices if token_ids is None else token_ids[top.indices])
     if first_token is not None:
-        kept.insert(0, torch.zeros_like(kept[0][:, :1]))
+        values.insert(0, torch.zeros_like(values[0][:, :1]))
         ids.insert(0, first_token[:, None])
-    of_order = dict(enumerate(joints(kept), start=1))
+    of_order = dict(enumerate(joints(values), start=1))
     if cooccurrence is not None and settings.alpha_c:
         for m in of_order.keys() & cooccurrence.keys.keys():
             of_order[m] = apply_mask(of_order[m], cooccurrence.mask(ids[:m]), settings.alpha_c)

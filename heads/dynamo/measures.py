@@ -102,11 +102,11 @@ class DynaMoMeasures:
     def _orders(self, states: list[torch.Tensor], settings: JointSettings, eps_b: Sequence[float]) -> torch.Tensor:
         """Tokens that Algorithm 1 takes from each state: [thresholds, tokens]."""
         chunk = self.chunk(settings.k, len(states))
-        parts = []
+        orders = []
         for at in range(0, len(states[0]), chunk):
             joint = candidates([self.log_probs(s[at : at + chunk]) for s in states], settings, self.counts)
-            parts.append(torch.stack([joint.back_off(_at(settings, eps)).order for eps in eps_b]))
-        return torch.cat(parts, dim=1)
+            orders.append(torch.stack([joint.back_off(_at(settings, eps)).order for eps in eps_b]))
+        return torch.cat(orders, dim=1)
 
     @torch.no_grad()
     def drafted(
@@ -126,8 +126,8 @@ class DynaMoMeasures:
         settings_of = {(eps, drafts): _at(settings, eps) for eps in eps_b for drafts in range(1, n)}
         accept = {key: torch.zeros(len(texts.ids), steps, key[1]) for key in settings_of}
         limit = {key: torch.zeros(len(texts.ids), steps, dtype=torch.int64) for key in settings_of}
-        for part, windows in texts.batches(batch):
-            generated = texts.generated[part]
+        for some, windows in texts.batches(batch):
+            generated = texts.generated[some]
             states = [texts.reading(s, windows) for s in self.states(windows)]
             log_p = log_prob_of(self.target, states[0], generated.flatten(), texts.temperature).view_as(generated)
             tokens = ahead(generated, range(n), fill=-2).flatten(0, 1)
@@ -141,13 +141,13 @@ class DynaMoMeasures:
                 place = index // steps, index % steps
                 for key, asked in settings_of.items():
                     choice = joint.back_off(asked, most=key[1] + 1)
-                    given = tokens[here, : key[1] + 1]
+                    text = tokens[here, : key[1] + 1]
                     if texts.temperature:
-                        chance = (choice.probabilities(given).log() - targets[here, : key[1]]).exp().clamp(max=1)
+                        chance = (choice.probabilities(text).log() - targets[here, : key[1]]).exp().clamp(max=1)
                     else:
-                        chance = (choice.best() == given)[:, 1:].float()
-                    accept[key][part][place] = chance.cpu()
-                    limit[key][part][place] = (choice.order - 1).cpu()
+                        chance = (choice.best() == text)[:, 1:].float()
+                    accept[key][some][place] = chance.cpu()
+                    limit[key][some][place] = (choice.order - 1).cpu()
         return {key: replay(accept[key], texts.lengths.cpu(), limit[key]) for key in settings_of}
 
 

@@ -71,11 +71,11 @@ def match_exits(
     valid = texts.valid()
     hits = torch.zeros(len(FORMS), len(layers), len(ks), len(texts.ids), steps, dtype=torch.bool)
     accept = torch.zeros(len(FORMS), len(layers), len(texts.ids), steps)
-    for part, windows in texts.batches(batch):
+    for some, windows in texts.batches(batch):
         with autocast():
             states = target.run(windows, layers)
         rows = len(windows.input_ids)
-        tokens, real = texts.generated[part].flatten(), valid[part]
+        tokens, real = texts.generated[some].flatten(), valid[some]
         log_p = log_prob_of(target, texts.reading(states.final, windows), tokens, texts.temperature)
         for index, layer in enumerate(layers):
             hidden = texts.reading(states.exits[layer], windows)
@@ -86,9 +86,9 @@ def match_exits(
                 rank, log_q = ranked(target, read, tokens, texts.temperature, are_logits=whole)
                 rank = rank.view(rows, steps)
                 for at, k in enumerate(ks):
-                    hits[form, index, at, part] = ((rank < k) & real).cpu()
+                    hits[form, index, at, some] = ((rank < k) & real).cpu()
                 chance = (log_q - log_p).exp().clamp(max=1).view(rows, steps) if texts.temperature else (rank == 0)
-                accept[form, index, part] = (chance.float() * real).cpu()
+                accept[form, index, some] = (chance.float() * real).cpu()
     return ExitMatches(layers, ks, hits, valid.cpu(), accept, texts.lengths.cpu())
 
 

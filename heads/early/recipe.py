@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -77,36 +77,28 @@ class EarlyRecipe(HeadsRecipe):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole classifiers get a gradient of their own: logits of a chunk of rows are made again in the backward."""
         target, cross_entropy = self.target, self.options.loss == "ce"
-        compare = not (self.training and cross_entropy)
+        compare, head = not (self.training and cross_entropy), target.unembedding
 
-        def chunk(hidden: torch.Tensor, layer: int, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        def chunk(hidden: torch.Tensor, layer: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             log_q = functional.log_softmax(self.heads(hidden, layer).float(), dim=-1)
-            if not compare:
-                return -log_q.gather(1, following[rows, None]).squeeze(1), torch.zeros_like(following[rows]).bool()
-            with torch.no_grad():
-                log_p = functional.log_softmax(
-                    functional.linear(
-                        final[rows].to(target.unembedding.dtype), target.unembedding, target.bias
-                    ).float(),
-                    dim=-1,
-                )
-            match = log_q.argmax(-1) == log_p.argmax(-1)
+            match = torch.zeros_like(following[rows], dtype=torch.bool)
+            if compare:
+                with torch.no_grad():
+                    logits = functional.linear(final[rows].to(head.dtype), head, target.bias)
+                    log_p = functional.log_softmax(logits.float(), dim=-1)
+                match = log_q.argmax(-1) == log_p.argmax(-1)
             if cross_entropy:
                 return -log_q.gather(1, following[rows, None]).squeeze(1), match
             return (log_p.exp() * (log_p - log_q)).sum(-1), match
 
-        step = rows_a_chunk(target.unembedding)
         losses, matches = [], []
         for layer in self.heads.exit_layers:
-            parts = [
-                cast(
-                    tuple[torch.Tensor, torch.Tensor],
-                    checkpoint(chunk, exits[layer][s : s + step], layer, slice(s, s + step), use_reentrant=False),
-                )
-                for s in range(0, len(final), step)
+            chunks: list[Any] = [
+                checkpoint(chunk, exits[layer][rows], layer, rows, use_reentrant=False)
+                for rows in torch.arange(len(final), device=final.device).split(rows_a_chunk(head))
             ]
-            losses.append(torch.cat([part[0] for part in parts]))
-            matches.append(torch.cat([part[1] for part in parts]))
+            losses.append(torch.cat([loss for loss, _ in chunks]))
+            matches.append(torch.cat([match for _, match in chunks]))
         return torch.stack(losses), torch.stack(matches)
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from records import write
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
@@ -19,11 +18,6 @@ from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.target import Target
 
 PROMPTS = [[40 + i] * 3 + list(range(60, 60 + i)) for i in (4, 9, 1, 30, 6)]
-
-
-def write(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 def chats(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import DEMO
+from records import write
 
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.errors import TrainingError
@@ -52,11 +53,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
         monkeypatch.setattr(f"transformers.{name}.from_pretrained", load)
     monkeypatch.chdir(tmp_path)
-
-
-def write(path: str, *records: Any) -> str:
-    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 @pytest.mark.parametrize("bad", BAD)

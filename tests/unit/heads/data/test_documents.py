@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 from conftest import write_texts
+from records import templated, write
 from tokenizers.processors import TemplateProcessing
 
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
@@ -46,9 +47,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def chatty() -> Any:
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return templated(TEMPLATE)
 
 
 def with_bos() -> Any:
@@ -62,11 +61,6 @@ def with_bos() -> Any:
 
 def read(path: Path, tokenizer: Any) -> list[str]:
     return [document.text for document in Documents([path], lambda: tokenizer)]
-
-
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def test_text_chat_and_plain_files(tmp_path: Path, chatty: Any) -> None:
@@ -103,8 +97,7 @@ def test_layouts_of_records(tmp_path: Path, chatty: Any, record: Any, text: str)
 
 
 def test_system_column(tmp_path: Path) -> None:
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer = templated("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     path = write(tmp_path / "a.jsonl", {"system": "be", "conversations": [{"from": "human", "value": "a"}]})
     assert read(path, tokenizer) == ["<system>be<user>a"]
 
@@ -186,8 +179,7 @@ def test_skipped_records_are_counted(tmp_path: Path, chatty: Any, capsys: Any, r
 
 def test_many_reasons(tmp_path: Path, capsys: Any) -> None:
     """A template may name what it refuses; what is told stays short."""
-    tokenizer = tiny.make_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception(messages[0].content) }}"
+    tokenizer = templated("{{ raise_exception(messages[0].content) }}")
     texts = [f"{i} {'x' * 500}" for i in range(40)]
     made = Documents(
         [write(tmp_path / "a.jsonl", *({"messages": [{"role": "user", "content": text}]} for text in texts))],

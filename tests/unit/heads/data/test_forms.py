@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny
+from records import templated, write
 
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as bench_prompts
 from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, task_of
@@ -47,9 +47,7 @@ FORMS = {  # a record, and the prompt that it asks for (None: a text, of which p
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = tiny.make_tokenizer()
-    made.chat_template = TEMPLATE
-    return made
+    return templated(TEMPLATE)
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +92,6 @@ READERS: dict[str, Callable[[str, Any], list[list[int]]]] = {
     "train": of_train, "calibrate": of_calibrate, "data": of_data, "bench decode": of_decode,
     "bench acceptance": of_acceptance, "bench tables": of_tables, "bench serve": of_serve,
 }  # fmt: skip
-
-
-def write(path: Path, *records: Any) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
 
 
 @pytest.mark.parametrize("form", FORMS)

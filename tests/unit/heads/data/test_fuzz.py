@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny
+from records import templated
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import TrainingError
@@ -100,9 +101,7 @@ def odd_file(folder: Path, rng: random.Random) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    made = tiny.make_tokenizer()
-    made.chat_template = TEMPLATE
-    return made
+    return templated(TEMPLATE)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+from records import templated
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
@@ -20,12 +20,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-
-
-def tokenizer(template: str | None = TEMPLATE) -> Any:
-    made = tiny.make_tokenizer()
-    made.chat_template = template
-    return made
 
 
 def options(**changes: Any) -> DataOptions:
@@ -43,13 +37,13 @@ def options(**changes: Any) -> DataOptions:
 def test_a_user_turn_begins_and_ends_as_in_the_template(
     template: str, prefix: str, stop_ids: tuple[int, ...], stop_text: str | None
 ) -> None:
-    words = tokenizer(template)
+    words = templated(template)
     turn = ChatTemplate(words, None).user_turn()
     assert (words.decode(turn.prefix), turn.stop_ids, turn.stop_text) == (prefix, stop_ids, stop_text)
 
 
 def test_system_prompts(tmp_path: Path) -> None:
-    words = tokenizer()
+    words = templated(TEMPLATE)
     assert words.decode(ChatTemplate(words, "do").user_turn().prefix) == "<system>do<|end|>\n<user>"
     path = tmp_path / "a.jsonl"
     user = {"role": "user", "content": "hi"}
@@ -61,11 +55,11 @@ def test_system_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", [None, "", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"])
 def test_templates_without_user_turns(template: str | None) -> None:
     with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
-        ChatTemplate(tokenizer(template), None).user_turn()
+        ChatTemplate(templated(template), None).user_turn()
 
 
 def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:
-    words = tokenizer()
+    words = templated(TEMPLATE)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     records = [
         {"messages": [*chat, chat[1]]},

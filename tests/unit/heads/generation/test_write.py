@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
+from records import templated
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation import write
@@ -32,12 +32,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TURNS = ["what is two?", "What is  two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "is it?"]
-
-
-def tokenizer(template: str | None = TEMPLATE) -> Any:
-    made = tiny.make_tokenizer()
-    made.chat_template = template
-    return made
 
 
 class FakeEngine:
@@ -89,7 +83,7 @@ def write_prompts(path: Path, engine: Engine, wanted: float = float("inf"), coun
 
 
 def write_chats(path: Path, engine: Engine, wanted: int = 12) -> list[Any]:
-    template = ChatTemplate(tokenizer(), None)
+    template = ChatTemplate(templated(TEMPLATE), None)
     with ChatFile(path, options().essence()) as file:
         seen = {template.key(chat.prompt_token_ids) for chat in file.read()}
         ChatWriter(options(), engine, file).converse(template, seen, wanted)
@@ -198,7 +192,7 @@ def test_the_bar_shows_tokens_from_the_first_step_on(tmp_path: Path, capsys: Any
 
 
 def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
-    words = tokenizer()
+    words = templated(TEMPLATE)
     prompts = [words.decode(chat["prompt_token_ids"]) for chat in write_chats(tmp_path / "a.jsonl", FakeEngine(), 15)]
     assert all(text.startswith("<system>be<|end|><user>") and text.endswith("<|end|>\n<assistant>") for text in prompts)
     turns = [text.split("<user>")[1].split("<|end|>")[0] for text in prompts]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from records import templated, write
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.errors import TrainingError
@@ -32,17 +32,6 @@ FORGETFUL = (
 )
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho ho"}
 OTHER, LAST = {"role": "user", "content": "more?"}, {"role": "assistant", "content": "no"}
-
-
-def tokenizer(template: str = TEMPLATE) -> Any:
-    made = tiny.make_tokenizer()
-    made.chat_template = template
-    return made
-
-
-def write(path: Path, *records: Any) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def responses(path: Path, words: Any) -> list[str | None]:
@@ -69,7 +58,7 @@ def responses(path: Path, words: Any) -> list[str | None]:
     ],
 )
 def test_what_a_record_says_is_a_response(tmp_path: Path, record: Any, expected: str | None) -> None:
-    words = tokenizer()
+    words = templated(TEMPLATE)
     if expected is not None and "prompt_token_ids" in record:
         expected = words.decode(record["token_ids"])
     assert responses(write(tmp_path / "a.jsonl", record), words) == [expected]
@@ -77,12 +66,12 @@ def test_what_a_record_says_is_a_response(tmp_path: Path, record: Any, expected:
 
 def test_a_template_that_rewrites_turns_gives_no_mask(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, OTHER, LAST]})
-    assert responses(path, tokenizer(FORGETFUL)) == ["so: ho ho", None]
+    assert responses(path, templated(FORGETFUL)) == ["so: ho ho", None]
 
 
 def store(folder: Path, *records: Any, **changes: Any) -> TokenStore:
     data = write(folder / "data.jsonl", *records * 40)
-    return TokenStore(folder / "work", [data], tokenizer(), tiny.VOCAB, 0.3, 16, **changes)
+    return TokenStore(folder / "work", [data], templated(TEMPLATE), tiny.VOCAB, 0.3, 16, **changes)
 
 
 def test_a_response_that_was_cut_off_gets_no_end(tmp_path: Path) -> None:
@@ -96,8 +85,8 @@ def test_a_response_that_was_cut_off_gets_no_end(tmp_path: Path) -> None:
 
 def test_a_chat_ends_once(tmp_path: Path) -> None:
     made = store(tmp_path, {"messages": [USER, ANSWER]})
-    text = tokenizer().apply_chat_template([USER, ANSWER], tokenize=False)
-    assert next(made.documents()).tolist() == tokenizer()(text)["input_ids"]
+    text = templated(TEMPLATE).apply_chat_template([USER, ANSWER], tokenize=False)
+    assert next(made.documents()).tolist() == templated(TEMPLATE)(text)["input_ids"]
 
 
 def test_windows_have_the_mask_and_may_train_on_prompts(tmp_path: Path) -> None:

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of records, and tokenizers that render them by a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tiny
+
+
+def write(path: str | Path, *records: Any) -> str:
+    """Write records, a line each; returns the path."""
+    Path(path).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def templated(template: str | None) -> Any:
+    """The tiny models' tokenizer with a chat template."""
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
