@@ -22,7 +22,6 @@ from huggingface_hub.utils import _http
 from refusals import SERVE, Readers, Refused, command, tensor, with_value
 from vllm import envs
 
-from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.hub import folder_of, hub_name, pinned
 from vllm_ppd.heads.io import load_config, load_tensors
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -234,8 +233,3 @@ def test_by_the_environment(hub: Hub, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert "will load: " in run.stdout
     assert (tmp_path / "home" / "hub").is_dir()
-
-
-def test_errors_of_heads_are_heads_errors(hub: Hub) -> None:
-    with pytest.raises(HeadsError):
-        load_config("acme/nobody")

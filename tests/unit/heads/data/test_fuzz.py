@@ -6,9 +6,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -137,28 +134,3 @@ def test_damaged_data(tmp_path: Path, tokenizer: Any, capsys: Any, seed: int) ->
             capsys.readouterr()
         path.unlink()
     assert min(endings.values()) > 0, endings
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"text": "a"}\n{"text": 3}\n', "a.jsonl:2: 'text' is of type int; it must be a string"),
-        ("b.json", b'[{"text": "a"},\n{"messages": "\xff"}]', "b.json:2 is not UTF-8 text"),
-    ],
-    ids=["lines", "array"],
-)
-def test_command_ends_with_one_line(
-    tiny_model: Callable[..., Path], tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    argv = ["train", "early", "--model", str(tiny_model()), "--data", name, "--out", "out", "--device", "cpu"]
-    run = subprocess.run(
-        [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *argv, "--sequence-length", "64"],
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert run.returncode == 2, run.stderr[-2000:]
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("ppd: error: ")
-    assert message in last
-    assert len(last) <= 300
-    assert "Traceback" not in run.stderr
