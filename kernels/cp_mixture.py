@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from vllm_ppd.kernels.sampling import INVALID, Sampling, divisor, draw, is_greedy, truncated
+from vllm_ppd.kernels.draws import draw_rows
+from vllm_ppd.kernels.sampling import INVALID, Sampling
 
 # Log-probability below which experts that rule a token out are not told apart, so that their weights stay finite.
 RULED_OUT = -1e5
@@ -132,7 +133,7 @@ def draft_chain(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_weights = at_least_float32(log_weights)
     if first_token is not None:
-        seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token.clamp(min=0))
+        seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token)
         seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
         # Relative to the best, or what all experts rule out would round their weights.
         log_weights = log_weights + seen.sub_(seen.amax(dim=-1, keepdim=True))
@@ -141,8 +142,8 @@ def draft_chain(
     every = torch.softmax(logits, dim=-1, dtype=dtype)
     tokens, distributions = [], []
     for left, factors in zip(reversed(range(every.shape[1])), every.unbind(dim=1), strict=True):
-        token, probs, finite = _drawn(weights, factors, sampling, generator)
-        tokens.append(torch.where(finite, token, INVALID))
+        token, probs = _drawn(weights, factors, sampling, generator)
+        tokens.append(token)
         distributions.append(probs)
         if left:
             weights = _moved(weights, factors, token)
@@ -164,22 +165,19 @@ def draft_next(
     """
     weights = torch.softmax(at_least_float32(log_weights), dim=-1)
     factors = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    token, probs, finite = _drawn(weights, factors, sampling, generator)
-    return torch.where(finite, token, INVALID), probs, _moved(weights, factors, token).log()
+    token, probs = _drawn(weights, factors, sampling, generator)
+    return token, probs, _moved(weights, factors, token).log()
 
 
 def _drawn(
     weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A token [rows] of factors [rows, r, vocab], what it was drawn from [rows, vocab], and whether that is finite."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token [rows] of the mixture of factors [rows, r, vocab], and what it was drawn from [rows, vocab]."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
-    peak, token = probs.max(dim=-1)
     if sampling is not None:
-        # Of its peak: at low temperatures the powers of small probabilities alone would all be 0.
-        probs = (probs / peak[:, None]).pow(1 / divisor(sampling.temperature).to(probs.dtype))
-        probs = truncated(probs / probs.sum(dim=-1, keepdim=True), sampling)
-        token = torch.where(is_greedy(sampling.temperature), token, draw(probs, generator))
-    return token, probs, peak.isfinite()
+        return draw_rows(probs.log(), sampling, generator)
+    peak, token = probs.max(dim=-1)
+    return torch.where(peak.isfinite(), token, INVALID), probs
 
 
 def _moved(weights: torch.Tensor, factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -189,5 +187,5 @@ def _moved(weights: torch.Tensor, factors: torch.Tensor, token: torch.Tensor) ->
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Each expert's entry [rows, r] of a token [rows] in factors [rows, r, vocab]."""
-    return factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+    """Each expert's entry [rows, r] of a token [rows] in factors [rows, r, vocab]; any entry of an INVALID one."""
+    return factors.gather(-1, token.clamp(min=0)[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)

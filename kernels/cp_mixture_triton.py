@@ -3,13 +3,12 @@
 
     softmax  once: parts of the log-sum-exp of every row, position and expert
     sum_up   once: that log-sum-exp
-    mix      a position: mixture over experts, arg-max or exponential race, and the mixture as it is drawn from
+    mix      a position: the mixture over experts, and its best entry; its logarithm where rows sample
+    draw     a position, where rows sample (draws_triton.py)
     advance  a position, a program a row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
-    temper   once, where rows sample: mixture^(1/temperature), normalised, in place
 
-The product that gives the logits stays the library's (every expert and position is a row of one read of E*). Noise is
-made in the kernel from a seed drawn on the device: writing and reading it would cost as much as the mixture. Samples
-differ from the reference's, their distribution not.
+The product that gives the logits stays the library's (every expert and position is a row of one read of E*). Samples
+differ from the reference's, their distribution does not.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import triton
 import triton.language as tl
 
 from vllm_ppd.kernels import cp_mixture
+from vllm_ppd.kernels.draws_triton import draw_next
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
 
 BLOCK_V = 2048  # of the vocabulary a program
-COLDEST = tl.constexpr(1e-5)  # the reference takes the arg-max below
 INVALID = tl.constexpr(NO_TOKEN)
 
 
@@ -61,30 +60,20 @@ def _sum_up(maxima: tl.tensor, sums: tl.tensor, logsumexp: tl.tensor, parts: tl.
     tl.store(logsumexp + line, tl.log(tl.sum(scaled, axis=0)) + shift)
 
 
-@triton.jit
-def _exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
-    """Standard exponential variates, exact in their lower tail: the least of many decides a race."""
-    uniform = tl.maximum(tl.rand(seed, offset), 2.3283064e-10)
-    return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
-
-
 @triton.jit(do_not_specialize=["position"])
 def _mix(
     logits: tl.tensor,  # [rows, n, r, vocab]
     logsumexp: tl.tensor,  # [rows, n, r] float32
     log_weights: tl.tensor,  # [rows, r] float32
-    temperature: tl.tensor,  # [rows] float32
-    seeds: tl.tensor,  # [n] int64
-    probs: tl.tensor,  # [rows, drafts, vocab] float32
+    probs: tl.tensor,  # [rows, drafts, vocab] float32: the mixture, or its logarithm
     best: tl.tensor,  # [rows, parts] int64 keys of the mixture
-    race: tl.tensor,  # [rows, parts] int64 keys of the race
     position: tl.tensor,
     positions: tl.tensor,
     drafts: tl.tensor,  # the last ones of the positions
     rank: tl.tensor,
     vocab: tl.tensor,
     step: tl.tensor,
-    SAMPLE: tl.constexpr,
+    LOG: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -98,18 +87,12 @@ def _mix(
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
         mixture += weight * tl.exp(values - tl.load(logsumexp + line))
     draft = row * drafts + position - positions + drafts
+    if LOG:
+        mixture = tl.log(mixture)
     tl.store(probs + draft * vocab + column, mixture, mask=inside)
-    at = row * tl.num_programs(1) + tl.program_id(1)
-    keys = tl.where(inside, pack(mixture, column), NOTHING)
-    tl.store(best + at, tl.max(keys, axis=0))
-    if SAMPLE:
-        heat = tl.load(temperature + row)
-        if heat >= COLDEST:
-            # The race in log space: mixture^(1/T) itself leaves float32 at low temperatures.
-            noise = _exponential(tl.load(seeds + position), row.to(tl.int32) * vocab + column)
-            score = tl.log(mixture) / heat - tl.log(noise)
-            keys = tl.where(inside, pack(score, column), NOTHING)
-        tl.store(race + at, tl.max(keys, axis=0))
+    if not LOG:
+        keys = tl.where(inside, pack(mixture, column), NOTHING)
+        tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
 
 
 @triton.jit(do_not_specialize=["position"])
@@ -118,10 +101,8 @@ def _advance(
     logsumexp: tl.tensor,
     log_weights: tl.tensor,
     best: tl.tensor,
-    race: tl.tensor,
     first_token: tl.tensor,
     tokens: tl.tensor,  # [rows, drafts] int64
-    peaks: tl.tensor,  # [rows, drafts] float32
     position: tl.tensor,
     positions: tl.tensor,
     drafts: tl.tensor,
@@ -129,27 +110,29 @@ def _advance(
     step: tl.tensor,
     parts: tl.tensor,
     FIRST: tl.constexpr,
+    DRAWN: tl.constexpr,
     R: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, R)
     real = expert < rank
+    draft = row * drafts + position - positions + drafts
     if FIRST:
         token = tl.load(first_token + row)
+    elif DRAWN:
+        token = tl.load(tokens + draft)
     else:
         part = tl.arange(0, PARTS)
-        keys = tl.load(race + row * parts + part, mask=part < parts, other=NOTHING)
-        token = columns_of(tl.max(keys, axis=0))
-        draft = row * drafts + position - positions + drafts
-        keys = tl.load(best + row * parts + part, mask=part < parts, other=NOTHING)
-        peak = values_of(tl.max(keys, axis=0))
-        tl.store(peaks + draft, peak)
-        tl.store(tokens + draft, tl.where(tl.abs(peak) < float("inf"), token, INVALID))
+        key = tl.max(tl.load(best + row * parts + part, mask=part < parts, other=NOTHING), axis=0)
+        token = tl.where(tl.abs(values_of(key)) < float("inf"), columns_of(key), INVALID)
+        tl.store(tokens + draft, token)
     line = (row * positions + position) * rank + expert
     known = tl.where(token < 0, 0, token)
     value = tl.load(logits + line * step + known, mask=real, other=0.0).to(tl.float32)
-    seen = tl.where(token < 0, 0.0, value - tl.load(logsumexp + line, mask=real, other=0.0))
+    seen = value - tl.load(logsumexp + line, mask=real, other=0.0)
+    if FIRST:
+        seen = tl.where(token < 0, 0.0, seen)
     prior = tl.load(log_weights + row * rank + expert, mask=real, other=float("-inf"))
     updated = tl.where(real, prior + seen, float("-inf"))
     # A token that every expert rules out says nothing about them.
@@ -160,34 +143,6 @@ def _advance(
     tl.store(log_weights + row * rank + expert, shifted, mask=real)
 
 
-@triton.jit
-def _temper(
-    probs: tl.tensor,
-    peaks: tl.tensor,
-    sums: tl.tensor,  # [rows * drafts, parts] float32
-    temperature: tl.tensor,
-    drafts: tl.tensor,
-    vocab: tl.tensor,
-    NORMALISE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    line = tl.program_id(0).to(tl.int64)
-    heat = tl.load(temperature + line // drafts)
-    if heat >= COLDEST:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < vocab
-        values = tl.load(probs + line * vocab + column, mask=inside, other=0.0)
-        values = tl.exp(tl.log(values / tl.load(peaks + line)) / heat)
-        if NORMALISE:
-            part = tl.arange(0, PARTS)
-            parts = tl.num_programs(1)
-            total = tl.sum(tl.load(sums + line * parts + part, mask=part < parts, other=0.0), axis=0)
-            tl.store(probs + line * vocab + column, values / total, mask=inside)
-        else:
-            tl.store(sums + line * tl.num_programs(1) + tl.program_id(1), tl.sum(values, axis=0))
-
-
 @torch.no_grad()
 def draft_chain(
     log_weights: torch.Tensor,
@@ -196,11 +151,8 @@ def draft_chain(
     sampling: Sampling | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference, in float32. Ties, and rows of NaN, give the lowest id.
-
-    The reference itself runs for float64, and where a row asks for top-k or top-p: those need the mixture sorted.
-    """
-    if _by_reference(logits, sampling) or logits.shape[1] < (1 if first_token is None else 2):
+    """As the reference, which itself runs for float64, in float32. Ties give the lowest id."""
+    if _by_reference(logits) or logits.shape[1] < (1 if first_token is None else 2):
         return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, generator)
     tokens, probs, _ = _chain(log_weights, logits, first_token, sampling, generator)
     return tokens, probs
@@ -214,15 +166,14 @@ def draft_next(
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As the reference, in float32, with draft_chain's exceptions."""
-    if _by_reference(logits, sampling):
+    if _by_reference(logits):
         return cp_mixture.draft_next(log_weights, logits, sampling, generator)
     tokens, probs, log_weights = _chain(log_weights, logits.unsqueeze(1), None, sampling, generator)
     return tokens.squeeze(1), probs.squeeze(1), log_weights
 
 
-def _by_reference(logits: torch.Tensor, sampling: Sampling | None) -> bool:
-    cut = sampling is not None and (sampling.top_k is not None or sampling.top_p is not None)
-    return cut or logits.dtype == torch.float64 or len(logits) == 0
+def _by_reference(logits: torch.Tensor) -> bool:
+    return logits.dtype == torch.float64 or len(logits) == 0
 
 
 def _chain(
@@ -234,7 +185,6 @@ def _chain(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens [rows, drafts], probabilities [rows, drafts, vocab], log weights after the last draft [rows, r]."""
     rows, positions, rank, vocab = logits.shape
-    temperature = None if sampling is None else sampling.temperature
     lead = 0 if first_token is None else 1
     device, drafts, parts = logits.device, positions - lead, triton.cdiv(vocab, BLOCK_V)
     # Lines of equal distance are read as they lie: an LM head pads its vocabulary.
@@ -249,17 +199,12 @@ def _chain(
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.empty(lines, dtype=torch.float32, device=device)
     _sum_up[(lines,)](maxima, sums, logsumexp, parts, PARTS=padded)
-    probs, peaks = (
-        torch.empty(rows, drafts, vocab, dtype=torch.float32, device=device),
-        torch.empty(rows, drafts, dtype=torch.float32, device=device),
-    )
+    probs = torch.empty(rows, drafts, vocab, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, drafts, dtype=torch.int64, device=device)
     best = torch.empty(rows, parts, dtype=torch.int64, device=device)
     first = tokens if first_token is None else first_token.contiguous()
-    race, heat, seeds = best, peaks, tokens
-    if temperature is not None:
-        race, heat = torch.empty_like(best), temperature.float().contiguous()
-        seeds = torch.randint(1 << 31, (positions,), generator=generator, device=device)
+    if sampling is not None:
+        seeds = torch.randint(1 << 31, (drafts,), generator=generator, device=device)
     shape = {"rank": rank, "positions": positions, "drafts": drafts, "step": step}
     for position in range(positions):
         if position >= lead:
@@ -267,38 +212,30 @@ def _chain(
                 logits,
                 logsumexp,
                 weights,
-                heat,
-                seeds,
                 probs,
                 best,
-                race,
                 position,
                 **shape,
                 vocab=vocab,
-                SAMPLE=temperature is not None,
+                LOG=sampling is not None,
                 R=rank,
                 BLOCK=BLOCK_V,
             )
+            if sampling is not None:
+                draw_next(probs, sampling, seeds, position - lead, tokens, probs)
         _advance[(rows,)](
             logits,
             logsumexp,
             weights,
             best,
-            race,
             first,
             tokens,
-            peaks,
             position,
             **shape,
             parts=parts,
             FIRST=position < lead,
+            DRAWN=sampling is not None,
             R=triton.next_power_of_2(rank),
             PARTS=padded,
         )
-    if temperature is not None:
-        totals = torch.empty(rows * drafts, parts, dtype=torch.float32, device=device)
-        for normalise in (False, True):
-            _temper[(rows * drafts, parts)](
-                probs, peaks, totals, heat, drafts, vocab, NORMALISE=normalise, PARTS=padded, BLOCK=BLOCK_V
-            )
     return tokens, probs, weights

@@ -58,8 +58,9 @@ def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Softmax of logits [rows, entries] at the rows' temperatures, cut to their top-k and top-p: float32."""
-    return truncated(torch.softmax(logits.float() / divisor(sampling.temperature), dim=-1), sampling)
+    """Softmax of logits [rows, entries] at the rows' temperatures, cut to their top-k and top-p: float32 or float64."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return truncated(torch.softmax(logits / divisor(sampling.temperature), dim=-1), sampling)
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

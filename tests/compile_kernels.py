@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from vllm_ppd.kernels import (
     cp_mixture_triton,
     drafts_triton,
+    draws_triton,
     joint_threshold_triton,
     paged_copy_triton,
     shallow_pass_triton,
@@ -61,19 +62,22 @@ def main() -> None:
     paged_copy_triton.copy_blocks([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
     for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
         unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
-    for sampling in (None, Sampling(torch.ones(2))):
+    for sampling in (None, Sampling(*torch.ones(3, 1024)[:, :2])):
         logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
         cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling)
     for sizes in ((1, 50, 50), (50, 50, 50)):
         joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
     drafted(2)
+    draws_triton.draw_rows(torch.zeros(2, 5000), Sampling(*torch.ones(3, 1024)[:, :2]))
     # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
         hidden, unembedding = (torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (rows, 300))
         unembed_topk(hidden, unembedding, 1, 0, 300)
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(torch.zeros(rows, 3), logits, torch.arange(rows), None)
+        cp_mixture_triton.draft_chain(
+            torch.zeros(rows, 3), logits, torch.arange(rows), Sampling(*torch.ones(3, 1024)[:, :rows])
+        )
         joint_threshold_triton.adaptive_threshold(torch.zeros(rows, 1, 50, 50), torch.zeros(rows))
         drafted(rows)
     assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"

@@ -97,13 +97,13 @@ def test_what_a_distribution_is() -> None:
     assert are_distributions(torch.softmax(torch.randn(8, 1 << 18) * 4, dim=-1)).all()
 
 
-def test_a_reading_of_logits_that_are_not_finite_or_overflow() -> None:
+def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:
     logits = torch.randn(5, 9)
     logits[1, 4], logits[2, 4], logits[3, 4], logits[4, 4] = NAN, INF, -INF, 1e37
     heat = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.01])
     for temperature in (heat, torch.zeros(5)):
         valid = (sampled_reading(logits, Sampling(temperature)).token_ids != INVALID).tolist()
-        assert valid == [True, False, False, True, bool(temperature[0] == 0)]
+        assert valid == [True, False, False, True, True]
 
 
 def test_drafts_before_an_invalid_draft_are_used() -> None:

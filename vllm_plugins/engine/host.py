@@ -18,14 +18,14 @@ import torch
 from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.dispatch import chosen, enabled
 from vllm_ppd.kernels.drafts import finish, store_q
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import DRAFT_TEMPERATURE, MAX_DRAFTS, TEMPERATURE, RequestOptions
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind, Staging
+from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, TRUNCATED, Kind, Staging
 from vllm_ppd.vllm_plugins.engine.target import Target
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -122,13 +122,15 @@ class DraftingHost:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """How drafts may have to be drawn."""
-        return (GREEDY,) if self.q_rows is None else KINDS
+        if self.q_rows is None:
+            return (GREEDY,)
+        return (GREEDY, SAMPLED) if enabled(self.draft_tokens) else (GREEDY, SAMPLED, TRUNCATED)
 
     def kind(self, rows: np.ndarray) -> Kind:
         """How drafts of some request rows are drawn, by what the host knows of them."""
         if self.q_rows is None or self.options.is_greedy[rows].all():
             return GREEDY
-        return TRUNCATED if self.options.limited(rows) else SAMPLED
+        return TRUNCATED if TRUNCATED in self.kinds and self.options.limited(rows) else SAMPLED
 
     def draft(self, requests: int, kind: Kind, num_drafts: int | None = None) -> Drafts:
         """Draft for the first so many of the staged requests, and store q(x) by request row.

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.dispatch import chosen, enabled
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.model_patches.base import CutState
@@ -26,9 +26,8 @@ from vllm_ppd.vllm_plugins.engine.target import Target
 
 Kind = Literal["greedy", "sampled", "truncated"]
 GREEDY: Kind = "greedy"  # every draft is the best token
-SAMPLED: Kind = "sampled"  # drafts are drawn at the requests' temperatures
-TRUNCATED: Kind = "truncated"  # ... from what top-k and top-p leave, which sorts the vocabulary
-KINDS: tuple[Kind, ...] = (GREEDY, SAMPLED, TRUNCATED)
+SAMPLED: Kind = "sampled"  # drafts are drawn at the requests' temperatures; by a kernel, from what their limits leave
+TRUNCATED: Kind = "truncated"  # without the kernel: from what top-k and top-p leave, which sorts the vocabulary
 
 
 class Staging:
@@ -103,7 +102,8 @@ class Staging:
         """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs'."""
         sampling = None
         if kind != GREEDY:
-            limits = (self.setting(TOP_K, requests), self.setting(TOP_P, requests)) if kind == TRUNCATED else ()
+            limited = kind == TRUNCATED or enabled(self.rows)
+            limits = (self.setting(TOP_K, requests), self.setting(TOP_P, requests)) if limited else ()
             sampling = Sampling(self.setting(DRAFT_TEMPERATURE, requests), *limits)
         return DraftInputs(
             newest_ids=self.staged.newest_ids[:requests],

@@ -23,7 +23,7 @@ from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY, KINDS, SAMPLED, TRUNCATED, Kind
+from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, Kind
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -59,7 +59,6 @@ class Speculator(DraftModelSpeculator):
         self.draft_tokens = self.host.draft_tokens
         self.graphs: CudaGraphManager | None = None  # vLLM looks for such attributes when it measures their memory
         self.sampled_graphs: CudaGraphManager | None = None
-        self.truncated_graphs: CudaGraphManager | None = None
 
     @property
     def counters(self) -> Counters:
@@ -88,11 +87,11 @@ class Speculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.graphs, self.sampled_graphs, self.truncated_graphs = (
+        self.graphs, self.sampled_graphs = (
             CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
             if kind in self.host.kinds
             else None
-            for kind in KINDS
+            for kind in (GREEDY, SAMPLED)
         )
         wanted = self.vllm_config.compilation_config.cudagraph_mode
         if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
@@ -133,7 +132,7 @@ class Speculator(DraftModelSpeculator):
         return create
 
     def _manager(self, kind: Kind) -> CudaGraphManager | None:
-        return {GREEDY: self.graphs, SAMPLED: self.sampled_graphs, TRUNCATED: self.truncated_graphs}[kind]
+        return {GREEDY: self.graphs, SAMPLED: self.sampled_graphs}.get(kind)
 
     # A step ----------------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.draws import draw_rows
 from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
-from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, distribution, draw, drawn_from, is_greedy
+from vllm_ppd.kernels.sampling import Sampling, drawn_from, is_greedy
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
 
@@ -48,7 +49,7 @@ def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype
 class Reading(NamedTuple):
     """Drafts read at an exit, one a row."""
 
-    token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite, or q(x) no distribution
+    token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
     probs: torch.Tensor | None  # [rows, vocabulary] float32: q(x), for sampled drafts
 
@@ -167,8 +168,5 @@ def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
     logits = logits.float()
     # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    greedy = is_greedy(sampling.temperature)
-    probs = distribution(logits, sampling)
-    token_ids = torch.where(greedy, logits.argmax(dim=-1), draw(probs))
-    q = drawn_from(probs, token_ids, greedy)
-    return Reading(torch.where(are_distributions(probs), token_ids, INVALID), confidence, q)
+    token_ids, probs = chosen(draw_rows, logits)(logits, sampling)
+    return Reading(token_ids, confidence, drawn_from(probs, token_ids.clamp(min=0), is_greedy(sampling.temperature)))

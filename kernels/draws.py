@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draw of each row of logits as its request samples, and what it was drawn from."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm_ppd.kernels.sampling import INVALID, Sampling, distribution, draw, is_greedy
+
+
+def draw_rows(
+    logits: torch.Tensor,  # [rows, entries] in any floating-point type
+    sampling: Sampling,  # of each row
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw an entry of each row at its temperature, from what its top-k and top-p leave; the best one at temperature 0.
+
+    Returns:
+        (entries [rows] int64, INVALID where a row's greatest logit is not finite; the distributions [rows, entries]
+        in float32 or float64, at temperature 1 in rows at temperature 0).
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    peak, best = logits.max(dim=-1)
+    probs = distribution(logits - peak[:, None], sampling)  # low temperatures would take others out of float32
+    entries = torch.where(is_greedy(sampling.temperature), best, draw(probs, generator))
+    return torch.where(peak.isfinite(), entries, INVALID), probs

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draw of each row of logits in one launch that sorts nothing.
+
+A program a row. Top-k and top-p keep the entries from a least one on, so the least is looked for: by its bits, sixteen
+candidates a read of the row, which count what they keep. Rows without limits are read three times: for their peak, for
+their sum, and for the distribution with an exponential race over it. Samples differ from the reference's, their
+distribution does not.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack
+from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
+from vllm_ppd.kernels.sampling import Sampling
+
+BLOCK_V = 2048  # entries at a time
+BLOCK_S = 512  # entries at a time while the least one is looked for
+COLDEST = tl.constexpr(1e-5)  # temperature below which a row takes the best entry
+INVALID = tl.constexpr(NO_TOKEN)
+
+
+@triton.jit
+def exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
+    """Standard exponential variates, exact in their lower tail: the least of many decides a race."""
+    uniform = tl.maximum(tl.rand(seed, offset), 2.3283064e-10)
+    return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
+
+
+@triton.jit
+def _least(
+    line: tl.tensor,  # where the row's logits begin
+    entries: tl.tensor,
+    peak: tl.tensor,
+    heat: tl.tensor,
+    floor: tl.tensor,  # weights below count nothing
+    wanted: tl.tensor,  # what is to be kept: a number of entries, or a sum of weights
+    BY_WEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The greatest weight from which on a row keeps at least so much; weights are exp((logit - peak) / T)."""
+    low = tl.zeros((), tl.int32)
+    for step in tl.static_range(8):
+        candidates = low + (
+            tl.arange(0, 16) << (28 - 4 * step)
+        )  # bits of positive float32, which order as their values do
+        bounds = candidates.to(tl.float32, bitcast=True)
+        kept = tl.zeros((16,), tl.float32)
+        for start in range(0, entries, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+            weight = tl.exp((logit - peak) / heat)
+            weight = tl.where(weight >= floor, weight, 0.0)
+            amount = weight if BY_WEIGHT else (weight > 0).to(tl.float32)
+            # Candidates beyond 1.0, the greatest weight, may be no numbers: nothing is at least as large as they.
+            kept += tl.sum(tl.where(weight[:, None] >= bounds[None, :], amount[:, None], 0.0), axis=0)
+        enough = (kept >= wanted) & (candidates >= 0) & (candidates <= 0x3F800000)
+        low = tl.max(tl.where(enough, candidates, low), axis=0)
+    return low.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["start", "number"])
+def _draw(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
+    seeds: tl.tensor,  # [draws] int64
+    tokens: tl.tensor,  # [rows, draws] int64
+    token_stride: tl.tensor,
+    probs: tl.tensor,
+    probs_stride: tl.tensor,
+    entries: tl.tensor,
+    start: tl.tensor,  # of this draw in a line of logits, and of probabilities
+    number: tl.tensor,  # of this draw
+    LIMITED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LEAST: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    line, out = logits + row * row_stride + start, probs + row * probs_stride + start
+    heat = tl.load(temperature + row)
+    cold = heat < COLDEST
+    heat = tl.where(cold, 1.0, heat)
+    best = tl.full((BLOCK,), NOTHING, tl.int64)
+    for start in range(0, entries, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+        best = tl.maximum(best, tl.where(column < entries, pack(logit, column), NOTHING))
+    winner = tl.max(best, axis=0)
+    token = columns_of(winner)
+    peak = tl.load(line + token).to(tl.float32)
+    finite = tl.abs(peak) < float("inf")
+    floor = tl.zeros((), tl.float32)
+    if LIMITED:  # noqa: SIM102 (the compiler knows the first, a program the second)
+        if finite:
+            most = tl.load(top_k + row).to(tl.float32)
+            share = tl.load(top_p + row)
+            if most < entries:
+                floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
+            if share < 1.0:
+                total = tl.zeros((BLOCK,), tl.float32)
+                for start in range(0, entries, BLOCK):
+                    column = start + tl.arange(0, BLOCK)
+                    logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+                    weight = tl.exp((logit - peak) / heat)
+                    total += tl.where(weight >= floor, weight, 0.0)
+                floor = tl.maximum(
+                    floor, _least(line, entries, peak, heat, floor, share * tl.sum(total, axis=0), True, BLOCK_LEAST)
+                )
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, entries, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+        weight = tl.exp((logit - peak) / heat)
+        total += tl.where(weight < floor, 0.0, weight)
+    mass = tl.sum(total, axis=0)
+    seed = tl.load(seeds + number)
+    race = tl.full((BLOCK,), NOTHING, tl.int64)
+    for start in range(0, entries, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < entries
+        logit = tl.load(line + column, mask=inside, other=float("-inf")).to(tl.float32)
+        score = (logit - peak) / heat
+        weight = tl.exp(score)
+        out_of_it = weight < floor
+        tl.store(out + column, tl.where(out_of_it, 0.0, weight / mass), mask=inside)
+        # In log space: weights leave float32 at low temperatures.
+        score = score - tl.log(exponential(seed, row.to(tl.int32) * entries + column))
+        race = tl.maximum(race, tl.where(inside & (out_of_it == 0), pack(score, column), NOTHING))
+    drawn = columns_of(tl.max(race, axis=0))
+    token = tl.where(cold, token, drawn)
+    tl.store(tokens + row * token_stride + number, tl.where(finite, token, INVALID))
+
+
+def draw_rows(
+    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; ties and rows of NaN give the lowest entry or none."""
+    rows, entries = logits.shape
+    tokens = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
+    probs = torch.empty(rows, 1, entries, dtype=torch.float32, device=logits.device)
+    seeds = torch.randint(1 << 31, (1,), generator=generator, device=logits.device)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    draw_next(logits.unsqueeze(1), sampling, seeds, 0, tokens, probs)
+    return tokens.squeeze(1), probs.squeeze(1)
+
+
+def draw_next(
+    logits: torch.Tensor,  # [rows, draws, entries] of equal distance
+    sampling: Sampling,
+    seeds: torch.Tensor,  # [draws] int64
+    number: int,  # of the draw
+    tokens: torch.Tensor,  # [rows, draws] int64, is written
+    probs: torch.Tensor,  # [rows, draws, entries] float32, is written; may be the logits
+) -> None:
+    """One of several draws of each row, as draw_rows."""
+    temperature, top_k, top_p = sampling
+    limited = top_k is not None or top_p is not None
+    if limited and (top_k is None or top_p is None):
+        top_k = torch.full_like(temperature, logits.shape[-1]) if top_k is None else top_k
+        top_p = torch.ones_like(temperature) if top_p is None else top_p
+    _draw[(len(logits),)](
+        logits,
+        logits.stride(0),
+        temperature,
+        temperature if top_k is None else top_k,
+        temperature if top_p is None else top_p,
+        seeds,
+        tokens,
+        tokens.stride(0),
+        probs,
+        probs.stride(0),
+        logits.shape[-1],
+        number * probs.shape[-1],
+        number,
+        LIMITED=limited,
+        BLOCK=BLOCK_V,
+        BLOCK_LEAST=BLOCK_S,
+        num_warps=8,
+    )
