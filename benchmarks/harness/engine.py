@@ -149,6 +149,26 @@ class Engine:
             cold = cold and not decoding
         return not batch.finished
 
+    def count_calls(self, steps: int, joining: list[int] | None = None) -> dict[str, float]:
+        """What so many further steps of the batch ask of CUDA's driver, a step (gpu/calls.py); none is timed.
+
+        Args:
+            steps: of the batch.
+            joining: prompt of a request that joins the batch, and is dropped afterwards.
+        """
+        from vllm import SamplingParams
+
+        from vllm_ppd.benchmarks.gpu.calls import of_steps
+
+        if joining is not None:
+            params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+            self._engine.add_request("joining", {"prompt_token_ids": joining}, params)
+        try:
+            return of_steps(self._engine.step, steps)
+        finally:
+            if joining is not None:
+                self._engine.abort_request(["joining"])
+
     def end(self) -> dict[str, Any]:
         """Drop what still decodes.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ppd.benchmarks.gpu import kernels
-from vllm_ppd.benchmarks.gpu.steps import per_step
+from vllm_ppd.benchmarks.gpu.calls import by_kind
 from vllm_ppd.heads.locking import writing_file
 
 
@@ -41,7 +41,8 @@ def test_a_file_that_another_process_writes_is_left_alone(tmp_path: Path, monkey
 
 
 def test_calls_of_a_step_are_counted_by_kind() -> None:
-    """Names as CUPTI gives them; copies that do not wait, and kernels' own names, are neither."""
+    """Names as CUPTI gives them; copies that do not wait are copies, and what ran beyond the launches was in graphs."""
     calls = Counter({"cudaLaunchKernel": 30, "cuLaunchKernelEx": 12, "cudaGraphLaunch": 4, "cudaEventSynchronize": 2})
-    calls += Counter({"cudaMemcpy": 1, "cudaMemcpyAsync": 9, "cudaStreamSynchronize": 2, "_rejection_kernel": 5})
-    assert per_step(calls, 2) == {"launches": 21.0, "graphs": 2.0, "waits": 2.5}
+    calls += Counter({"cudaMemcpy": 1, "cudaMemcpyAsync": 9, "cudaStreamSynchronize": 2, "_rejection_kernel": 90})
+    calls += Counter({"aten::mm": 70, "cudaMemsetAsync": 3})
+    assert by_kind(calls) == {"launches": 42, "copies": 9, "graphs": 4, "nodes": 39, "waits": 5}
