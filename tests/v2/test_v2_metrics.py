@@ -64,3 +64,4 @@ def test_counts_on_the_device() -> None:
     assert counts.take() == {"a": 0, "b": 2}
     counts.values += torch.tensor([1, 0])
     assert counts.take() == {"a": 1, "b": 0}
+    assert not counts.take()

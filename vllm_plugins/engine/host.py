@@ -59,13 +59,16 @@ class DeviceCounts:
         elif is_uva_available():
             buffer = UvaBuffer(len(names), torch.int64)
             self.values, self._seen = buffer.uva(), buffer.np
-        self._taken = np.zeros_like(self._seen)
+        self._taken = self._seen.tolist()
 
     def take(self) -> dict[str, int]:
-        """What the device has counted since the last call."""
-        seen = self._seen.copy()
-        new, self._taken = seen - self._taken, seen
-        return dict(zip(self.names, new.tolist(), strict=False))
+        """What the device has counted since the last call; nothing in most steps."""
+        seen = self._seen.tolist()
+        if seen == self._taken:
+            return {}
+        new = {name: now - before for name, now, before in zip(self.names, seen, self._taken, strict=True)}
+        self._taken = seen
+        return new
 
 
 class DraftingHost:

@@ -42,6 +42,7 @@ COUNTERS = {
     "group_last_stage_seconds": "Seconds of the last stage in micro-steps but a step's first, waiting included.",
     "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
+_NAMES = tuple(COUNTERS)
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
 GROUP = "group_"  # what the counters of a worker group begin with
 ATTRIBUTE = "vllm_ppd_counts"  # of a ModelRunnerOutput
@@ -73,11 +74,8 @@ class Counters:
     def attach(self, output: Any) -> None:
         """Send what is new along with a step's output, an object of its own."""
         new = self.take()
-        counted = (
-            {name: float(amount) for name, amount in zip(COUNTERS, new, strict=True) if amount} if new.any() else {}
-        )
-        if counted:
-            setattr(output, ATTRIBUTE, counted)
+        if new.any():
+            setattr(output, ATTRIBUTE, {_NAMES[column]: float(new[column]) for column in new.nonzero()[0]})
 
 
 _totals = dict.fromkeys(COUNTERS, 0.0)

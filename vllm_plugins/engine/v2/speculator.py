@@ -147,7 +147,6 @@ class Speculator(DraftModelSpeculator):
     def begin_step(self, batch: Any) -> None:
         """The step's inputs are prepared, and the target is about to run."""
 
-    @torch.inference_mode()
     def propose(
         self,
         input_batch: Any,

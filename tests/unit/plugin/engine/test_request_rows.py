@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that requests keep while vLLM's V1 batch moves."""
+"""Rows that requests keep while vLLM's V1 batch moves, and what they ask of drafting."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
+import torch
+from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_ppd.vllm_plugins.engine.requests import RequestRows
+from vllm_ppd.vllm_plugins.engine.requests import (
+    DRAFT_TEMPERATURE,
+    EPS_B,
+    MAX_DRAFTS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    RequestOptions,
+    RequestRows,
+)  # fmt: skip
 
 
 def step(new: str = "", resumed: str = "", finished: str = "", preempted: str = "") -> SchedulerOutput:
@@ -38,3 +50,27 @@ def test_a_request_may_end_and_another_bear_its_name_in_a_step() -> None:
     # The prefix cache was reset while the request ran.
     assert rows.begin_step(step(resumed="b", preempted="b")) == ["b"]
     assert sorted(rows.of("ab").tolist()) == [0, 1]
+
+
+def test_what_a_request_asks_for_is_in_its_row() -> None:
+    options = RequestOptions(4, 3, 100, torch.device("cpu"))
+    options.add(0, SamplingParams(temperature=0.6, top_p=0.9, top_k=7))
+    options.add(1, SamplingParams(temperature=0.6, seed=5, extra_args={"ppd_draft": False, "ppd_eps_b": 0.25}))
+    options.add(2, SamplingParams(temperature=0.0))
+    options.add(3, None)  # a pooling request
+    columns = [MAX_DRAFTS, TEMPERATURE, DRAFT_TEMPERATURE, TOP_K, TOP_P]
+    expected = [[3, 0.6, 0.6, 7, 0.9], [0, 0.6, 0, 100, 1], [3, 0, 0, 100, 1], [3, 0, 0, 100, 1]]
+    np.testing.assert_allclose(options.settings[:, columns], expected, rtol=1e-6)
+    assert np.isnan(options.settings[[0, 2, 3], EPS_B]).all() and options.settings[1, EPS_B] == 0.25
+    assert [options.limited(np.array([row])) for row in range(4)] == [True, False, False, False]
+
+
+def test_steps_in_flight_read_options_as_they_were() -> None:
+    """A row that has another request now keeps the former one's options on the device until those are applied."""
+    options = RequestOptions(2, 3, 100, torch.device("cpu"))
+    options.add(1, SamplingParams(temperature=0.5))
+    options.apply()
+    options.add(1, SamplingParams(temperature=2.0))
+    assert options.on_device[1, TEMPERATURE] == 0.5
+    options.apply()
+    assert options.on_device[1, TEMPERATURE] == 2.0
