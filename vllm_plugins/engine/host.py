@@ -61,7 +61,7 @@ class DeviceCounts:
             self.values, self._seen = buffer.uva(), buffer.np
         self._taken = self._seen.tolist()
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[str, float]:
         """What the device has counted since the last call; nothing in most steps."""
         seen = self._seen.tolist()
         if seen == self._taken:
@@ -191,7 +191,7 @@ class DraftingHost:
     def take_counts(self) -> None:
         """Count what the device has counted so far."""
         counted = self._device_counts.take()
-        self._count_invalid(counted.pop("invalid_drafts", 0))
+        self._count_invalid(int(counted.pop("invalid_drafts", 0)))
         for name, number in counted.items():
             self.counters.add(name, number)
 
