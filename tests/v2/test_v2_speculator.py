@@ -14,6 +14,8 @@ from replayed import Replayed, call_attention_directly
 from small import METHODS, Small
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_ppd.kernels.dispatch import SWITCH
+
 pytestmark = pytest.mark.engine
 
 # What makes the host wait for the device: values read as Python numbers, and results whose shape depends on values.
@@ -86,9 +88,13 @@ def test_the_watch_sees_waits() -> None:
     assert mode.waits == ["_local_scalar_dense", "indexed by a mask"]
 
 
+@pytest.mark.parametrize("kernels", ["0", "always"])
 @pytest.mark.parametrize("name", METHODS)
-def test_asynchronous_scheduling_gives_the_same(v2_engine: Factory, name: str) -> None:
+def test_asynchronous_scheduling_gives_the_same(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str, kernels: str
+) -> None:
     """Two batches in flight: the host schedules a step before it knows what the one before it said."""
+    monkeypatch.setenv(SWITCH, kernels)
     requests, params = prompts(4), [greedy(max_tokens=n) for n in (5, 12, 20, 24)]
     expected = generate(v2_engine(), requests, params)
     llm = v2_engine(METHODS[name], asynchronous=True)
