@@ -66,7 +66,7 @@ def summarise(measured: Measured, name: str, batch: int) -> Row | None:
         "predicted": measured.run.get("predicted", {}).get(name, {}).get(str(batch)),
         "drafts": sums["drafts"],
         "step_ms": 1e3 * statistics.median(turn["step_seconds"] for turn in turns),
-        "length": 1 + sums["accepted_tokens"] / sums["drafts"] if sums["drafts"] else None,
+        "length": 1 + sums["accepted_tokens"] / sums["drafts"] if sums["drafts"] else _unverified_length(turns, batch),
         "rate": sums["accepted_tokens"] / sums["draft_tokens"] if sums["draft_tokens"] else None,
         "consistency": sums["same_tokens"] / sums["compared_tokens"] if sums["compared_tokens"] else None,
         "repeated_4_grams": sums["repeated_4_grams"] / sums["all_4_grams"] if sums["all_4_grams"] else 0.0,
@@ -74,6 +74,13 @@ def summarise(measured: Measured, name: str, batch: int) -> Row | None:
         "peak_bytes": max(turn["peak_bytes"] for turn in turns),
         "ours": dict(ours),
     }
+
+
+def _unverified_length(turns: list[Turn], batch: int) -> float | None:
+    """Tokens of a request's step where n-grams are emitted unverified."""
+    if not any(turn.get("ours", {}).get("unverified_tokens") for turn in turns):
+        return None
+    return sum(turn["window_tokens"] for turn in turns) / sum(turn["steps"] for turn in turns) / batch
 
 
 def _split(turns: list[Turn]) -> list[float]:

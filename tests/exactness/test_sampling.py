@@ -126,7 +126,7 @@ def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: 
     llm = drafting(name, method)
     with counting(llm) as seen:
         assert worst(sample(llm), expected) > LEVEL
-    assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
+    assert 20 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
 @pytest.mark.parametrize("name", ["early", "cp", "cp-chain", "dynamo"])
@@ -135,7 +135,7 @@ def test_distribution_with_top_k_and_top_p(drafting: Factory, limited: list[tupl
     llm = drafting(name)
     with counting(llm) as seen:
         assert worst(sample(llm, **LIMITS), limited) > LEVEL
-    assert 50 < seen["accepted"] < 0.98 * seen["drafted"]
+    assert 20 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
 @pytest.mark.parametrize("method", [pytest.param("greedy", marks=pytest.mark.full), "probabilistic"])
