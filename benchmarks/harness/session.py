@@ -90,6 +90,8 @@ class Session(ABC, Generic[Running, Load]):
                 with self._listening():
                     self._measure(everyone, Path(folder))
             except KeyboardInterrupt:
+                for results in self.results:
+                    results.write()  # a write may have been stopped
                 turns, out = sum(len(results.run["turns"]) for results in self.results), self.options.out
                 raise Stopped(f"stopped; {turns} turns are kept in {out}, the same command adds to them") from None
             finally:

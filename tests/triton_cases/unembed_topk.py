@@ -105,8 +105,8 @@ def test_bias_and_no_logsumexp() -> None:
     hidden, weights = integers(3, 40, dtype=torch.bfloat16), integers(90, 40, dtype=torch.bfloat16)
     options = {"bias": integers(90, dtype=torch.bfloat16, most=9), "with_logsumexp": False}
     actual = unembed_topk(hidden, weights, 2, 0, 90, **options)  # type: ignore[arg-type]
-    same(actual, lowest_ids(hidden, weights, 2, 0, 90, **options))
-    assert actual.logsumexp.tolist() == [0, 0, 0]
+    expected = lowest_ids(hidden, weights, 2, 0, 90, **options)
+    same(actual._replace(logsumexp=expected.logsumexp), expected)  # its own is anything
 
 
 def test_what_the_reference_takes_over() -> None:

@@ -87,9 +87,8 @@ def test_recipes_are_of_their_kind(tmp_path: Path) -> None:
 )
 def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
     target = f"{tmp_path}/recipes/{name}/provenance.json"
-    printed = run_make(target, tmp_path)
-    _, _, words = printed.splitlines()[-1].partition("main train ")
-    kind, *flags = shlex.split(words)
+    _, _, words = run_make(target, tmp_path).rpartition("main train ")
+    kind, *flags = shlex.split(words.splitlines()[0])
     options = vars(make_parser().parse_args(["train", kind, *flags]))
     fields = {field: value for field, value in options.items() if field in KINDS[kind].options.model_fields}
     whole = KINDS[kind].options(**{field: value for field, value in fields.items() if value is not None})
