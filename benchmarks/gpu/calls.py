@@ -35,7 +35,7 @@ def of_steps(step: Callable[[], object], steps: int) -> dict[str, float]:
             step()
             seconds.append(time.thread_time() - started)
 
-    driver = _counting_driver()
+    driver = counting_driver()
     if driver is None:
         totals = _profiled(run)
     else:
@@ -49,7 +49,8 @@ def of_steps(step: Callable[[], object], steps: int) -> dict[str, float]:
     return calls | {"host microseconds": round(1e6 * sorted(seconds)[len(seconds) // 2])}
 
 
-def _counting_driver() -> ctypes.Array[ctypes.c_long] | None:
+def counting_driver() -> ctypes.Array[ctypes.c_long] | None:
+    """The calls so far of a driver that counts; None where the driver is NVIDIA's."""
     try:
         return (ctypes.c_long * 32).in_dll(ctypes.CDLL("libcuda.so.1"), "fake_counts")
     except (OSError, ValueError):
