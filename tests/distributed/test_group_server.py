@@ -58,7 +58,7 @@ def test_a_stage_that_dies_ends_the_server(tiny_model: Factory, tmp_path: Path, 
         answers: list[Any] = []
         client = threading.Thread(target=_ask, args=(server, answers))
         client.start()
-        while server.metrics()["ppd:group_micro_steps_total"] < 60:
+        while server.metrics()["ppd:group_micro_steps_total"] < 25:
             time.sleep(0.02)
         worker.kill()
         client.join(60)
