@@ -24,7 +24,7 @@ from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.requests import DRAFT_TEMPERATURE, MAX_DRAFTS, TEMPERATURE, RequestOptions
+from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
 from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, TRUNCATED, Kind, Staging
 from vllm_ppd.vllm_plugins.engine.target import Target
 
@@ -148,8 +148,8 @@ class DraftingHost:
         drafts = self.drafter.propose(inputs)
         if self.q_rows is not None and drafts.probs is not None:
             columns = self._columns if drafts.probs.shape[-1] < self.q_rows.shape[-1] else None
-            temperature = self.staging.setting(TEMPERATURE, requests) if self.q_as_logits else None
-            rows, heat = self.staging.rows[:requests], self.staging.setting(DRAFT_TEMPERATURE, requests)
+            temperature = self.staging.setting(Setting.TEMPERATURE, requests) if self.q_as_logits else None
+            rows, heat = self.staging.rows[:requests], self.staging.setting(Setting.DRAFT_TEMPERATURE, requests)
             chosen(store_q, drafts.probs)(
                 drafts.probs, drafts.token_ids, rows, heat, temperature, columns, self._stand_in, self.q_rows
             )
@@ -158,7 +158,7 @@ class DraftingHost:
     def draft_on_device(self, requests: int, kind: Kind) -> None:
         """Draft, and leave what the next step embeds and verifies on the device; a CUDA graph holds this."""
         drafts = self.draft(requests, kind)
-        rows, most = self.staging.rows[:requests], self.staging.setting(MAX_DRAFTS, requests)
+        rows, most = self.staging.rows[:requests], self.staging.setting(Setting.MAX_DRAFTS, requests)
         confidence = None
         if self.confidence is not None:
             assert drafts.confidence is not None
@@ -191,9 +191,9 @@ class DraftingHost:
     def take_counts(self) -> None:
         """Count what the device has counted so far."""
         counted = self._device_counts.take()
-        self._count_invalid(int(counted.pop("invalid_drafts", 0)))
-        for name, number in counted.items():
-            self.counters.add(name, number)
+        self._count_invalid(int(counted.get("invalid_drafts", 0)))
+        if self.shallow is not None:  # a back-off, which counts alike, is no stop of early drafting
+            self.counters.add("confidence_stops", counted.get("confidence_stops", 0))
 
     def _count_invalid(self, requests: int) -> None:
         self.counters.add("invalid_drafts", requests)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,16 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, drafting_allowed, needs_single_tokens
 
-# What drafting reads of a request on the device, by column.
-MAX_DRAFTS, TEMPERATURE, DRAFT_TEMPERATURE, TOP_K, TOP_P, EPS_B = range(6)
+
+class Setting(IntEnum):
+    """What drafting reads of a request on the device, a column each."""
+
+    MAX_DRAFTS = 0
+    TEMPERATURE = 1
+    DRAFT_TEMPERATURE = 2  # 0 where drafts must be greedy
+    TOP_K = 3
+    TOP_P = 4
+    EPS_B = 5
 
 
 class RequestOptions:
@@ -37,8 +46,8 @@ class RequestOptions:
         self.several_at_once = np.zeros(rows, dtype=bool)  # may be given unverified n-grams
         self.max_tokens = np.zeros(rows, dtype=np.int64)
         # Exact in float32: drafts and temperatures, a top-k below 2^24, NaN where the request has no threshold.
-        self.settings = np.zeros((rows, 6), dtype=np.float32)
-        self.on_device = torch.zeros(rows + 1, 6, device=device)
+        self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
+        self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
 
     def add(self, row: int, params: Any) -> None:
         """Take a request in.
@@ -70,21 +79,21 @@ class RequestOptions:
         """Bring what was added to the device, in the order of its stream: steps in flight read what they began with."""
         async_tensor_h2d(self.settings, out=self.on_device[:-1])
 
-    def limited(self, rows: np.ndarray, temperature: int = DRAFT_TEMPERATURE) -> bool:
+    def limited(self, rows: np.ndarray, temperature: Setting = Setting.DRAFT_TEMPERATURE) -> bool:
         """Whether top-k or top-p cut what some requests draw from; arguments as sampling's."""
         drawn = self.settings[rows]
-        cut = (drawn[:, TOP_K] < self.vocab_size) | (drawn[:, TOP_P] < 1)
+        cut = (drawn[:, Setting.TOP_K] < self.vocab_size) | (drawn[:, Setting.TOP_P] < 1)
         return bool((cut & (drawn[:, temperature] > 0)).any())
 
-    def sampling(self, rows: np.ndarray, temperature: int = DRAFT_TEMPERATURE) -> Sampling:
+    def sampling(self, rows: np.ndarray, temperature: Setting = Setting.DRAFT_TEMPERATURE) -> Sampling:
         """How some requests draw.
 
         Args:
             rows: [requests] request rows.
-            temperature: the column; DRAFT_TEMPERATURE is 0 where drafts must be greedy.
+            temperature: TEMPERATURE or DRAFT_TEMPERATURE.
         """
         settings = self.on_device[async_tensor_h2d(rows, device=self.on_device.device)].T
-        limits = (settings[TOP_K], settings[TOP_P]) if self.limited(rows, temperature) else ()
+        limits = (settings[Setting.TOP_K], settings[Setting.TOP_P]) if self.limited(rows, temperature) else ()
         return Sampling(settings[temperature], *limits)
 
 

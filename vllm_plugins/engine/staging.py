@@ -13,15 +13,7 @@ from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs
-from vllm_ppd.vllm_plugins.engine.requests import (
-    DRAFT_TEMPERATURE,
-    EPS_B,
-    MAX_DRAFTS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    RequestOptions,
-)  # fmt: skip
+from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
 from vllm_ppd.vllm_plugins.engine.target import Target
 
 Kind = Literal["greedy", "sampled", "truncated"]
@@ -62,10 +54,10 @@ class Staging:
         """Stage padding that takes the way of sampling requests, as a dummy run and a capture do."""
         self.rows.fill_(-1)
         settings = self.staged.settings
-        settings[MAX_DRAFTS] = self.options.num_drafts
-        settings[TEMPERATURE] = settings[DRAFT_TEMPERATURE] = settings[TOP_P] = 1.0
-        settings[TOP_K] = self.options.vocab_size
-        settings[EPS_B] = torch.nan
+        settings[Setting.MAX_DRAFTS] = self.options.num_drafts
+        settings[Setting.TEMPERATURE] = settings[Setting.DRAFT_TEMPERATURE] = settings[Setting.TOP_P] = 1.0
+        settings[Setting.TOP_K] = self.options.vocab_size
+        settings[Setting.EPS_B] = torch.nan
 
     def stage(self, end: StepEnd, padded: int) -> None:
         """Stage a step that was verified, and mark the padding behind its requests: one launch on a GPU."""
@@ -87,7 +79,7 @@ class Staging:
         torch.index_select(hidden, 0, places, out=staged.hidden[:n])
         staged.settings[:, :n] = self.options.on_device[rows].T
 
-    def setting(self, column: int, requests: int) -> torch.Tensor:
+    def setting(self, column: Setting, requests: int) -> torch.Tensor:
         """A setting of the first so many staged requests: [requests] float32."""
         return self.staged.settings[column, :requests]
 
@@ -103,8 +95,8 @@ class Staging:
         sampling = None
         if kind != GREEDY:
             limited = kind == TRUNCATED or enabled(self.rows)
-            limits = (self.setting(TOP_K, requests), self.setting(TOP_P, requests)) if limited else ()
-            sampling = Sampling(self.setting(DRAFT_TEMPERATURE, requests), *limits)
+            limits = (self.setting(Setting.TOP_K, requests), self.setting(Setting.TOP_P, requests)) if limited else ()
+            sampling = Sampling(self.setting(Setting.DRAFT_TEMPERATURE, requests), *limits)
         return DraftInputs(
             newest_ids=self.staged.newest_ids[:requests],
             hidden=self.staged.hidden[:requests],
@@ -112,7 +104,7 @@ class Staging:
             num_drafts=num_drafts,
             sampling=sampling,
             shallow=shallow,
-            options={"eps_b": self.setting(EPS_B, requests)} if self.reads_eps_b else {},
+            options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
             with_confidence=with_confidence,
         )

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm_ppd.kernels.sampling import Sampling, distribution
-from vllm_ppd.vllm_plugins.engine.requests import EPS_B, TEMPERATURE
+from vllm_ppd.vllm_plugins.engine.requests import Setting
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
@@ -69,9 +69,9 @@ class NGramEmission:
         """An n-gram of each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
         proposer, drafter = self.proposer, self.drafter
         request_rows, options = proposer.request_rows[rows], proposer.host.options
-        sampling = options.sampling(request_rows, TEMPERATURE)
+        sampling = options.sampling(request_rows, Setting.TEMPERATURE)
         places = proposer.index(proposer.batch.starts[rows + 1].astype(np.int64) - 1)
         heads = [distribution(logits, sampling).log() for logits in (first_logits, *drafter.logits(places))]
-        eps_b = proposer.index(options.settings[request_rows, EPS_B])
+        eps_b = proposer.index(options.settings[request_rows, Setting.EPS_B])
         context = proposer.context(rows) if drafter.context_tokens else None
         return drafter.choose(heads, None, eps_b, context).draw(Sampling(sampling.temperature))[0]

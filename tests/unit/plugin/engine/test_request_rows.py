@@ -10,16 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_ppd.vllm_plugins.engine.requests import (
-    DRAFT_TEMPERATURE,
-    EPS_B,
-    MAX_DRAFTS,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    RequestOptions,
-    RequestRows,
-)  # fmt: skip
+from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, RequestRows, Setting
 
 
 def step(new: str = "", resumed: str = "", finished: str = "", preempted: str = "") -> SchedulerOutput:
@@ -58,10 +49,10 @@ def test_what_a_request_asks_for_is_in_its_row() -> None:
     options.add(1, SamplingParams(temperature=0.6, seed=5, extra_args={"ppd_draft": False, "ppd_eps_b": 0.25}))
     options.add(2, SamplingParams(temperature=0.0))
     options.add(3, None)  # a pooling request
-    columns = [MAX_DRAFTS, TEMPERATURE, DRAFT_TEMPERATURE, TOP_K, TOP_P]
+    columns = [Setting.MAX_DRAFTS, Setting.TEMPERATURE, Setting.DRAFT_TEMPERATURE, Setting.TOP_K, Setting.TOP_P]
     expected = [[3, 0.6, 0.6, 7, 0.9], [0, 0.6, 0, 100, 1], [3, 0, 0, 100, 1], [3, 0, 0, 100, 1]]
     np.testing.assert_allclose(options.settings[:, columns], expected, rtol=1e-6)
-    assert np.isnan(options.settings[[0, 2, 3], EPS_B]).all() and options.settings[1, EPS_B] == 0.25
+    assert np.isnan(options.settings[[0, 2, 3], Setting.EPS_B]).all() and options.settings[1, Setting.EPS_B] == 0.25
     assert [options.limited(np.array([row])) for row in range(4)] == [True, False, False, False]
 
 
@@ -71,6 +62,6 @@ def test_steps_in_flight_read_options_as_they_were() -> None:
     options.add(1, SamplingParams(temperature=0.5))
     options.apply()
     options.add(1, SamplingParams(temperature=2.0))
-    assert options.on_device[1, TEMPERATURE] == 0.5
+    assert options.on_device[1, Setting.TEMPERATURE] == 0.5
     options.apply()
-    assert options.on_device[1, TEMPERATURE] == 2.0
+    assert options.on_device[1, Setting.TEMPERATURE] == 2.0
