@@ -28,14 +28,15 @@ def finish(
     requests, made = token_ids.shape
     wanted = torch.full_like(rows, made) if counts is None else counts.clamp(max=made)
     valid = (token_ids >= 0).cumprod(dim=1)
-    real = rows >= 0
-    counted[INVALID_DRAFTS] += (real & (valid.sum(dim=1) < torch.minimum(wanted, most.long()))).sum()
-    counted[CONFIDENCE_STOPS] += (real & (wanted < torch.minimum(most, torch.tensor(float(made))))).sum()
+    allowed = most.long().clamp(max=made)
+    real, usable = rows >= 0, torch.minimum(wanted, allowed)
+    counted[INVALID_DRAFTS] += (real & (valid.sum(dim=1) < usable)).sum()
+    counted[CONFIDENCE_STOPS] += (real & (wanted < allowed)).sum()
     draft_tokens[:requests, :made] = torch.where(token_ids < 0, stand_in, token_ids)
     if confidence is not None:
         known, out = confidence
-        usable = torch.arange(made, device=rows.device) < torch.minimum(wanted, most.long())[:, None]
-        out[:requests, :made] = torch.where(usable & (valid > 0), known, 0.0)
+        counting = (torch.arange(made, device=rows.device) < usable[:, None]) & (valid > 0)
+        out[:requests, :made] = torch.where(counting, known, 0.0)
 
 
 def store_q(

@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ppd.kernels.sampling import GREEDY_BELOW
+
 BLOCK_R = 256  # requests at a time
 BLOCK_V = 2048  # entries of q(x) a program
-COLDEST = tl.constexpr(1e-5)  # temperature below which a row takes the best token
+COLDEST = tl.constexpr(GREEDY_BELOW)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -43,7 +45,7 @@ def _finish(
         there = request < requests
         both = there[:, None] & (draft < made)
         ids = tl.load(token_ids + request[:, None] * made + draft, mask=both, other=0)
-        # The first INVALID one, which what follows it is dropped with.
+        # Drafts from the first INVALID one on are dropped.
         first = tl.min(tl.where(both & (ids < 0), draft, made), axis=1)
         allowed = tl.load(most + request, mask=there, other=0.0).to(tl.int64)
         wanted = tl.zeros([BLOCK], dtype=tl.int64) + made

@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack
+from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
-from vllm_ppd.kernels.sampling import Sampling
 
 BLOCK_V = 2048  # entries at a time
 BLOCK_S = 512  # entries at a time while the least one is looked for
-COLDEST = tl.constexpr(1e-5)  # temperature below which a row takes the best entry
+COLDEST = tl.constexpr(GREEDY_BELOW)
 INVALID = tl.constexpr(NO_TOKEN)
 
 
@@ -28,6 +28,20 @@ def exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
     """Standard exponential variates, exact in their lower tail: the least of many decides a race."""
     uniform = tl.maximum(tl.rand(seed, offset), 2.3283064e-10)
     return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
+
+
+@triton.jit
+def _mass(
+    line: tl.tensor, entries: tl.tensor, peak: tl.tensor, heat: tl.tensor, floor: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The sum of a row's weights from a floor on; arguments as _least's."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, entries, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
+        weight = tl.exp((logit - peak) / heat)
+        total += tl.where(weight < floor, 0.0, weight)
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -44,9 +58,8 @@ def _least(
     """The greatest weight from which on a row keeps at least so much; weights are exp((logit - peak) / T)."""
     low = tl.zeros((), tl.int32)
     for step in tl.static_range(8):
-        candidates = low + (
-            tl.arange(0, 16) << (28 - 4 * step)
-        )  # bits of positive float32, which order as their values do
+        # Bits of positive float32, which order as their values do.
+        candidates = low + (tl.arange(0, 16) << (28 - 4 * step))
         bounds = candidates.to(tl.float32, bitcast=True)
         kept = tl.zeros((16,), tl.float32)
         for start in range(0, entries, BLOCK):
@@ -103,22 +116,9 @@ def _draw(
             if most < entries:
                 floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
             if share < 1.0:
-                total = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, entries, BLOCK):
-                    column = start + tl.arange(0, BLOCK)
-                    logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
-                    weight = tl.exp((logit - peak) / heat)
-                    total += tl.where(weight >= floor, weight, 0.0)
-                floor = tl.maximum(
-                    floor, _least(line, entries, peak, heat, floor, share * tl.sum(total, axis=0), True, BLOCK_LEAST)
-                )
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, entries, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        logit = tl.load(line + column, mask=column < entries, other=float("-inf")).to(tl.float32)
-        weight = tl.exp((logit - peak) / heat)
-        total += tl.where(weight < floor, 0.0, weight)
-    mass = tl.sum(total, axis=0)
+                wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
+                floor = tl.maximum(floor, _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST))
+    mass = _mass(line, entries, peak, heat, floor, BLOCK)
     seed = tl.load(seeds + number)
     race = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):

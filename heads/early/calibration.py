@@ -46,11 +46,6 @@ class ExitMatches:
         where = slice(None), positions or slice(None)
         return self.hits[form, self.layers.index(layer), self.ks.index(k)][where].sum(1), self.valid[where].sum(1)
 
-    def rows(self, index: torch.Tensor) -> ExitMatches:
-        """Of some of the texts."""
-        hits, accept = self.hits[..., index, :], self.accept[:, :, index]
-        return ExitMatches(self.layers, self.ks, hits, self.valid[index], accept, self.lengths[index])
-
     def drafted(self, form: int, layer: int, n: int) -> Drafted:
         """What an engine with n drafts at this exit would count on these texts."""
         accept = self.accept[form, self.layers.index(layer)]  # [texts, positions]
