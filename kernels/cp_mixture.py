@@ -106,9 +106,10 @@ def draft_chain(
     log_weights: torch.Tensor,  # [rows, r], before the first position
     logits: torch.Tensor,  # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
     first_token: torch.Tensor | None,  # [rows] int64, position 1; -1 where the logits do not cover it
-    sampling: Sampling | None = None,  # of each row
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sampling: Sampling | None = None,  # of each row, at the position that the first draft follows
+    token_ids: torch.Tensor | None = None,  # [vocab] int64 that the entries stand for; None: 0, 1, ...
+    with_probs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
 
     The first token, which another than the mixture chose, moves the weights in log space. From there on probabilities
@@ -123,10 +124,11 @@ def draft_chain(
         first_token: what the target sampled; -1 says nothing about the experts. None: every position is drafted.
         sampling: rows at a temperature from 1e-5 on sample in proportion to mixture^(1/temperature), cut to their top-k
             and top-p; the others take the arg-max (None: all).
-        generator: where the samples come from, on the device of logits.
+        token_ids: for the noise of samples.
+        with_probs: whether the probabilities are returned.
 
     Returns:
-        (token ids [rows, drafts] int64, INVALID where the mixture is not finite; the probabilities they were drawn with
+        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the probabilities they were drawn with
         [rows, drafts, vocab], the mixture's own where the arg-max was taken).
     """
     # Few calls: after a pass over the model's weights each one's own code comes from memory again.
@@ -141,13 +143,13 @@ def draft_chain(
     weights = torch.softmax(log_weights, dim=-1)
     every = torch.softmax(logits, dim=-1, dtype=dtype)
     tokens, distributions = [], []
-    for left, factors in zip(reversed(range(every.shape[1])), every.unbind(dim=1), strict=True):
-        token, probs = _drawn(weights, factors, sampling, generator)
+    for position, factors in enumerate(every.unbind(dim=1)):
+        token, probs = _drawn(weights, factors, sampling and sampling.ahead(position), token_ids)
         tokens.append(token)
         distributions.append(probs)
-        if left:
+        if position + 1 < every.shape[1]:
             weights = _moved(weights, factors, token)
-    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)
+    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if with_probs else None
 
 
 @torch.no_grad()
@@ -155,27 +157,30 @@ def draft_next(
     log_weights: torch.Tensor,  # [rows, r], after the tokens so far
     logits: torch.Tensor,  # [rows, r, vocab], of the next position
     sampling: Sampling | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    token_ids: torch.Tensor | None = None,
+    with_probs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """One position of draft_chain, for logits that depend on the draft before.
 
     Returns:
-        (token ids [rows] int64, the probabilities they were drawn with [rows, vocab], the log weights after them
+        (entries [rows] int64, the probabilities they were drawn with [rows, vocab], the log weights after them
         [rows, r]).
     """
     weights = torch.softmax(at_least_float32(log_weights), dim=-1)
     factors = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    token, probs = _drawn(weights, factors, sampling, generator)
-    return token, probs, _moved(weights, factors, token).log()
+    token, probs = _drawn(weights, factors, sampling, token_ids)
+    return token, probs if with_probs else None, _moved(weights, factors, token).log()
 
 
 def _drawn(
-    weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, generator: torch.Generator | None
+    weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, token_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token [rows] of the mixture of factors [rows, r, vocab], and what it was drawn from [rows, vocab]."""
+    """An entry [rows] of the mixture of factors [rows, r, vocab], and what it was drawn from [rows, vocab]."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
     if sampling is not None:
-        return draw_rows(probs.log(), sampling, generator)
+        entries, cut = draw_rows(probs.log(), sampling, token_ids)
+        assert cut is not None
+        return entries, cut
     peak, token = probs.max(dim=-1)
     return torch.where(peak.isfinite(), token, INVALID), probs
 

@@ -7,8 +7,7 @@
     draw     a position, where rows sample (draws_triton.py)
     advance  a position, a program a row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
 
-The product that gives the logits stays the library's (every expert and position is a row of one read of E*). Samples
-differ from the reference's, their distribution does not.
+The product that gives the logits stays the library's (every expert and position is a row of one read of E*).
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ import triton
 import triton.language as tl
 
 from vllm_ppd.kernels import cp_mixture
-from vllm_ppd.kernels.draws_triton import draw_next
+from vllm_ppd.kernels.draws_triton import draw_next as draw_entry
+from vllm_ppd.kernels.draws_triton import with_seeds
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
@@ -65,7 +65,7 @@ def _mix(
     logits: tl.tensor,  # [rows, n, r, vocab]
     logsumexp: tl.tensor,  # [rows, n, r] float32
     log_weights: tl.tensor,  # [rows, r] float32
-    probs: tl.tensor,  # [rows, drafts, vocab] float32: the mixture, or its logarithm
+    probs: tl.tensor,  # [rows, drafts, vocab] float32: the mixture, or its logarithm; of one draft if KEPT is false
     best: tl.tensor,  # [rows, parts] int64 keys of the mixture
     position: tl.tensor,
     positions: tl.tensor,
@@ -74,6 +74,7 @@ def _mix(
     vocab: tl.tensor,
     step: tl.tensor,
     LOG: tl.constexpr,
+    KEPT: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -86,10 +87,13 @@ def _mix(
         values = tl.load(logits + line * step + column, mask=inside, other=float("-inf")).to(tl.float32)
         weight = tl.exp(tl.load(log_weights + row * rank + expert))
         mixture += weight * tl.exp(values - tl.load(logsumexp + line))
-    draft = row * drafts + position - positions + drafts
     if LOG:
         mixture = tl.log(mixture)
-    tl.store(probs + draft * vocab + column, mixture, mask=inside)
+    if KEPT:
+        draft = row * drafts + position - positions + drafts
+        tl.store(probs + draft * vocab + column, mixture, mask=inside)
+    elif LOG:
+        tl.store(probs + row * vocab + column, mixture, mask=inside)
     if not LOG:
         keys = tl.where(inside, pack(mixture, column), NOTHING)
         tl.store(best + row * tl.num_programs(1) + tl.program_id(1), tl.max(keys, axis=0))
@@ -149,12 +153,13 @@ def draft_chain(
     logits: torch.Tensor,
     first_token: torch.Tensor | None,
     sampling: Sampling | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids: torch.Tensor | None = None,
+    with_probs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference, which itself runs for float64, in float32. Ties give the lowest id."""
     if _by_reference(logits) or logits.shape[1] < (1 if first_token is None else 2):
-        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, generator)
-    tokens, probs, _ = _chain(log_weights, logits, first_token, sampling, generator)
+        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
+    tokens, probs, _ = _chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
     return tokens, probs
 
 
@@ -163,13 +168,14 @@ def draft_next(
     log_weights: torch.Tensor,
     logits: torch.Tensor,
     sampling: Sampling | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    token_ids: torch.Tensor | None = None,
+    with_probs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As the reference, in float32, with draft_chain's exceptions."""
     if _by_reference(logits):
-        return cp_mixture.draft_next(log_weights, logits, sampling, generator)
-    tokens, probs, log_weights = _chain(log_weights, logits.unsqueeze(1), None, sampling, generator)
-    return tokens.squeeze(1), probs.squeeze(1), log_weights
+        return cp_mixture.draft_next(log_weights, logits, sampling, token_ids, with_probs)
+    tokens, probs, log_weights = _chain(log_weights, logits.unsqueeze(1), None, sampling, token_ids, with_probs)
+    return tokens.squeeze(1), None if probs is None else probs.squeeze(1), log_weights
 
 
 def _by_reference(logits: torch.Tensor) -> bool:
@@ -181,8 +187,9 @@ def _chain(
     logits: torch.Tensor,
     first_token: torch.Tensor | None,
     sampling: Sampling | None,
-    generator: torch.Generator | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    token_ids: torch.Tensor | None,
+    with_probs: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Tokens [rows, drafts], probabilities [rows, drafts, vocab], log weights after the last draft [rows, r]."""
     rows, positions, rank, vocab = logits.shape
     lead = 0 if first_token is None else 1
@@ -199,12 +206,12 @@ def _chain(
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.empty(lines, dtype=torch.float32, device=device)
     _sum_up[(lines,)](maxima, sums, logsumexp, parts, PARTS=padded)
-    probs = torch.empty(rows, drafts, vocab, dtype=torch.float32, device=device)
+    mixed = drafts if with_probs else int(sampling is not None)  # a draw reads what _mix wrote
+    probs = torch.empty(rows, mixed, vocab, dtype=torch.float32, device=device)
     tokens = torch.empty(rows, drafts, dtype=torch.int64, device=device)
     best = torch.empty(rows, parts, dtype=torch.int64, device=device)
     first = tokens if first_token is None else first_token.contiguous()
-    if sampling is not None:
-        seeds = torch.randint(1 << 31, (drafts,), generator=generator, device=device)
+    drawn = None if sampling is None else with_seeds(sampling)
     shape = {"rank": rank, "positions": positions, "drafts": drafts, "step": step}
     for position in range(positions):
         if position >= lead:
@@ -217,12 +224,13 @@ def _chain(
                 position,
                 **shape,
                 vocab=vocab,
-                LOG=sampling is not None,
+                LOG=drawn is not None,
+                KEPT=with_probs,
                 R=rank,
                 BLOCK=BLOCK_V,
             )
-            if sampling is not None:
-                draw_next(probs, sampling, seeds, position - lead, tokens, probs)
+            if drawn is not None:
+                draw_entry(probs, drawn, position - lead, tokens, probs if with_probs else None, token_ids)
         _advance[(rows,)](
             logits,
             logsumexp,
@@ -234,8 +242,8 @@ def _chain(
             **shape,
             parts=parts,
             FIRST=position < lead,
-            DRAWN=sampling is not None,
+            DRAWN=drawn is not None,
             R=triton.next_power_of_2(rank),
             PARTS=padded,
         )
-    return tokens, probs, weights
+    return tokens, probs if with_probs else None, weights

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a draft on the device: token IDs that the next step embeds, counts, and q(x) by request row."""
+"""The end of a draft on the device: token IDs that the next step embeds, and counts."""
 
 from __future__ import annotations
 
 import torch
-
-from vllm_ppd.kernels.sampling import is_greedy
 
 INVALID_DRAFTS, CONFIDENCE_STOPS = range(2)  # places in the counts
 
@@ -22,8 +20,8 @@ def finish(
 ) -> None:
     """Make drafts what vLLM embeds and verifies: some token everywhere.
 
-    An INVALID draft's stand-in is verified as any draft is, against a q(x) that is one-hot (store_q), so that nothing
-    needs to be masked. The confidence of what its request may not use, or its method does not stand for, is 0.
+    An INVALID draft's stand-in is verified as any draft is, so that nothing needs to be masked. The confidence of what
+    its request may not use, or its method does not stand for, is 0.
     """
     requests, made = token_ids.shape
     wanted = torch.full_like(rows, made) if counts is None else counts.clamp(max=made)
@@ -37,30 +35,3 @@ def finish(
         known, out = confidence
         counting = (torch.arange(made, device=rows.device) < usable[:, None]) & (valid > 0)
         out[:requests, :made] = torch.where(counting, known, 0.0)
-
-
-def store_q(
-    q: torch.Tensor,  # [requests, n, entries] float32, what each draft was drawn from
-    token_ids: torch.Tensor,  # [requests, n] int64; INVALID where q is no distribution
-    rows: torch.Tensor,  # [requests] int64, request rows; -1 for padding, which the last row of the store takes
-    heat: torch.Tensor,  # [requests] float32, temperatures at which drafts were drawn
-    temperature: torch.Tensor | None,  # [requests] float32; None: probabilities are stored as they are
-    columns: torch.Tensor | None,  # [entries] int64, the store's column of each entry; None: the same
-    stand_in: int,  # token ID in place of an INVALID draft
-    store: torch.Tensor,  # [request rows + 1, at least n, vocabulary] float32, is written
-) -> None:
-    """Store q(x) by request row: probabilities, or T log q(x), which a sampler divides by T before its softmax.
-
-    q(x) is one-hot where the best token was taken, and at the stand-in of an INVALID draft.
-    """
-    made = q.shape[1]
-    places = torch.arange(q.shape[-1], device=q.device) if columns is None else columns
-    invalid = token_ids < 0
-    one_hot = places == torch.where(invalid, stand_in, token_ids)[..., None]
-    q = torch.where((invalid | is_greedy(heat)[:, None])[..., None], one_hot.to(q.dtype), q)
-    if temperature is not None:
-        q = q.log() * torch.where(is_greedy(temperature), 1.0, temperature)[:, None, None]
-    if columns is None:
-        store[rows, :made] = q
-    else:
-        store[rows[:, None, None], torch.arange(made, device=q.device)[:, None], columns] = q

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a draft in one launch, and the store of q(x) in another.
+"""The end of a draft in one launch.
 
 finish is one program, so that its counts need no atomics, which memory of the host that the device sees may lack.
 """
@@ -10,11 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ppd.kernels.sampling import GREEDY_BELOW
-
 BLOCK_R = 256  # requests at a time
-BLOCK_V = 2048  # entries of q(x) a program
-COLDEST = tl.constexpr(GREEDY_BELOW)
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -66,44 +62,6 @@ def _finish(
     tl.store(counted + 1, tl.load(counted + 1) + tl.sum(stopped, axis=0))
 
 
-@triton.jit
-def _store_q(
-    q: tl.tensor,
-    token_ids: tl.tensor,
-    rows: tl.tensor,
-    drawn_at: tl.tensor,
-    temperature: tl.tensor,
-    columns: tl.tensor,
-    store: tl.tensor,
-    row_stride: tl.tensor,
-    draft_stride: tl.tensor,
-    last_row: tl.tensor,
-    made: tl.tensor,
-    entries: tl.tensor,
-    stand_in: tl.tensor,
-    AS_LOGITS: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    line = tl.program_id(0).to(tl.int64)
-    request, draft = line // made, line % made
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    column = entry.to(tl.int64)
-    if HAS_COLUMNS:
-        column = tl.load(columns + entry, mask=inside, other=0)
-    values = tl.load(q + line * entries + entry, mask=inside, other=0.0)
-    token = tl.load(token_ids + line)
-    if (token < 0) | (tl.load(drawn_at + request) < COLDEST):
-        values = tl.where(column == tl.where(token < 0, stand_in, token), 1.0, 0.0)
-    if AS_LOGITS:
-        heat = tl.load(temperature + request)
-        values = tl.log(values) * tl.where(heat < COLDEST, 1.0, heat)
-    row = tl.load(rows + request)
-    row = tl.where(row < 0, last_row, row)
-    tl.store(store + row * row_stride + draft * draft_stride + column, values, mask=inside)
-
-
 def finish(
     token_ids: torch.Tensor,
     counts: torch.Tensor | None,
@@ -135,36 +93,4 @@ def finish(
         HAS_CONFIDENCE=confidence is not None,
         BLOCK=BLOCK_R,
         DRAFTS=triton.next_power_of_2(made),
-    )
-
-
-def store_q(
-    q: torch.Tensor,
-    token_ids: torch.Tensor,
-    rows: torch.Tensor,
-    heat: torch.Tensor,
-    temperature: torch.Tensor | None,
-    columns: torch.Tensor | None,
-    stand_in: int,
-    store: torch.Tensor,
-) -> None:
-    """As the reference."""
-    requests, made, entries = q.shape
-    _store_q[(requests * made, triton.cdiv(entries, BLOCK_V))](
-        q.contiguous(),
-        token_ids.contiguous(),
-        rows,
-        heat,
-        heat if temperature is None else temperature,
-        rows if columns is None else columns,
-        store,
-        store.stride(0),
-        store.stride(1),
-        len(store) - 1,
-        made,
-        entries,
-        stand_in,
-        AS_LOGITS=temperature is not None,
-        HAS_COLUMNS=columns is not None,
-        BLOCK=BLOCK_V,
     )

@@ -5,22 +5,30 @@ from __future__ import annotations
 
 import torch
 
+from vllm_ppd.kernels.noise import exponential
 from vllm_ppd.kernels.sampling import INVALID, Sampling, distribution, draw, is_greedy
 
 
 def draw_rows(
     logits: torch.Tensor,  # [rows, entries] in any floating-point type
     sampling: Sampling,  # of each row
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids: torch.Tensor
+    | None = None,  # [entries] or [rows, entries] int64 that the entries stand for; None: 0, 1, ..
+    with_probs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draw an entry of each row at its temperature, from what its top-k and top-p leave; the best one at temperature 0.
 
     Returns:
         (entries [rows] int64, INVALID where a row's greatest logit is not finite; the distributions [rows, entries]
-        in float32 or float64, at temperature 1 in rows at temperature 0).
+        in float32 or float64, at temperature 1 in rows at temperature 0, where they are asked for).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak, best = logits.max(dim=-1)
     probs = distribution(logits - peak[:, None], sampling)  # low temperatures would take others out of float32
-    entries = torch.where(is_greedy(sampling.temperature), best, draw(probs, generator))
-    return torch.where(peak.isfinite(), entries, INVALID), probs
+    if sampling.seeds is None or sampling.positions is None:
+        drawn = draw(probs)
+    else:
+        ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+        drawn = (probs / exponential(sampling.seeds, sampling.positions, ids)).argmax(dim=-1)
+    entries = torch.where(is_greedy(sampling.temperature), best, drawn)
+    return torch.where(peak.isfinite(), entries, INVALID), probs if with_probs else None

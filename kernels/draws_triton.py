@@ -3,8 +3,7 @@
 
 A program a row. Top-k and top-p keep the entries from a least one on, so the least is looked for: by its bits, sixteen
 candidates a read of the row, which count what they keep. Rows without limits are read three times: for their peak, for
-their sum, and for the distribution with an exponential race over it. Samples differ from the reference's, their
-distribution does not.
+their sum, and for the distribution with an exponential race over it; twice where nobody reads the distribution.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_ppd.kernels import noise
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack
 from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
@@ -21,13 +21,35 @@ BLOCK_V = 2048  # entries at a time
 BLOCK_S = 512  # entries at a time while the least one is looked for
 COLDEST = tl.constexpr(GREEDY_BELOW)
 INVALID = tl.constexpr(NO_TOKEN)
+WORD_1, WORD_2 = (tl.constexpr(multiplier) for multiplier in noise.MULTIPLIERS)
+STEP_1, STEP_2 = (tl.constexpr(number) for number in noise.STEP)
+FINAL_1, FINAL_2 = (tl.constexpr(multiplier) for multiplier in noise.FINAL)
+BYTES = tl.constexpr(noise.BYTES)
 
 
 @triton.jit
-def exponential(seed: tl.tensor, offset: tl.tensor) -> tl.tensor:
-    """Standard exponential variates, exact in their lower tail: the least of many decides a race."""
-    uniform = tl.maximum(tl.rand(seed, offset), 2.3283064e-10)
-    return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
+def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
+    word *= WORD_1
+    word = ((word << 15) | (word >> 17)) * WORD_2
+    state ^= word
+    return ((state << 13) | (state >> 19)) * STEP_1 + STEP_2
+
+
+@triton.jit
+def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
+    """As noise.exponential, exact in the lower tail: the least of many decides a race."""
+    state = _mixed((seed ^ seed).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
+    state = _mixed(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+    state = _mixed(state, (position & 0xFFFFFFFF).to(tl.uint32))
+    state = _mixed(state, token_ids.to(tl.uint32)) ^ BYTES
+    state = (state ^ (state >> 16)) * FINAL_1
+    state = (state ^ (state >> 13)) * FINAL_2
+    state ^= state >> 16
+    # In halves, each of which float32 holds.
+    low = (state & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5
+    uniform = (state >> 16).to(tl.int32).to(tl.float32) * 1.52587890625e-05 + low * 2.3283064365386963e-10
+    exact = -tl.log(tl.maximum(1 - uniform, 5.960464477539063e-08))
+    return tl.where(uniform < 0.0078125, uniform * (1 + uniform * (0.5 + uniform / 3)), exact)
 
 
 @triton.jit
@@ -82,7 +104,10 @@ def _draw(
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
-    seeds: tl.tensor,  # [draws] int64
+    seeds: tl.tensor,
+    positions: tl.tensor,
+    token_ids: tl.tensor,
+    ids_stride: tl.tensor,  # from row to row
     tokens: tl.tensor,  # [rows, draws] int64
     token_stride: tl.tensor,
     probs: tl.tensor,
@@ -91,6 +116,8 @@ def _draw(
     start: tl.tensor,  # of this draw in a line of logits, and of probabilities
     number: tl.tensor,  # of this draw
     LIMITED: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    PROBS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_LEAST: tl.constexpr,
 ) -> None:
@@ -118,8 +145,10 @@ def _draw(
             if share < 1.0:
                 wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
                 floor = tl.maximum(floor, _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST))
-    mass = _mass(line, entries, peak, heat, floor, BLOCK)
-    seed = tl.load(seeds + number)
+    mass = tl.full((), 1.0, tl.float32)
+    if PROBS:
+        mass = _mass(line, entries, peak, heat, floor, BLOCK)
+    seed, position = tl.load(seeds + row), tl.load(positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -128,9 +157,13 @@ def _draw(
         score = (logit - peak) / heat
         weight = tl.exp(score)
         out_of_it = weight < floor
-        tl.store(out + column, tl.where(out_of_it, 0.0, weight / mass), mask=inside)
+        if PROBS:
+            tl.store(out + column, tl.where(out_of_it, 0.0, weight / mass), mask=inside)
+        ids = column.to(tl.int64)
+        if HAS_IDS:
+            ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
         # In log space: weights leave float32 at low temperatures.
-        score = score - tl.log(exponential(seed, row.to(tl.int32) * entries + column))
+        score = score - tl.log(exponential(seed, position, ids))
         race = tl.maximum(race, tl.where(inside & (out_of_it == 0), pack(score, column), NOTHING))
     drawn = columns_of(tl.max(race, axis=0))
     token = tl.where(cold, token, drawn)
@@ -138,28 +171,36 @@ def _draw(
 
 
 def draw_rows(
-    logits: torch.Tensor, sampling: Sampling, generator: torch.Generator | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None, with_probs: bool = True
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As the reference; ties and rows of NaN give the lowest entry or none."""
     rows, entries = logits.shape
     tokens = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
-    probs = torch.empty(rows, 1, entries, dtype=torch.float32, device=logits.device)
-    seeds = torch.randint(1 << 31, (1,), generator=generator, device=logits.device)
+    shape = (rows, 1, entries if with_probs else 0)
+    probs = torch.empty(shape, dtype=torch.float32, device=logits.device)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    draw_next(logits.unsqueeze(1), sampling, seeds, 0, tokens, probs)
-    return tokens.squeeze(1), probs.squeeze(1)
+    draw_next(logits.unsqueeze(1), with_seeds(sampling), 0, tokens, probs if with_probs else None, token_ids)
+    return tokens.squeeze(1), probs.squeeze(1) if with_probs else None
+
+
+def with_seeds(sampling: Sampling) -> Sampling:
+    """Sampling with seeds of torch's generator where it has none."""
+    if sampling.seeds is not None and sampling.positions is not None:
+        return sampling
+    seeds = torch.randint(1 << 62, sampling.temperature.shape, device=sampling.temperature.device)
+    return sampling._replace(seeds=seeds, positions=torch.zeros_like(seeds))
 
 
 def draw_next(
-    logits: torch.Tensor,  # [rows, draws, entries] of equal distance
-    sampling: Sampling,
-    seeds: torch.Tensor,  # [draws] int64
+    logits: torch.Tensor,  # [rows, draws, entries] of equal distance; or [rows, 1, entries] of this draw alone
+    sampling: Sampling,  # with seeds, at the positions of the first draw
     number: int,  # of the draw
     tokens: torch.Tensor,  # [rows, draws] int64, is written
-    probs: torch.Tensor,  # [rows, draws, entries] float32, is written; may be the logits
+    probs: torch.Tensor | None,  # [rows, draws, entries] float32, is written; may be the logits
+    token_ids: torch.Tensor | None,  # as draw_rows'
 ) -> None:
     """One of several draws of each row, as draw_rows."""
-    temperature, top_k, top_p = sampling
+    temperature, top_k, top_p, seeds, positions = sampling
     limited = top_k is not None or top_p is not None
     if limited and (top_k is None or top_p is None):
         top_k = torch.full_like(temperature, logits.shape[-1]) if top_k is None else top_k
@@ -171,14 +212,19 @@ def draw_next(
         temperature if top_k is None else top_k,
         temperature if top_p is None else top_p,
         seeds,
+        positions,
+        tokens if token_ids is None else token_ids,
+        0 if token_ids is None or token_ids.dim() == 1 else token_ids.stride(0),
         tokens,
         tokens.stride(0),
-        probs,
-        probs.stride(0),
+        logits if probs is None else probs,
+        0 if probs is None else probs.stride(0),
         logits.shape[-1],
-        number * probs.shape[-1],
+        number * logits.shape[-1] if logits.shape[1] > 1 else 0,
         number,
         LIMITED=limited,
+        HAS_IDS=token_ids is not None,
+        PROBS=probs is not None,
         BLOCK=BLOCK_V,
         BLOCK_LEAST=BLOCK_S,
         num_warps=8,

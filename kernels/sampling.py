@@ -13,15 +13,25 @@ SUM_TOLERANCE = 1e-3  # float32 sums of 2^18 probabilities are off by less
 
 
 class Sampling(NamedTuple):
-    """How each row asks to be sampled: as vLLM applies them, temperature first, then top-k, then top-p."""
+    """How each row asks to be sampled: as vLLM applies them, temperature first, then top-k, then top-p.
+
+    With seeds and positions a token is drawn with the random numbers that vLLM's runner V2 draws the target's own with
+    (kernels/noise.py).
+    """
 
     temperature: torch.Tensor  # [rows] float32; below 1e-5 the row takes the best token
     top_k: torch.Tensor | None = None  # [rows] int; the vocabulary's size where a row has no limit
     top_p: torch.Tensor | None = None  # [rows] float32 in (0, 1]
+    seeds: torch.Tensor | None = None  # [rows] int64; None: of torch's generator
+    positions: torch.Tensor | None = None  # [rows] int64, of the token before the drawn one
 
     def at(self, index: torch.Tensor | slice) -> Sampling:
         """The settings of the rows at an index."""
         return Sampling(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+
+    def ahead(self, drafts: int) -> Sampling:
+        """The settings behind so many drafts."""
+        return self if self.positions is None else self._replace(positions=self.positions + drafts)
 
 
 def is_greedy(temperature: torch.Tensor) -> torch.Tensor:

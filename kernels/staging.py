@@ -21,6 +21,7 @@ class StepEnd(NamedTuple):
     last_sampled: torch.Tensor  # [request rows, 1] int64, the last token that each emitted
     positions: torch.Tensor  # [tokens] int64
     hidden: torch.Tensor  # [tokens, hidden] normed states
+    seeds: torch.Tensor  # [request rows] int64
 
 
 class Staged(NamedTuple):
@@ -32,6 +33,7 @@ class Staged(NamedTuple):
     positions: torch.Tensor  # [requests] int64, of the newest token
     hidden: torch.Tensor  # [requests, hidden]
     settings: torch.Tensor  # [settings, requests] float32
+    seeds: torch.Tensor  # [requests] int64
 
 
 def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
@@ -55,3 +57,4 @@ def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> 
     staged.positions[:requests] = end.positions[places] + 1
     torch.index_select(end.hidden, 0, places, out=staged.hidden[:requests])
     staged.settings[:, :requests] = settings[rows].T
+    staged.seeds[:requests] = end.seeds[rows]

@@ -24,6 +24,7 @@ def _stage(
     hidden: tl.tensor,
     hidden_stride: tl.tensor,
     settings: tl.tensor,
+    seeds: tl.tensor,
     staged_rows: tl.tensor,
     staged_ids: tl.tensor,
     staged_places: tl.tensor,
@@ -31,6 +32,7 @@ def _stage(
     staged_hidden: tl.tensor,
     staged_settings: tl.tensor,
     settings_stride: tl.tensor,
+    staged_seeds: tl.tensor,
     requests: tl.tensor,
     size: tl.tensor,
     COLUMNS: tl.constexpr,
@@ -47,6 +49,7 @@ def _stage(
         tl.store(staged_ids + place, tl.load(last_sampled + row * last_stride).to(tl.int64))
         tl.store(staged_places + place, token)
         tl.store(staged_positions + place, tl.load(positions + token).to(tl.int64) + 1)
+        tl.store(staged_seeds + place, tl.load(seeds + row))
         setting = tl.arange(0, COLUMNS)
         values = tl.load(settings + row * SETTINGS + setting, mask=setting < SETTINGS, other=0.0)
         tl.store(staged_settings + setting * settings_stride + place, values, mask=setting < SETTINGS)
@@ -70,6 +73,7 @@ def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> 
         end.hidden,
         end.hidden.stride(0),
         settings,
+        end.seeds,
         staged.rows,
         staged.newest_ids,
         staged.places,
@@ -77,6 +81,7 @@ def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> 
         staged.hidden,
         staged.settings,
         staged.settings.stride(0),
+        staged.seeds,
         len(end.rows),
         staged.hidden.shape[1],
         COLUMNS=triton.next_power_of_2(columns),

@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vllm_ppd.kernels import (
+    acceptance_triton,
     cp_mixture_triton,
     drafts_triton,
     draws_triton,
@@ -62,22 +63,21 @@ def main() -> None:
     paged_copy_triton.copy_blocks([torch.zeros(3, 2, 16, 64)] * 2, index, index + 5)
     for rows, k, dtype in ((1, 1, torch.bfloat16), (64, 3, torch.bfloat16), (1, 8, torch.float32)):
         unembed_topk(torch.zeros(rows, 4096, dtype=dtype), torch.zeros(300, 4096, dtype=dtype), k, 0, 300)
-    for sampling in (None, Sampling(*torch.ones(3, 1024)[:, :2])):
+    for sampling in (None, sampling_of(2)):
         logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling)
+        cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling, torch.arange(5000), False)
     for sizes in ((1, 50, 50), (50, 50, 50)):
         joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
     drafted(2)
-    draws_triton.draw_rows(torch.zeros(2, 5000), Sampling(*torch.ones(3, 1024)[:, :2]))
+    draws_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000), False)
     # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
     known = set(variants)
     for rows in (2, 3, 16):
         hidden, unembedding = (torch.zeros(n, 4096, dtype=torch.bfloat16) for n in (rows, 300))
         unembed_topk(hidden, unembedding, 1, 0, 300)
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
-        cp_mixture_triton.draft_chain(
-            torch.zeros(rows, 3), logits, torch.arange(rows), Sampling(*torch.ones(3, 1024)[:, :rows])
-        )
+        weights, first = torch.zeros(rows, 3), torch.arange(rows)
+        cp_mixture_triton.draft_chain(weights, logits, first, sampling_of(rows), torch.arange(5000), False)
         joint_threshold_triton.adaptive_threshold(torch.zeros(rows, 1, 50, 50), torch.zeros(rows))
         drafted(rows)
     assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
@@ -86,12 +86,18 @@ def main() -> None:
     print(*sorted(compiled))
 
 
+def sampling_of(requests: int) -> Sampling:
+    """With limits and seeds, as runner V2 samples."""
+    seeds = torch.zeros(requests, dtype=torch.int64)
+    return Sampling(*torch.ones(3, 1024)[:, :requests], seeds, seeds)
+
+
 def drafted(requests: int) -> None:
     """Stage a step of so many requests, and end their drafts."""
     places, integers = torch.zeros(requests, dtype=torch.int64), torch.zeros(requests + 1, dtype=torch.int32)
     hidden = torch.zeros(requests, 4096, dtype=torch.bfloat16)
-    staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024))
-    end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden)
+    staged = Staged(places, places, places, places, hidden, torch.zeros(6, 1024), places)
+    end = StepEnd(integers[:-1], integers, integers[:-1], integers[:-1], places[:, None], places, hidden, places)
     staging_triton.stage(end, torch.zeros(1025, 6), staged, requests)
     types = (torch.int32, torch.int64, torch.int32, torch.int64)
     inputs = PassInputs(*(torch.zeros(1024, dtype=dtype) for dtype in types))
@@ -100,9 +106,7 @@ def drafted(requests: int) -> None:
     for counts, confidence in ((None, None), (places, None), (places, (sure, torch.zeros(1024, 3)))):
         tokens = torch.zeros(1024, 3, dtype=torch.int64)
         drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, confidence, torch.zeros(2).long())
-    for columns in (None, torch.arange(5000)):
-        q, store = torch.zeros(requests, 3, 5000), torch.zeros(1025, 3, 32000)
-        drafts_triton.store_q(q, ids, places, *staged.settings[1:3], columns, 5, store)
+    acceptance_triton.accept_drawn(places, places.int(), integers, 4)
 
 
 if __name__ == "__main__":

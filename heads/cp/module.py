@@ -213,15 +213,14 @@ class CPHead(nn.Module):
         unembedding: torch.Tensor | None,  # [V, d]
         bias: torch.Tensor | None = None,  # [V]
         sampling: Sampling | None = None,  # of each row
-        generator: torch.Generator | None = None,
         embeddings: torch.Tensor | None = None,  # [V, d], E, which a condition reads
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Draft positions 2 to n, as kernels.cp_mixture.draft_chain: ([rows, n - 1], [rows, n - 1, V])."""
         context = None if embeddings is None else embeddings[first_token][:, None]
         weights = self.log_weights(hidden, context)
         if self.previous is None:
             logits = self.logits(hidden, unembedding, bias, context)
-            return chosen(draft_chain, logits)(weights, logits, None if self.lead else first_token, sampling, generator)
+            return chosen(draft_chain, logits)(weights, logits, None if self.lead else first_token, sampling)
         previous, unread = self.previous, self._unread_states(hidden, context)
         assert unembedding is not None and embeddings is not None
         return draft_in_sequence(
@@ -230,7 +229,6 @@ class CPHead(nn.Module):
             lambda states: functional.linear(states.to(unembedding.dtype), unembedding, bias),
             lambda position, token: functional.linear(embeddings[token].to(previous.dtype), previous[position]),
             sampling,
-            generator,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -272,14 +270,16 @@ def draft_in_sequence(
         [int, torch.Tensor], torch.Tensor
     ],  # (0.., the draft [rows] before the next) to V E[draft] [rows, d]
     sampling: Sampling | None = None,
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    token_ids: torch.Tensor | None = None,
+    with_probs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Drafts whose states read the draft before (condition chain), as kernels.cp_mixture.draft_chain returns them."""
     tokens: list[torch.Tensor] = []
-    distributions = []
+    distributions: list[torch.Tensor] = []
     for position, unread in enumerate(states.unbind(dim=1)):
         logits = read(unread if position == 0 else unread + shift(position - 1, tokens[-1])[:, None])
-        token, probs, log_weights = chosen(draft_next, logits)(log_weights, logits, sampling, generator)
+        here = None if sampling is None else sampling.ahead(position)
+        token, probs, log_weights = chosen(draft_next, logits)(log_weights, logits, here, token_ids, with_probs)
         tokens.append(token)
-        distributions.append(probs)
-    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1)
+        distributions += [] if probs is None else [probs]
+    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if with_probs else None

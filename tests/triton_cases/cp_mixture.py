@@ -114,7 +114,12 @@ def test_a_cold_row_is_still_a_distribution() -> None:
 def test_seeds_repeat_and_differ() -> None:
     made = case(8, 4, 2, 60, torch.float32)
     heat = Sampling(torch.ones(8, device=DEVICE))
-    runs = [draft_chain(*made, heat, torch.Generator(DEVICE).manual_seed(seed))[0].tolist() for seed in (1, 1, 2)]
+    ids, zeros = torch.randperm(900, device=DEVICE)[:60], torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    runs = []
+    for seed in (1, 1, 2):
+        sampling = heat._replace(seeds=zeros + seed, positions=zeros)
+        runs.append(draft_chain(*made, sampling, ids, with_probs=False)[0].tolist())
+        assert runs[-1] == reference(*made, sampling, ids)[0].tolist()
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -123,10 +128,8 @@ def test_samples_follow_their_distribution(monkeypatch: pytest.MonkeyPatch) -> N
     rows, vocab, temperature = 150, 12, 0.7
     weights, logits, first = case(1, 2, 3, vocab, torch.float32)
     heat = Sampling(torch.full((rows,), temperature, device=DEVICE))
-    generator = torch.Generator(DEVICE).manual_seed(7)
-    tokens, probs = draft_chain(
-        weights.expand(rows, -1), logits.expand(rows, -1, -1, -1), first.expand(rows), heat, generator
-    )
+    torch.manual_seed(7)
+    tokens, probs = draft_chain(weights.expand(rows, -1), logits.expand(rows, -1, -1, -1), first.expand(rows), heat)
     assert (probs == probs[0]).all()
     expected = probs[0, 0].double() * rows
     counts = torch.bincount(tokens[:, 0], minlength=vocab).double()

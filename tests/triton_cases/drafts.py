@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a draft: Triton against torch, to the bit but for logarithms."""
+"""The end of a draft: Triton against torch, to the bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from vllm_ppd.kernels.drafts import finish as reference_finish
-from vllm_ppd.kernels.drafts import store_q as reference_store
-from vllm_ppd.kernels.drafts_triton import finish, store_q
+from vllm_ppd.kernels.drafts_triton import finish
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STAND_IN = 11
@@ -44,26 +43,3 @@ def test_finish(requests: int, made: int, with_counts: bool, with_confidence: bo
     assert (written[0][0][:requests, :made] >= 0).all()
     if requests > 200:
         assert (written[0][2] > torch.tensor([5, 6 if with_counts else 5], device=DEVICE)).all()
-
-
-@pytest.mark.parametrize("with_columns", [False, True])
-@pytest.mark.parametrize("as_logits", [False, True])
-def test_store_q(as_logits: bool, with_columns: bool) -> None:
-    requests, made, vocabulary = 5, 3, 2500
-    entries = 2100 if with_columns else vocabulary
-    ids, rows = drafts(requests, made)
-    q = torch.softmax(torch.randn(requests, made, entries, device=DEVICE) * 3, dim=-1)
-    q[0, 0, :5] = 0.0
-    columns = torch.randperm(vocabulary, device=DEVICE)[:entries] if with_columns else None
-    stand_in = STAND_IN if columns is None else int(columns[STAND_IN])
-    heat = torch.tensor([0.0, 0.5, 1.0, 0.0, 0.7], device=DEVICE)  # the fourth drafts greedily, at any temperature
-    temperature = torch.tensor([0.0, 0.5, 1.0, 2.0, 0.7], device=DEVICE) if as_logits else None
-    stores = []
-    for call in (reference_store, store_q):
-        store = torch.full((requests + 3, made + 1, vocabulary), -7.0, device=DEVICE)
-        call(q, ids, rows, heat, temperature, columns, stand_in, store)
-        stores.append(store[:-1])  # the last row is padding's
-    torch.testing.assert_close(stores[1], stores[0], rtol=1e-6, atol=1e-6)
-    request, draft = (int(places[0]) for places in ((ids < 0) & (rows >= 0)[:, None]).nonzero(as_tuple=True))
-    written = stores[0][rows[request], draft] if columns is None else stores[0][rows[request], draft, columns]
-    assert int((written == (0.0 if as_logits else 1.0)).sum()) == 1  # one-hot

@@ -11,6 +11,7 @@ from scipy.stats import chi2
 
 from vllm_ppd.kernels import draws_triton
 from vllm_ppd.kernels.draws import draw_rows as reference
+from vllm_ppd.kernels import noise
 from vllm_ppd.kernels.draws_triton import draw_rows, exponential
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 
@@ -61,20 +62,38 @@ def test_rows_that_are_not_finite_give_no_entry() -> None:
         assert not probs[3, 5:].any()
 
 
-def test_draws_in_place_one_after_the_other() -> None:
-    several = logits_of(3, 210).view(3, 3, 70)
-    sampling = settings([1.0, 0.5, 0.0], [9, 70, 70], [0.8, 0.9, 1.0])
-    expected = [reference(several[:, number], sampling)[1] for number in range(3)]
-    tokens = torch.full((3, 3), -7, device=DEVICE)
+def seeded(rows: int, *limits: list[float]) -> Sampling:
+    """Rows at several temperatures, with seeds of all 64 bits."""
+    seeds = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    sampling = settings(([1.0, 0.5, 0.0, 1.5] * rows)[:rows], *limits)
+    return sampling._replace(seeds=seeds * 2 + 1, positions=torch.arange(rows, device=DEVICE) * 1000)
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_draws_one_after_the_other_are_the_reference_s(with_ids: bool) -> None:
+    """With the same random numbers, in place and without distributions, and from some tokens of a vocabulary."""
+    several = logits_of(5, 210).view(5, 3, 70)
+    sampling = seeded(5, [9, 70, 70, 70, 3], [0.8, 0.9, 1.0, 1.0, 0.95])
+    ids = torch.randperm(3000, device=DEVICE)[:70] if with_ids else None
+    expected = [reference(several[:, number], sampling.ahead(number), ids) for number in range(3)]
+    tokens, alone = (torch.full((5, 3), -7, device=DEVICE) for _ in range(2))
     for number in range(3):
-        draws_triton.draw_next(several, sampling, torch.arange(3, device=DEVICE), number, tokens, several)
-        torch.testing.assert_close(several[:, number], expected[number], rtol=2e-5, atol=1e-9)
-    assert (tokens >= 0).all()
+        draws_triton.draw_next(several[:, number : number + 1].clone(), sampling, number, alone, None, ids)
+        draws_triton.draw_next(several, sampling, number, tokens, several, ids)
+        torch.testing.assert_close(several[:, number], expected[number][1], rtol=2e-5, atol=1e-9)
+    assert tokens.tolist() == alone.tolist() == torch.stack([entries for entries, _ in expected], dim=1).tolist()
+    ids_of_rows = torch.stack([torch.randperm(3000, device=DEVICE)[:70] for _ in range(5)])
+    for call in (reference, draw_rows):
+        drawn, probs = call(logits_of(5, 70), sampling, ids_of_rows, False)
+        assert probs is None
+        assert drawn.tolist() == reference(logits_of(5, 70), sampling, ids_of_rows)[0].tolist()
 
 
-def test_seeds_repeat_and_differ() -> None:
-    logits, sampling = logits_of(8, 60), settings([1.0] * 8)
-    runs = [draw_rows(logits, sampling, torch.Generator(DEVICE).manual_seed(seed))[0].tolist() for seed in (1, 1, 2)]
+def test_without_seeds_draws_are_of_torch_s_generator() -> None:
+    logits, sampling, runs = logits_of(8, 60), settings([1.0] * 8), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(draw_rows(logits, sampling)[0].tolist())
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -84,7 +103,8 @@ def test_samples_follow_their_distribution(limited: bool, monkeypatch: pytest.Mo
     rows, entries = 150, 12
     limits = ([9] * rows, [0.95] * rows) if limited else ()
     logits = (logits_of(1, entries) / 3).expand(rows, -1).contiguous()
-    tokens, probs = draw_rows(logits, settings([0.7] * rows, *limits), torch.Generator(DEVICE).manual_seed(7))
+    torch.manual_seed(7)
+    tokens, probs = draw_rows(logits, settings([0.7] * rows, *limits))
     assert (probs == probs[0]).all()
     expected = probs[0].double() * rows
     counts = torch.bincount(tokens, minlength=entries).double()
@@ -98,7 +118,8 @@ def test_samples_follow_their_distribution(limited: bool, monkeypatch: pytest.Mo
 @triton.jit
 def fill(out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + place, exponential(5, place))
+    seed = tl.full([BLOCK], 5, tl.int64)
+    tl.store(out + place, exponential(seed, seed, place))
 
 
 def test_the_race_s_noise_is_exponential_down_to_its_least() -> None:

@@ -17,7 +17,7 @@ ROWS, PLACES = 9, 8
 def buffers(width: int, dtype: torch.dtype) -> Staged:
     integers = (torch.full((PLACES,), -7, device=DEVICE) for _ in range(4))
     hidden = torch.full((PLACES, width), -7, dtype=dtype, device=DEVICE)
-    return Staged(*integers, hidden, torch.full((6, PLACES), -7.0, device=DEVICE))
+    return Staged(*integers, hidden, torch.full((6, PLACES), -7.0, device=DEVICE), torch.full((PLACES,), -7, device=DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,6 +36,7 @@ def test_is_the_reference(requests: int, padded: int, width: int, dtype: torch.d
         last_sampled=torch.randint(0, 1000, (ROWS, 1), generator=generator).to(DEVICE),
         positions=torch.randint(0, 90, (tokens,), generator=generator).to(DEVICE),
         hidden=torch.randn(tokens, width, generator=generator).to(DEVICE, dtype),
+        seeds=torch.randint(-(1 << 62), 1 << 62, (ROWS,), generator=generator).to(DEVICE),
     )
     settings = torch.randn(ROWS + 1, 6, generator=generator).to(DEVICE)
     settings[2, 5] = torch.nan

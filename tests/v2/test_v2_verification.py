@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification on runner V2: drafts that a request must not use, requests with a seed, kernels of the first step."""
+"""Verification on runner V2: output of sampling requests is vLLM's, token for token; kernels of the first step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, full_but
 from small import METHODS
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from vllm_ppd.vllm_plugins.engine.v2.verification import Verification, accept_drawn
+from vllm_ppd.kernels import draws
+from vllm_ppd.kernels.draws import draw_rows
+from vllm_ppd.kernels.noise import exponential
+from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.vllm_plugins.engine.v2.verification import Verification
 
 pytestmark = pytest.mark.engine
 TINY_KV = {**preempted.SMALL_KV, "num_gpu_blocks_override": 5}  # two of three requests fit in
@@ -54,23 +59,41 @@ def test_seeds_change_nothing_for_requests_without(v2_engine: Factory) -> None:
     assert company[2] == generate(v2_engine(), prompts(3)[2:], params)[0]
 
 
-def test_drafts_are_accepted_as_long_as_they_are_drawn() -> None:
-    """Against a plain loop, for ragged numbers of drafts and drafts that must not be used."""
-    rng, width = np.random.default_rng(0), 4
-    for _ in range(50):
-        counts = rng.integers(1, width + 1, size=5)
-        ends = np.concatenate([[0], np.cumsum(counts)])
-        drawn, drafts = rng.integers(0, 2, size=(2, ends[-1]))
-        drafts[rng.random(ends[-1]) < 0.1] = -1
-        tokens, emitted = accept_drawn(
-            torch.from_numpy(drawn), torch.from_numpy(drafts), torch.from_numpy(ends.astype(np.int32)), width
-        )
-        for request, start in enumerate(ends[:-1]):
-            number = 1
-            while number < counts[request] and drawn[start + number - 1] == drafts[start + number]:
-                number += 1
-            assert emitted[request] == number
-            assert tokens[request, :number].tolist() == drawn[start : start + number].tolist()
+@pytest.mark.parametrize("name", full_but({"cp"}, METHODS))
+@pytest.mark.parametrize("limits", [{}, {"top_p": 0.9}, {"top_k": 30}])
+def test_sampled_output_is_vllms(v2_engine: Factory, name: str, limits: dict[str, Any]) -> None:
+    """Token for token, as a chat model's defaults ask for it; drafts are drawn, too, and some are accepted."""
+    params = [greedy(16, temperature=heat, seed=seed, **limits) for seed, heat in enumerate((0.6, 0.8, 1.0))]
+    llm = v2_engine(METHODS[name])
+    with counting(llm) as seen:
+        assert generate(llm, prompts(3), params) == generate(v2_engine(), prompts(3), params)
+    assert seen["accepted"] > 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="draws are in a graph there")
+@pytest.mark.parametrize("name", full_but({"cp"}, ("cp", "early")))
+def test_drafts_are_drawn_with_the_targets_random_numbers(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With others of the same distribution fewer drafts would be accepted."""
+    llm, accepted = v2_engine(METHODS[name]), []
+    params = [greedy(40, temperature=2.0, seed=seed) for seed in range(4)]
+    for shift in (0, 1):
+        monkeypatch.setattr(draws, "exponential", lambda seeds, *rest, by=shift: exponential(seeds + by, *rest))
+        with counting(llm) as seen:
+            generate(llm, prompts(4), params)
+        accepted.append(seen["accepted"])
+    assert accepted[0] > 1.5 * accepted[1], accepted
+
+
+def test_noise_is_vllms() -> None:
+    """Whoever draws from the same logits draws the same token."""
+    logits = torch.randn(6, 3000)
+    heat, rows, positions = torch.tensor([0.5, 1.0, 0.0, 2.0]), torch.tensor([3, 0, 1, 2, 1, 0]), torch.arange(6) + 70
+    seeds = torch.tensor([5, -(1 << 63), 1 << 40, -7])
+    expected = gumbel_sample(logits, rows.int(), heat, seeds, positions, apply_temperature=True, is_drafting=False)
+    sampling = Sampling(heat[rows], seeds=seeds[rows], positions=positions)
+    assert draw_rows(logits, sampling)[0].tolist() == expected.tolist()
 
 
 def test_kernels_for_greedy_requests_are_compiled_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

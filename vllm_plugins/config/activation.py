@@ -197,7 +197,7 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         "method": "custom_class",
         "model": config.proposer,
         "num_speculative_tokens": config.max_drafts,
-        "draft_sample_method": config.draft_sample_method,
+        "draft_sample_method": "greedy",  # vLLM keeps no q(x): where one is read, it is ours
         **config.choice_of_drafts(),
     }
     args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: config.model_dump_json()}

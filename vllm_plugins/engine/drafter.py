@@ -9,7 +9,7 @@ or a count, not a row left out. Whoever drives it (engine/) brings the inputs an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ class DraftInputs:
     shallow: Callable[[int, torch.Tensor], CutState] | None = None  # methods that cut the target: see run_shallow
     options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], NaN unset
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
+    with_probs: bool = False  # whether Drafts.probs is read
     with_confidence: bool = False  # whether Drafts.confidence is read
 
     def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
@@ -58,11 +59,17 @@ class Drafts:
 
     token_ids: torch.Tensor  # [requests, K] int64
     counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
-    # [requests, K, vocabulary or draft vocabulary] float32: what drafts were drawn from, anything in rows that took the
-    # best token; None: all did.
+    # [requests, K, vocabulary or draft vocabulary] float32: what drafts were drawn from, where it is asked for, and
+    # anything in rows that took the best token; None: all did.
     probs: torch.Tensor | None = None
     # [requests, K] float32: the drafter's own probability of each draft given those before it, where it is asked for.
     confidence: torch.Tensor | None = None
+
+
+def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """What parts of the requests have, along the first axis; None if they have none."""
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 class Drafter(ABC):

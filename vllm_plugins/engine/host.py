@@ -2,8 +2,9 @@
 """What drives a drafter on either of vLLM's runners, by permanent request rows, and never waits for the device.
 
 stage   a runner's adapter gathers the drafter's inputs by request row (staging.py)
-draft   DraftInputs -> Drafts, then draft IDs, q(x) and usable drafts by request row: one CUDA graph on runner V2
-verify  in the next step: vLLM's rejection sampler with q(x); what a request must not use is rejected or left out
+draft   DraftInputs -> Drafts, then draft IDs on the device: one CUDA graph on runner V2
+verify  in the next step: by the tokens that the target draws (v2/verification.py), on runner V1 by vLLM's rejection
+        sampler with q(x); what a request must not use is rejected or left out
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
 from vllm_ppd.kernels.dispatch import chosen, enabled
-from vllm_ppd.kernels.drafts import finish, store_q
+from vllm_ppd.kernels.drafts import finish
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts
@@ -80,8 +81,8 @@ class DraftingHost:
         device: where the target is.
         rows: request rows. There is one more, which takes what the padding of CUDA graphs writes, row -1.
         num_drafts: K.
-        q_rows: [rows + 1, K, vocabulary] float32, takes q(x) by request row; None: every draft is the best token.
-        q_as_logits: whether T log q(x) is stored in place of q(x), for a sampler that divides by the temperature.
+        sampled: whether drafts of sampling requests are drawn; else every draft is the best token.
+        keyed: whether they are drawn with the target's own random numbers.
         confidence: [rows, K] float32, takes the drafter's confidence in each draft, where it is read.
     """
 
@@ -97,14 +98,14 @@ class DraftingHost:
         device: torch.device,
         rows: int,
         num_drafts: int,
-        q_rows: torch.Tensor | None = None,
-        q_as_logits: bool = False,
+        sampled: bool,
+        keyed: bool = False,
         confidence: torch.Tensor | None = None,
     ) -> None:
         self.config, self.vllm_config, self.device = config, vllm_config, device
         self.rows, self.num_drafts = rows, num_drafts
-        self.q_rows, self.q_as_logits, self.confidence = q_rows, q_as_logits, confidence
-        self.options = RequestOptions(rows, num_drafts, vllm_config.model_config.get_vocab_size(), device)
+        self.sampled, self.confidence = sampled, confidence
+        self.options = RequestOptions(rows, num_drafts, vllm_config.model_config.get_vocab_size(), device, keyed)
         self.counters = Counters()
         self._device_counts = DeviceCounts(("invalid_drafts", "confidence_stops"), device)
         self._warned_invalid = False
@@ -119,41 +120,33 @@ class DraftingHost:
         self.staging = Staging(self.rows, self.target, self.drafter, self.options, reads_eps_b)
         # vLLM embeds whatever stands in place of an INVALID draft: a token that is drafted from.
         vocabulary = self.drafter.vocabulary
-        self._columns = None if vocabulary is None else vocabulary.token_ids
-        self._stand_in = 0 if self._columns is None else int(self._columns[0])
+        self._stand_in = 0 if vocabulary is None else int(vocabulary.token_ids[0])
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """How drafts may have to be drawn."""
-        if self.q_rows is None:
+        if not self.sampled:
             return (GREEDY,)
         return (GREEDY, SAMPLED) if enabled(self.draft_tokens) else (GREEDY, SAMPLED, TRUNCATED)
 
     def kind(self, rows: np.ndarray) -> Kind:
         """How drafts of some request rows are drawn, by what the host knows of them."""
-        if self.q_rows is None or self.options.is_greedy[rows].all():
+        if not self.sampled or self.options.is_greedy[rows].all():
             return GREEDY
         return TRUNCATED if TRUNCATED in self.kinds and self.options.limited(rows) else SAMPLED
 
-    def draft(self, requests: int, kind: Kind, num_drafts: int | None = None) -> Drafts:
-        """Draft for the first so many of the staged requests, and store q(x) by request row.
+    def draft(self, requests: int, kind: Kind, num_drafts: int | None = None, with_probs: bool = False) -> Drafts:
+        """Draft for the first so many of the staged requests.
 
         Args:
             requests: that are staged.
             kind: how drafts are drawn.
             num_drafts: the most drafts of any request; None: K.
+            with_probs: whether q(x) is asked for.
         """
-        with_confidence = self.confidence is not None
-        inputs = self.staging.inputs(requests, kind, num_drafts or self.num_drafts, self.shallow, with_confidence)
-        drafts = self.drafter.propose(inputs)
-        if self.q_rows is not None and drafts.probs is not None:
-            columns = self._columns if drafts.probs.shape[-1] < self.q_rows.shape[-1] else None
-            temperature = self.staging.setting(Setting.TEMPERATURE, requests) if self.q_as_logits else None
-            rows, heat = self.staging.rows[:requests], self.staging.setting(Setting.DRAFT_TEMPERATURE, requests)
-            chosen(store_q, drafts.probs)(
-                drafts.probs, drafts.token_ids, rows, heat, temperature, columns, self._stand_in, self.q_rows
-            )
-        return drafts
+        most, with_confidence = num_drafts or self.num_drafts, self.confidence is not None
+        inputs = self.staging.inputs(requests, kind, most, self.shallow, with_probs, with_confidence)
+        return self.drafter.propose(inputs)
 
     def draft_on_device(self, requests: int, kind: Kind) -> None:
         """Draft, and leave what the next step embeds and verifies on the device; a CUDA graph holds this."""

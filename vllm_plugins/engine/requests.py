@@ -29,18 +29,20 @@ class Setting(IntEnum):
 class RequestOptions:
     """Options of every request row, as arrays of the host, and as a table of the device.
 
-    A grammar cuts drafts off by what was drawn, after which q(x) is not what they were drawn from. A seed promises the
-    same output on every run, and drafts are drawn from a generator that requests share. Such requests draft greedily.
+    Where verification reads q(x), some requests draft greedily: a grammar cuts drafts off by what was drawn, after
+    which q(x) is not what they were drawn from, and a seed promises the same output on every run, while drafts are
+    drawn from a generator that requests share.
 
     Args:
         rows: request rows of the runner. The device has another, which the padding of CUDA graphs reads, row -1.
         num_drafts: K.
         vocab_size: of the target.
         device: where drafts are made.
+        keyed: whether drafts are drawn with the target's own random numbers, so that output does not depend on them.
     """
 
-    def __init__(self, rows: int, num_drafts: int, vocab_size: int, device: torch.device) -> None:
-        self.num_drafts, self.vocab_size = num_drafts, vocab_size
+    def __init__(self, rows: int, num_drafts: int, vocab_size: int, device: torch.device, keyed: bool = False) -> None:
+        self.num_drafts, self.vocab_size, self.keyed = num_drafts, vocab_size, keyed
         self.drafting = np.zeros(rows, dtype=bool)  # False where the request opted out
         self.is_greedy = np.zeros(rows, dtype=bool)
         self.several_at_once = np.zeros(rows, dtype=bool)  # may be given unverified n-grams
@@ -63,7 +65,8 @@ class RequestOptions:
         self.several_at_once[row] = not needs_single_tokens(params)
         limit = getattr(params, "max_tokens", None)
         self.max_tokens[row] = np.iinfo(np.int32).max if limit is None else limit
-        greedily = self.is_greedy[row] or params.seed is not None or bool(params.structured_outputs)
+        alone = params is not None and (params.seed is not None or bool(params.structured_outputs))
+        greedily = self.is_greedy[row] or (alone and not self.keyed)
         temperature = 0.0 if self.is_greedy[row] else params.temperature
         top_k = self.vocab_size if params is None or not 0 < params.top_k < self.vocab_size else params.top_k
         self.settings[row] = (

@@ -42,7 +42,7 @@ class Staging:
         )
         hidden = torch.zeros(requests, target.hidden_size, dtype=target.dtype, device=device)
         settings = torch.zeros(options.on_device.shape[1], requests, device=device)
-        self.staged = Staged(rows, newest_ids, places, positions, hidden, settings)
+        self.staged = Staged(rows, newest_ids, places, positions, hidden, settings, torch.zeros_like(rows))
         self.rows, self.positions = rows, positions
         self.context: torch.Tensor | None = None
         if drafter.context_tokens:
@@ -89,6 +89,7 @@ class Staging:
         kind: Kind,
         num_drafts: int,
         shallow: Callable[[int, torch.Tensor], CutState] | None,
+        with_probs: bool,
         with_confidence: bool,
     ) -> DraftInputs:
         """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs'."""
@@ -97,6 +98,10 @@ class Staging:
             limited = kind == TRUNCATED or enabled(self.rows)
             limits = (self.setting(Setting.TOP_K, requests), self.setting(Setting.TOP_P, requests)) if limited else ()
             sampling = Sampling(self.setting(Setting.DRAFT_TEMPERATURE, requests), *limits)
+            if self.options.keyed:
+                sampling = sampling._replace(
+                    seeds=self.staged.seeds[:requests], positions=self.staged.positions[:requests]
+                )
         return DraftInputs(
             newest_ids=self.staged.newest_ids[:requests],
             hidden=self.staged.hidden[:requests],
@@ -106,5 +111,6 @@ class Staging:
             shallow=shallow,
             options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
+            with_probs=with_probs and sampling is not None,
             with_confidence=with_confidence,
         )

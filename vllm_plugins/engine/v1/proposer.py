@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ppd.kernels.sampling import Sampling
+from vllm_ppd.kernels.sampling import Sampling, is_greedy
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
+from vllm_ppd.vllm_plugins.engine.drafter import Drafts
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.requests import RequestRows
+from vllm_ppd.vllm_plugins.engine.requests import RequestRows, Setting
 from vllm_ppd.vllm_plugins.engine.staging import GREEDY
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch, Step, with_counts
 from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
@@ -80,7 +81,10 @@ class Proposer:
         config, requests = self.config, self.vllm_config.scheduler_config.max_num_seqs
         self.batch = Batch(runner)
         self.rows = RequestRows(requests)
-        self.host = DraftingHost(config, self.vllm_config, runner.device, requests, config.num_speculative_tokens)
+        sampled = config.draft_sample_method == "probabilistic" and config.verify
+        drafts = config.num_speculative_tokens
+        self.host = DraftingHost(config, self.vllm_config, runner.device, requests, drafts, sampled)
+        self.q_rows: torch.Tensor | None = None  # [request rows, K, vocabulary] float32: q(x), where drafts are drawn
         sources = None
         if config.prompt_lookup_min is not None:
             sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts)
@@ -108,10 +112,9 @@ class Proposer:
 
     def allocate_q(self) -> None:
         """Allocate q(x) if drafts are to be sampled."""
-        if self.config.draft_sample_method == "probabilistic" and self.config.verify:
+        if self.host.sampled:
             vocab_size = self.vllm_config.model_config.get_vocab_size()
-            shape = (self.host.rows + 1, self.host.num_drafts, vocab_size)
-            self.host.q_rows = torch.zeros(shape, device=self.runner.device)
+            self.q_rows = torch.zeros(self.host.rows, self.host.num_drafts, vocab_size, device=self.runner.device)
 
     def warm_up(self) -> None:
         """Take the memory that drafting takes and compile its kernels, while vLLM measures memory."""
@@ -193,7 +196,8 @@ class Proposer:
             )
             if self.host.staging.context is not None:
                 self.host.staging.context[: len(rows)] = self.context(rows)
-            drafts = self.host.draft(len(rows), self.host.kind(request_rows), int(most.max()))
+            drafts = self.host.draft(len(rows), self.host.kind(request_rows), int(most.max()), with_probs=True)
+            self._store_q(drafts)
             parts = [drafts.token_ids] if drafts.counts is None else [drafts.token_ids, drafts.counts[:, None]]
             result = torch.cat(parts, dim=1).cpu().numpy()
         ids = result[:, : drafts.token_ids.shape[1]]
@@ -203,6 +207,20 @@ class Proposer:
             most = np.minimum(most, result[:, -1])
         tokens[places, : ids.shape[1]], made[places] = ids, self.host.valid(ids, most)
         return tokens, made
+
+    def _store_q(self, drafts: Drafts) -> None:
+        """Store q(x) by request row: one-hot where the best token was taken."""
+        if drafts.probs is None or self.q_rows is None:
+            return
+        staging, (requests, made, entries) = self.host.staging, drafts.probs.shape
+        vocabulary = self.host.drafter.vocabulary
+        columns = torch.arange(entries, device=drafts.probs.device)
+        if vocabulary is not None and entries < self.q_rows.shape[-1]:
+            columns = vocabulary.token_ids
+        greedy = is_greedy(staging.setting(Setting.DRAFT_TEMPERATURE, requests))[:, None, None]
+        one_hot = columns == drafts.token_ids[..., None]
+        drafted = torch.arange(made, device=columns.device)[:, None]
+        self.q_rows[staging.rows[:requests, None, None], drafted, columns] = torch.where(greedy, one_hot, drafts.probs)
 
     def draft_sampling(self, plan: Plan) -> Sampling | None:
         """How drafts of a plan's requests are drawn, at temperature 0 where they must be greedy; None if all must."""
@@ -301,7 +319,7 @@ class DraftingRunnerMixin(Verification):
         step = Step(sampled_token_ids, spec_decode_metadata, sampling_metadata, hidden_states)
         drafts = self.drafter.draft(step)
         self._draft_probs = self._draft_prob_req_ids = None
-        q_rows = self.drafter.host.q_rows
+        q_rows = self.drafter.q_rows
         if q_rows is not None and not self.drafter.looked_up and not sampling_metadata.all_greedy:
             self._draft_probs, self._draft_prob_req_ids = q_rows, list(self.drafter.rows.names)
         return drafts

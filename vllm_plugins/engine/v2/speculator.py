@@ -31,29 +31,22 @@ logger = logging.getLogger("vllm.vllm_ppd")
 class Speculator(DraftModelSpeculator):
     """Drives a drafter that needs nothing but the step's hidden states.
 
-    A DraftModelSpeculator for what vLLM does for such alone: load_model, q(x) by request row, confidences.
+    A DraftModelSpeculator for what vLLM does for such alone: load_model and confidences.
     """
-
-    draft_logits: torch.Tensor | None  # [request rows, K, vocabulary] q(x), as vLLM's rejection sampler reads it
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         self.config = required_config(vllm_config, self)
         super().__init__(vllm_config, device)
         self.req_states = req_states
-        q_rows: torch.Tensor | None = None
-        if self.draft_logits is not None:
-            shape = self.draft_logits.shape[1:]
-            self.draft_logits = None
-            q_rows = torch.full((self.max_num_reqs + 1, *shape), float("-inf"), dtype=torch.float32, device=device)
-            self.draft_logits = q_rows[:-1]
         self.host = DraftingHost(
             self.config,
             vllm_config,
             device,
             rows=self.max_num_reqs,
             num_drafts=self.num_speculative_steps,
-            q_rows=q_rows,
-            q_as_logits=True,  # T log q(x): vLLM's sampler divides by the request's temperature before its softmax
+            # A watermark draws other random numbers, and vLLM's own verification then takes every draft for certain.
+            sampled=self.config.draft_sample_method == "probabilistic" and self.draft_watermarker is None,
+            keyed=True,
             confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
         self.draft_tokens = self.host.draft_tokens
@@ -66,10 +59,6 @@ class Speculator(DraftModelSpeculator):
         return self.host.counters
 
     # What vLLM asks for ----------------------------------------------------------------------------------------------
-
-    def draft_logits_spec(self, vllm_config: Any) -> tuple[torch.dtype, float]:
-        """q(x) in float32; outside a draft vocabulary nothing is ever drafted."""
-        return torch.float32, float("-inf")
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
         """Load the heads; whatever layers they bring run with the target's."""
@@ -181,6 +170,7 @@ class Speculator(DraftModelSpeculator):
                 last_sampled,
                 input_batch.positions,
                 last_hidden_states,
+                seeds,
             )
             self._run(requests, self.host.kind(input_batch.idx_mapping_np), end)
             self.counters.add("drafting_seconds", time.perf_counter() - started)

@@ -23,9 +23,8 @@ from vllm_ppd.heads.cp.module import draft_in_sequence, log_gate
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, joined
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -69,32 +68,42 @@ class CPDrafter(Drafter):
             self._draft(step, slice(start, start + self.requests_at_once))
             for start in range(0, requests, self.requests_at_once)
         ]
-        entries, q = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        entries, q, confidence = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
+        assert entries is not None
+        return Drafts(self._ids(entries), probs=q, confidence=confidence)
+
+    def _draft(
+        self, step: DraftInputs, part: slice
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of some requests: entries of the draft vocabulary, q(x) [requests, n, entries] and confidence, as asked for.
+
+        Entries and confidence are [requests, n].
+        """
+        entries, q = self._drawn(step, part)
         confidence = None
         if step.with_confidence:
+            assert q is not None
             confidence = q.gather(-1, entries.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return Drafts(self._ids(entries), probs=None if step.sampling is None else q, confidence=confidence)
+        return entries, q if step.with_probs else None, confidence
 
-    def _draft(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some requests: entries of the draft vocabulary [requests, n], and q(x) [requests, n, entries]."""
+    def _drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
+        token_ids, with_probs = (
+            None if vocabulary is None else vocabulary.token_ids,
+            step.with_probs or step.with_confidence,
+        )
         product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
         embedded = self.target.embed(first) if self.lead else None
         if embedded is not None:
             product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.previous:
-            return draft_in_sequence(log_weights, product, self._logits, self._shift, sampling)
+            return draft_in_sequence(log_weights, product, self._logits, self._shift, sampling, token_ids, with_probs)
         known = first if vocabulary is None else vocabulary.place_of[first]
-        return self.chain(log_weights, self._logits(product), None if self.lead else known, sampling)
-
-    @staticmethod
-    def chain(
-        log_weights: torch.Tensor, logits: torch.Tensor, first: torch.Tensor | None, sampling: Sampling | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [requests, n] and what they were drawn from [requests, n, entries]."""
-        return chosen(draft_chain, logits)(log_weights, logits, first, sampling)
+        logits = self._logits(product)
+        first_entry = None if self.lead else known
+        return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)
 
     def _logits(self, product: torch.Tensor) -> torch.Tensor:
         """Of the heads' own products [requests, ..., r, out]: [requests, ..., r, draft vocabulary]."""

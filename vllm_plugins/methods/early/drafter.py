@@ -39,7 +39,8 @@ class EarlyExitDrafter(Drafter):
             if step.sampling is None:
                 reading = self.reader.greedy(self.exit_layer, state, with_confidence)
             else:
-                reading = self.reader.sample(self.exit_layer, state, step.sampling)
+                sampling = step.sampling.ahead(offset)
+                reading = self.reader.sample(self.exit_layer, state, sampling, step.with_probs)
             readings.append(reading)
             token_ids = reading.token_ids
         step.run_shallow(step.num_drafts, token_ids)  # for its state, which the deep pass starts from

@@ -56,7 +56,7 @@ class ParallelProposer(DeferredKVProposer):
     def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
         request_rows = self.request_rows[plan.rows]
         self.schedule.gamma = self.gamma
-        tokens, made = self.schedule.run(plan, request_rows, self.draft_sampling(plan), self.host.q_rows)
+        tokens, made = self.schedule.run(plan, request_rows, self.draft_sampling(plan), self.q_rows)
         self.counters.add("early_predictions", self.schedule.predictions)
         self.counters.add("early_rejections", self.schedule.rejections)
         return tokens[:, 1:], self.host.valid(tokens[:, 1:], made)

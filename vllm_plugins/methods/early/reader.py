@@ -22,6 +22,7 @@ from vllm_ppd.kernels.early_topk import ShardTopK, merge_topk, shard_topk
 from vllm_ppd.kernels.sampling import Sampling, drawn_from, is_greedy
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 from vllm_ppd.model_patches.exit_norm import kernels_first
+from vllm_ppd.vllm_plugins.engine.drafter import joined
 
 if TYPE_CHECKING:
     from vllm_ppd.model_patches.base import Adapter, CutState
@@ -91,27 +92,29 @@ class EarlyReader:
         exit_layer: int,
         state: CutState,
         sampling: Sampling,  # of each row; those at temperature 0 take the best token
+        with_probs: bool = True,
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
-        return self.sample_together([(exit_layer, state)], sampling)
+        return self.sample_together([(exit_layer, state)], sampling, with_probs)
 
     def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
         """The best token of each row of several states, one behind the other, in one read of the LM head."""
         ids, probability = self._whole(self._shard_topk(states, 1, with_confidence), 1, with_confidence)
         return Reading(ids[:, 0], None if probability is None else probability[:, 0], None)
 
-    def sample_together(self, states: list[ExitState], sampling: Sampling) -> Reading:
+    def sample_together(self, states: list[ExitState], sampling: Sampling, with_probs: bool = True) -> Reading:
         """A sample of each row of several states, in one read of the LM head where their logits fit memory."""
         readings, start = [], 0
         for hidden, classifier in self._joined(states):
             at_once = max(1, LOGITS_AT_ONCE // self.lm_head.vocab_size)
             for part in hidden.split(at_once):
                 rows = slice(start, start + len(part))
-                readings.append(sampled_reading(self._logits(part, classifier, gather=True), sampling.at(rows)))
+                logits = self._logits(part, classifier, gather=True)
+                readings.append(sampled_reading(logits, sampling.at(rows), with_probs))
                 start += len(part)
         if len(readings) == 1:
             return readings[0]
-        return Reading(*(torch.cat(parts) for parts in zip(*readings, strict=True)))
+        return Reading(*map(joined, zip(*readings, strict=True)))  # type: ignore[arg-type]
 
     def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
@@ -163,10 +166,12 @@ class EarlyReader:
         return ids, probabilities if with_probability else None
 
 
-def sampled_reading(logits: torch.Tensor, sampling: Sampling) -> Reading:
+def sampled_reading(logits: torch.Tensor, sampling: Sampling, with_probs: bool = True) -> Reading:
     """A sample of each row of logits [rows, vocabulary] as it asks for; rows at temperature 0 take the best token."""
     logits = logits.float()
     # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
-    token_ids, probs = chosen(draw_rows, logits)(logits, sampling)
-    return Reading(token_ids, confidence, drawn_from(probs, token_ids.clamp(min=0), is_greedy(sampling.temperature)))
+    token_ids, probs = chosen(draw_rows, logits)(logits, sampling, None, with_probs)
+    if probs is not None:
+        probs = drawn_from(probs, token_ids.clamp(min=0), is_greedy(sampling.temperature))
+    return Reading(token_ids, confidence, probs)

@@ -38,7 +38,7 @@ class SeveralExitsProposer(DeferredKVProposer):
     def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
         request_rows = self.request_rows[plan.rows]
         self.loop.gamma = self.gamma
-        tokens, made = self.loop.run(plan, request_rows, self.draft_sampling(plan), self.host.q_rows)
+        tokens, made = self.loop.run(plan, request_rows, self.draft_sampling(plan), self.q_rows)
         self.counters.add("confidence_stops", self.loop.confidence_stops)
         return tokens[:, 1:], self.host.valid(tokens[:, 1:], made)
 

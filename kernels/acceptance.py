@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of drafts by the tokens that the target draws: a draft is accepted if it is the token drawn."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accept_drawn(
+    drawn: torch.Tensor,  # [logits] int64, the token that the target draws at each position
+    drafts: torch.Tensor,  # [logits] the token that each row of logits was computed from; a draft but for the first
+    starts: torch.Tensor,  # [requests + 1] int32, where each request's rows of logits begin
+    width: int,  # K + 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Accept each request's drafts up to the first that is not the token drawn; -1 is none.
+
+    Returns:
+        (tokens [requests, K + 1] in the drafts' type, of which the first `counts` are emitted; counts [requests] int32).
+    """
+    begin, end = starts[:-1, None].long(), starts[1:, None].long()
+    places = begin + torch.arange(width, device=drawn.device)
+    inside = places.clamp(max=len(drawn) - 1)
+    tokens, follows = drawn[inside], drafts[inside[:, 1:]]
+    accepted = (tokens[:, :-1] == follows) & (places[:, 1:] < end)
+    return tokens.to(drafts.dtype), (accepted.cumprod(dim=1).sum(dim=1) + 1).int()
