@@ -47,7 +47,7 @@ def test_allocated_before_the_kv_cache_is_sized(tiny_model: Factory, monkeypatch
 
 def buffers_of(proposer: Any) -> list[torch.Tensor]:
     saved = proposer.deferred.saved
-    return [saved.hidden, saved.residual, proposer.host.q_rows]
+    return [saved.hidden, saved.residual, proposer.q_rows]
 
 
 def if_profiled(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,9 @@ ROWS, PLACES = 9, 8
 def buffers(width: int, dtype: torch.dtype) -> Staged:
     integers = (torch.full((PLACES,), -7, device=DEVICE) for _ in range(4))
     hidden = torch.full((PLACES, width), -7, dtype=dtype, device=DEVICE)
-    return Staged(*integers, hidden, torch.full((6, PLACES), -7.0, device=DEVICE), torch.full((PLACES,), -7, device=DEVICE))
+    return Staged(
+        *integers, hidden, torch.full((6, PLACES), -7.0, device=DEVICE), torch.full((PLACES,), -7, device=DEVICE)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

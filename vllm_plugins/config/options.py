@@ -82,8 +82,9 @@ class DraftingOptions(BaseModel):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
-        description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample whose "
-        "distribution q(x) the rejection sampler is given; the output distribution is the target's either way",
+        description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample: on "
+        "runner V2 with the random numbers that the target draws with, on V1 with a distribution q(x) that the rejection "
+        "sampler is given; the output distribution is the target's either way",
     )
     draft_vocab_size: Count | None = Field(
         None,

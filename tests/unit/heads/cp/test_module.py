@@ -45,8 +45,8 @@ class Made:
         return log_likelihood(self.head, hidden, later, self.unembedding, self.bias, context, chunk)
 
     def draft(self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None, seed: int = 11) -> tuple[Any, Any]:
-        generator = torch.Generator().manual_seed(seed)
-        return self.head.draft(hidden, first, self.unembedding, self.bias, sampling, generator, self.embeddings)
+        torch.manual_seed(seed)
+        return self.head.draft(hidden, first, self.unembedding, self.bias, sampling, self.embeddings)
 
     @torch.no_grad()
     def conditional(self, hidden: torch.Tensor, before: tuple[int, ...]) -> torch.Tensor:
