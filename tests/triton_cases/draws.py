@@ -11,7 +11,6 @@ from scipy.stats import chi2
 
 from vllm_ppd.kernels import draws_triton
 from vllm_ppd.kernels.draws import draw_rows as reference
-from vllm_ppd.kernels import noise
 from vllm_ppd.kernels.draws_triton import draw_rows, exponential
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 

@@ -83,8 +83,8 @@ class DraftingOptions(BaseModel):
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
         description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample: on "
-        "runner V2 with the random numbers that the target draws with, on V1 with a distribution q(x) that the rejection "
-        "sampler is given; the output distribution is the target's either way",
+        "runner V2 with the random numbers that the target draws with, on V1 from a distribution q(x) that the "
+        "rejection sampler is given; the output distribution is the target's either way",
     )
     draft_vocab_size: Count | None = Field(
         None,
