@@ -15,7 +15,7 @@ def accept_drawn(
     """Accept each request's drafts up to the first that is not the token drawn; -1 is none.
 
     Returns:
-        (tokens [requests, K + 1] in the drafts' type, the first `counts` of which are emitted; counts [requests] int32).
+        (tokens [requests, K + 1] in the drafts' type, counts [requests] int32 of those that each request emits).
     """
     begin, end = starts[:-1, None].long(), starts[1:, None].long()
     places = begin + torch.arange(width, device=drawn.device)
