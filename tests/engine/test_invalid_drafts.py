@@ -109,7 +109,7 @@ def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:
 def test_drafts_before_an_invalid_draft_are_used() -> None:
     config = DraftingConfig(method="cp", num_layers=6)
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 9))
-    host = DraftingHost(config, vllm_config, torch.device("cpu"), rows=4, num_drafts=3)
+    host = DraftingHost(config, vllm_config, torch.device("cpu"), rows=4, num_drafts=3, sampled=True)
     tokens = np.array([[5, 6, 7], [5, INVALID, 7], [5, 6, INVALID], [INVALID, 6, 7]])
     assert host.valid(tokens, np.array([3, 3, 2, 0])).tolist() == [3, 1, 2, 0]
     assert host.counters.values.tolist() == [float(name == "invalid_drafts") for name in COUNTERS]

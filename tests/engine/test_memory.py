@@ -38,8 +38,8 @@ def test_allocated_before_the_kv_cache_is_sized(tiny_model: Factory, monkeypatch
 
     if_profiled(llm, monkeypatch)
     buffers = buffers_of(drafter_of(llm))
-    # States of each request's newest token and drafts, and those of another that takes what padding writes.
-    assert [tuple(buffer.shape) for buffer in buffers] == [((16 + 1) * 4, 64)] * 2 + [(16 + 1, 3, tiny.VOCAB)]
+    # States of each request's newest token and drafts, and those of another that takes what padding writes; q(x).
+    assert [tuple(buffer.shape) for buffer in buffers] == [((16 + 1) * 4, 64)] * 2 + [(16, 3, tiny.VOCAB)]
     addresses = [buffer.data_ptr() for buffer in buffers]
     CASES["more_than_fit"](llm)
     assert [buffer.data_ptr() for buffer in buffers_of(drafter_of(llm))] == addresses
