@@ -216,34 +216,13 @@ def _chain(
     for position in range(positions):
         if position >= lead:
             _mix[(rows, parts)](
-                logits,
-                logsumexp,
-                weights,
-                probs,
-                best,
-                position,
-                **shape,
-                vocab=vocab,
-                LOG=drawn is not None,
-                KEPT=with_probs,
-                R=rank,
-                BLOCK=BLOCK_V,
-            )
+                logits, logsumexp, weights, probs, best, position, **shape, vocab=vocab, LOG=drawn is not None,
+                KEPT=with_probs, R=rank, BLOCK=BLOCK_V,
+            )  # fmt: skip
             if drawn is not None:
                 draw_entry(probs, drawn, position - lead, tokens, probs if with_probs else None, token_ids)
         _advance[(rows,)](
-            logits,
-            logsumexp,
-            weights,
-            best,
-            first,
-            tokens,
-            position,
-            **shape,
-            parts=parts,
-            FIRST=position < lead,
-            DRAWN=drawn is not None,
-            R=triton.next_power_of_2(rank),
-            PARTS=padded,
-        )
+            logits, logsumexp, weights, best, first, tokens, position, **shape, parts=parts, FIRST=position < lead,
+            DRAWN=drawn is not None, R=triton.next_power_of_2(rank), PARTS=padded,
+        )  # fmt: skip
     return tokens, probs if with_probs else None, weights

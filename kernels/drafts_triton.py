@@ -76,21 +76,7 @@ def finish(
     requests, made = token_ids.shape
     known, out = (token_ids, draft_tokens) if confidence is None else (confidence[0].contiguous(), confidence[1])
     _finish[(1,)](
-        token_ids.contiguous(),
-        rows if counts is None else counts,
-        rows,
-        most,
-        draft_tokens,
-        draft_tokens.stride(0),
-        known,
-        out,
-        out.stride(0),
-        counted,
-        requests,
-        made,
-        stand_in,
-        HAS_COUNTS=counts is not None,
-        HAS_CONFIDENCE=confidence is not None,
-        BLOCK=BLOCK_R,
-        DRAFTS=triton.next_power_of_2(made),
-    )
+        token_ids.contiguous(), rows if counts is None else counts, rows, most, draft_tokens, draft_tokens.stride(0),
+        known, out, out.stride(0), counted, requests, made, stand_in, HAS_COUNTS=counts is not None,
+        HAS_CONFIDENCE=confidence is not None, BLOCK=BLOCK_R, DRAFTS=triton.next_power_of_2(made),
+    )  # fmt: skip

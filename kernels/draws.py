@@ -25,10 +25,13 @@ def draw_rows(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak, best = logits.max(dim=-1)
     probs = distribution(logits - peak[:, None], sampling)  # low temperatures would take others out of float32
-    if sampling.seeds is None or sampling.positions is None:
-        drawn = draw(probs)
-    else:
-        ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-        drawn = (probs / exponential(sampling.seeds, sampling.positions, ids)).argmax(dim=-1)
-    entries = torch.where(is_greedy(sampling.temperature), best, drawn)
+    ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+    entries = torch.where(is_greedy(sampling.temperature), best, draw_as(probs, sampling, ids))
     return torch.where(peak.isfinite(), entries, INVALID), probs if with_probs else None
+
+
+def draw_as(probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor) -> torch.Tensor:
+    """An entry of each row of probabilities [rows, entries], with the random numbers of its request: [rows] int64."""
+    if sampling.seeds is None or sampling.positions is None:
+        return draw(probs)
+    return (probs / exponential(sampling.seeds, sampling.positions, token_ids)).argmax(dim=-1)

@@ -101,12 +101,8 @@ def _least(
 def _draw(
     logits: tl.tensor,
     row_stride: tl.tensor,
-    temperature: tl.tensor,
-    top_k: tl.tensor,
-    top_p: tl.tensor,
-    seeds: tl.tensor,
-    positions: tl.tensor,
-    token_ids: tl.tensor,
+    sampling: Sampling,
+    token_ids: tl.tensor | None,
     ids_stride: tl.tensor,  # from row to row
     tokens: tl.tensor,  # [rows, draws] int64
     token_stride: tl.tensor,
@@ -115,15 +111,13 @@ def _draw(
     entries: tl.tensor,
     start: tl.tensor,  # of this draw in a line of logits, and of probabilities
     number: tl.tensor,  # of this draw
-    LIMITED: tl.constexpr,
-    HAS_IDS: tl.constexpr,
     PROBS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_LEAST: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     line, out = logits + row * row_stride + start, probs + row * probs_stride + start
-    heat = tl.load(temperature + row)
+    heat = tl.load(sampling.temperature + row)
     cold = heat < COLDEST
     heat = tl.where(cold, 1.0, heat)
     best = tl.full((BLOCK,), NOTHING, tl.int64)
@@ -136,19 +130,19 @@ def _draw(
     peak = tl.load(line + token).to(tl.float32)
     finite = tl.abs(peak) < float("inf")
     floor = tl.zeros((), tl.float32)
-    if LIMITED:  # noqa: SIM102 (the compiler knows the first, a program the second)
-        if finite:
-            most = tl.load(top_k + row).to(tl.float32)
-            share = tl.load(top_p + row)
-            if most < entries:
-                floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
-            if share < 1.0:
-                wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
-                floor = tl.maximum(floor, _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST))
+    if sampling.top_k is not None:
+        most = tl.load(sampling.top_k + row).to(tl.float32)
+        if finite & (most < entries):
+            floor = _least(line, entries, peak, heat, floor, most, False, BLOCK_LEAST)
+    if sampling.top_p is not None:
+        share = tl.load(sampling.top_p + row)
+        if finite & (share < 1.0):
+            wanted = share * _mass(line, entries, peak, heat, floor, BLOCK)
+            floor = tl.maximum(floor, _least(line, entries, peak, heat, floor, wanted, True, BLOCK_LEAST))
     mass = tl.full((), 1.0, tl.float32)
     if PROBS:
         mass = _mass(line, entries, peak, heat, floor, BLOCK)
-    seed, position = tl.load(seeds + row), tl.load(positions + row) + number
+    seed, position = tl.load(sampling.seeds + row), tl.load(sampling.positions + row) + number
     race = tl.full((BLOCK,), NOTHING, tl.int64)
     for start in range(0, entries, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -160,7 +154,7 @@ def _draw(
         if PROBS:
             tl.store(out + column, tl.where(out_of_it, 0.0, weight / mass), mask=inside)
         ids = column.to(tl.int64)
-        if HAS_IDS:
+        if token_ids is not None:
             ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
         # In log space: weights leave float32 at low temperatures.
         score = score - tl.log(exponential(seed, position, ids))
@@ -200,32 +194,10 @@ def draw_next(
     token_ids: torch.Tensor | None,  # as draw_rows'
 ) -> None:
     """One of several draws of each row, as draw_rows."""
-    temperature, top_k, top_p, seeds, positions = sampling
-    limited = top_k is not None or top_p is not None
-    if limited and (top_k is None or top_p is None):
-        top_k = torch.full_like(temperature, logits.shape[-1]) if top_k is None else top_k
-        top_p = torch.ones_like(temperature) if top_p is None else top_p
     _draw[(len(logits),)](
-        logits,
-        logits.stride(0),
-        temperature,
-        temperature if top_k is None else top_k,
-        temperature if top_p is None else top_p,
-        seeds,
-        positions,
-        tokens if token_ids is None else token_ids,
-        0 if token_ids is None or token_ids.dim() == 1 else token_ids.stride(0),
-        tokens,
-        tokens.stride(0),
-        logits if probs is None else probs,
-        0 if probs is None else probs.stride(0),
-        logits.shape[-1],
-        number * logits.shape[-1] if logits.shape[1] > 1 else 0,
-        number,
-        LIMITED=limited,
-        HAS_IDS=token_ids is not None,
-        PROBS=probs is not None,
-        BLOCK=BLOCK_V,
-        BLOCK_LEAST=BLOCK_S,
-        num_warps=8,
-    )
+        logits, logits.stride(0), sampling, token_ids,
+        0 if token_ids is None or token_ids.dim() == 1 else token_ids.stride(0), tokens, tokens.stride(0),
+        logits if probs is None else probs, 0 if probs is None else probs.stride(0), logits.shape[-1],
+        number * logits.shape[-1] if logits.shape[1] > 1 else 0, number, PROBS=probs is not None, BLOCK=BLOCK_V,
+        BLOCK_LEAST=BLOCK_S, num_warps=8,
+    )  # fmt: skip

@@ -17,10 +17,7 @@ def _begin_pass(
     rows: tl.tensor,
     base: tl.tensor,
     token_ids: tl.tensor,
-    input_ids: tl.tensor,
-    positions: tl.tensor,
-    seq_lens: tl.tensor,
-    writing: tl.tensor,
+    inputs: PassInputs,
     offset: tl.tensor,
     most: tl.tensor,
     requests: tl.tensor,
@@ -32,10 +29,10 @@ def _begin_pass(
     wanted = tl.where(row < 0, 0, tl.load(base + place, mask=inside, other=0) + offset)
     position = tl.minimum(wanted, most - 1)
     token = tl.load(token_ids + place, mask=inside, other=0)
-    tl.store(input_ids + place, tl.maximum(token, 0).to(tl.int32), mask=inside)
-    tl.store(positions + place, position, mask=inside)
-    tl.store(seq_lens + place, (position + 1).to(tl.int32), mask=inside)
-    tl.store(writing + place, tl.where(wanted < most, row, -1), mask=inside)
+    tl.store(inputs.input_ids + place, tl.maximum(token, 0).to(tl.int32), mask=inside)
+    tl.store(inputs.positions + place, position, mask=inside)
+    tl.store(inputs.seq_lens + place, (position + 1).to(tl.int32), mask=inside)
+    tl.store(inputs.writing + place, tl.where(wanted < most, row, -1), mask=inside)
 
 
 def begin_pass(
@@ -43,5 +40,5 @@ def begin_pass(
 ) -> None:
     """As the reference."""
     _begin_pass[(triton.cdiv(len(rows), BLOCK),)](
-        rows, base, token_ids.contiguous(), *inputs, offset, most, len(rows), BLOCK=BLOCK
+        rows, base, token_ids.contiguous(), inputs, offset, most, len(rows), BLOCK=BLOCK
     )

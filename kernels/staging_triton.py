@@ -63,28 +63,9 @@ def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> 
     """As the reference."""
     columns = settings.shape[1]
     _stage[(padded,)](
-        end.rows,
-        end.query_starts,
-        end.num_sampled,
-        end.num_rejected,
-        end.last_sampled,
-        end.last_sampled.stride(0),
-        end.positions,
-        end.hidden,
-        end.hidden.stride(0),
-        settings,
-        end.seeds,
-        staged.rows,
-        staged.newest_ids,
-        staged.places,
-        staged.positions,
-        staged.hidden,
-        staged.settings,
-        staged.settings.stride(0),
-        staged.seeds,
-        len(end.rows),
-        staged.hidden.shape[1],
-        COLUMNS=triton.next_power_of_2(columns),
-        SETTINGS=columns,
+        end.rows, end.query_starts, end.num_sampled, end.num_rejected, end.last_sampled, end.last_sampled.stride(0),
+        end.positions, end.hidden, end.hidden.stride(0), settings, end.seeds, staged.rows, staged.newest_ids,
+        staged.places, staged.positions, staged.hidden, staged.settings, staged.settings.stride(0), staged.seeds,
+        len(end.rows), staged.hidden.shape[1], COLUMNS=triton.next_power_of_2(columns), SETTINGS=columns,
         BLOCK=BLOCK_H,
-    )
+    )  # fmt: skip

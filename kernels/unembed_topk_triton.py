@@ -161,43 +161,18 @@ def unembed_topk(
     maxima, sums = (torch.empty(programs, rows, dtype=torch.float32, device=device) for _ in range(2))
     padded_rows = max(16, triton.next_power_of_2(rows))
     _scan[(programs,)](
-        hidden,
-        unembedding,
-        hidden if bias is None else bias,
-        keys,
-        maxima,
-        sums,
-        rows,
-        width,
-        num_valid,
-        hidden.stride(0),
-        unembedding.stride(0),
-        HAS_BIAS=bias is not None,
-        WITH_SUM=with_logsumexp,
-        UPCAST=device.type != "cuda",
-        ROWS=padded_rows,
-        K=k,
-        K_PADDED=triton.next_power_of_2(k),
-        BLOCK_V=BLOCK_V,
-        BLOCK_D=(256 if padded_rows == 16 else 128) // hidden.element_size(),
-        num_stages=3,
-    )
+        hidden, unembedding, hidden if bias is None else bias, keys, maxima, sums,
+        rows, width, num_valid, hidden.stride(0), unembedding.stride(0),
+        HAS_BIAS=bias is not None, WITH_SUM=with_logsumexp, UPCAST=device.type != "cuda",
+        ROWS=padded_rows, K=k, K_PADDED=triton.next_power_of_2(k), BLOCK_V=BLOCK_V,
+        BLOCK_D=(256 if padded_rows == 16 else 128) // hidden.element_size(), num_stages=3,
+    )  # fmt: skip
     values = torch.empty(rows, k, dtype=torch.float32, device=device)
     token_ids = torch.empty(rows, k, dtype=torch.int64, device=device)
     logsumexp = torch.empty(rows, dtype=torch.float32, device=device)
     _merge[(rows,)](
-        keys,
-        maxima,
-        sums,
-        values,
-        token_ids,
-        logsumexp,
-        rows,
-        programs,
-        vocab_start,
-        WITH_SUM=with_logsumexp,
-        K=k,
-        PARTS=triton.next_power_of_2(programs),
-        CANDIDATES=triton.next_power_of_2(programs * k),
-    )
+        keys, maxima, sums, values, token_ids, logsumexp, rows, programs, vocab_start,
+        WITH_SUM=with_logsumexp, K=k,
+        PARTS=triton.next_power_of_2(programs), CANDIDATES=triton.next_power_of_2(programs * k),
+    )  # fmt: skip
     return ShardTopK(values, token_ids, logsumexp)

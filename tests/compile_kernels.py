@@ -19,11 +19,13 @@ from vllm_ppd.kernels import (
     cp_mixture_triton,
     drafts_triton,
     draws_triton,
-    joint_threshold_triton,
+    joint_draw_triton,
+    joint_triton,
     paged_copy_triton,
     shallow_pass_triton,
     staging_triton,
 )
+from vllm_ppd.kernels.joint import Ngrams, Top
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.shallow_pass import PassInputs
 from vllm_ppd.kernels.staging import Staged, StepEnd
@@ -66,8 +68,8 @@ def main() -> None:
     for sampling in (None, sampling_of(2)):
         logits = torch.zeros(2, 4, 3, 5000, dtype=torch.bfloat16)
         cp_mixture_triton.draft_chain(torch.zeros(2, 3), logits, index, sampling, torch.arange(5000), False)
-    for sizes in ((1, 50, 50), (50, 50, 50)):
-        joint_threshold_triton.adaptive_threshold(torch.zeros(2, *sizes), torch.zeros(2))
+    for heads, first in ((2, index), (3, None)):
+        joint(2, heads, first)
     drafted(2)
     draws_triton.draw_rows(torch.zeros(2, 5000), sampling_of(2), torch.arange(5000), False)
     # One code for every batch size of a bucket, and for every position of a chain: what is warmed up serves them all.
@@ -78,7 +80,7 @@ def main() -> None:
         logits = torch.zeros(rows, 4, 3, 5000, dtype=torch.bfloat16)
         weights, first = torch.zeros(rows, 3), torch.arange(rows)
         cp_mixture_triton.draft_chain(weights, logits, first, sampling_of(rows), torch.arange(5000), False)
-        joint_threshold_triton.adaptive_threshold(torch.zeros(rows, 1, 50, 50), torch.zeros(rows))
+        joint(rows, 2, torch.arange(rows))
         drafted(rows)
     assert variants == known, f"would be compiled while serving: {sorted(variants - known)}"
     mixes = cp_mixture_triton._mix.device_caches[0][0].values()
@@ -90,6 +92,17 @@ def sampling_of(requests: int) -> Sampling:
     """With limits and seeds, as runner V2 samples."""
     seeds = torch.zeros(requests, dtype=torch.int64)
     return Sampling(*torch.ones(3, 1024)[:, :requests], seeds, seeds)
+
+
+def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
+    """Choose n-grams for so many requests, with a mask and without one, and draw some."""
+    top = Top(torch.zeros(heads, requests, 50), torch.zeros(heads, requests, 50, dtype=torch.int64), first)
+    ngrams = Ngrams(torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000)
+    for table, alpha_c, with_joints in ((ngrams, 1.0, False), (None, 1.0, True), (ngrams, 0.5, True)):
+        peaks, joints = joint_triton.find_peaks(top, table, alpha_c, with_joints)
+    likeliest = joint_triton.back_off(peaks, top, torch.zeros(requests), 0.5)
+    for sampling in (Sampling(torch.ones(requests)), sampling_of(requests)):
+        joint_draw_triton.draw_ngrams(joints, likeliest, top, 3, True, sampling)
 
 
 def drafted(requests: int) -> None:

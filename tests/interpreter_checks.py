@@ -104,7 +104,8 @@ def heads() -> None:
     """CP's chain and DynaMo's thresholds."""
     from vllm_ppd.heads.cp.module import CPHead
     from vllm_ppd.heads.dynamo.config import JointSettings
-    from vllm_ppd.heads.dynamo.joint import select
+    from vllm_ppd.heads.dynamo.joint import candidates
+    from vllm_ppd.kernels.sampling import Sampling
 
     head, unembedding = CPHead(48, positions=4, rank=3), torch.randn(300, 48)
     for parameter in head.parameters():
@@ -119,17 +120,20 @@ def heads() -> None:
 
     scores = [3 * torch.randn(4, 200) for _ in range(2)]
     first = torch.tensor([1, 2, 3, 4])
-    settings = JointSettings(k=20, eps_b=0.02, repetition_penalty=1.5)
+    context = torch.randint(200, (4, 9))
 
     def choose() -> list[torch.Tensor]:
-        choice = select(scores, settings, first_token=first, context=torch.randint(200, (4, 9)))
-        return [choice.best(), choice.order, *choice.joints.values()]
+        choice = candidates(scores, settings, first_token=first).back_off(settings, context=context)
+        return [
+            *choice.draw(Sampling(torch.zeros(4))),
+            choice.likeliest.tokens,
+            choice.confidence(choice.likeliest.tokens),
+            *choice.joints,
+        ]
 
-    def seeded() -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        return choose()
-
-    same(seeded, "adaptive_threshold")
+    for penalty in (1.0, 1.5):
+        settings = JointSettings(k=20, eps_b=0.02, repetition_penalty=penalty)
+        same(choose, "find_peaks", "back_off", "draw_ngrams")
 
 
 def group(model: str) -> None:

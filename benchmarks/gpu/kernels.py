@@ -24,7 +24,8 @@ from vllm_ppd.benchmarks.harness.results import Row, write_rows
 from vllm_ppd.heads.in_words import table
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
-from vllm_ppd.kernels.joint_threshold import adaptive_threshold
+from vllm_ppd.kernels.joint import Top, back_off, find_peaks
+from vllm_ppd.kernels.joint_draw import draw_ngrams
 from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk import unembed_topk
@@ -70,10 +71,13 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
     for name, heat in (("greedy", None), ("sampled", Sampling(torch.full((batch,), 0.7, device=device)))):
         yield Case(f"draft_chain, {name}", draft_chain, (weights, logits, first, heat), moved)
     del logits
-    joint = torch.rand(batch, 1, k, k, device=device)
-    joint /= joint.sum(dim=(1, 2, 3), keepdim=True)
-    floor = torch.full((batch,), 1e-5, device=device)
-    yield Case("adaptive_threshold", adaptive_threshold, (joint, floor), 2 * 4 * joint.numel())
+    scores = torch.randn(2, batch, k, device=device).sort(descending=True).values
+    top = Top(scores, torch.arange(k, device=device).expand(2, batch, k).contiguous(), first)
+    yield Case("find_peaks", find_peaks, (top, None, 1.0), 4 * batch * k**2)
+    peaks, joints = find_peaks(top, None, 1.0)
+    zeros = torch.zeros(batch, device=device)
+    likeliest, heat = back_off(peaks, top, zeros, 0.0), Sampling(zeros + 1)
+    yield Case("draw_ngrams", draw_ngrams, (joints, likeliest, top, 3, True, heat), 3 * 4 * batch * k**2)
     heads, block, content = 8, 16, 256
     caches = [torch.zeros(2 * batch, heads, block, content, **half) for _ in range(args.layers)]
     source = torch.arange(batch, device=device)

@@ -48,7 +48,7 @@ def vocabulary(calibration: Calibration) -> dict[int, Rows]:
 
 def mask(calibration: Calibration) -> dict[str, Rows]:
     """Expected acceptance in verified mode on sampled texts with other powers of the co-occurrence mask (eq. 6)."""
-    has_mask, recommended = measures_of(calibration).counts is not None, calibration.config.sampling.alpha_c
+    has_mask, recommended = measures_of(calibration).ngrams is not None, calibration.config.sampling.alpha_c
     powers = [alpha for alpha in calibration.options.alphas if has_mask and alpha != recommended]
     return {f"{alpha:g}": Rows(rows=_rows(calibration, calibration.sampled, alpha_c=alpha)) for alpha in powers}
 
@@ -68,7 +68,8 @@ def measures_of(calibration: Calibration) -> DynaMoMeasures:
     heads.load(calibration.tensors)
     heads.to(target.device, target.dtype).eval()
     counts = CoOccurrence.from_tensors(calibration.tensors)
-    return DynaMoMeasures(target, heads, counts and counts.to(target.device), calibration.autocast)
+    ngrams = None if counts is None else counts.ngrams.to(target.device)
+    return DynaMoMeasures(target, heads, ngrams, calibration.autocast)
 
 
 PARTS = {

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse co-occurrence counts of a corpus, and the mask of DynaMo's eq. 3 that is made of them."""
+"""Sparse co-occurrence counts of a corpus, and DynaMo's eq. 3 of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
 import torch
 
 from vllm_ppd.heads.dynamo.counts import eq_3
+from vllm_ppd.kernels.joint import Ngrams
 
 FLUSH = 1 << 22  # n-grams gathered before they are merged into the counts
 
@@ -70,51 +71,16 @@ class CoOccurrence:
             *({n: torch.from_numpy(table[i]) for n, table in merged.items()} for i in (0, 1)),
         )
 
-    def mask(self, token_ids: Sequence[torch.Tensor]) -> torch.Tensor:
-        """p^(x_1..x_n) / prod p^(x_i) (eq. 3) of every combination of the heads' tokens.
-
-        Args:
-            token_ids: [rows, k_i] of each of n heads.
-
-        Returns:
-            [rows, k_1, ..., k_n] float32.
-
-        Raises:
-            ValueError: if n-grams of that order were not counted.
-        """
-        order = len(token_ids)
-        if order not in self.keys:
-            raise ValueError(f"n-grams of order {order} were not counted; orders: {sorted(self.keys)}")
-        wanted = token_ids[0]
-        for axis, ids in enumerate(token_ids[1:], start=1):
-            wanted = torch.add(ids.view(len(ids), *[1] * axis, -1), wanted.unsqueeze(-1), alpha=self.vocab_size)
-        keys, ratio = self._lookup[order]
-        place = torch.searchsorted(keys, wanted)
-        return ratio[place] * (keys[place] == wanted)
-
     @cached_property
-    def _lookup(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """order -> (keys, eq. 3 of each n-gram float32), an entry that no n-gram has at their end."""
-        lookup, unigram, totals = {}, self.unigram.cpu().numpy(), self.totals.cpu().numpy()
-        for order, keys in self.keys.items():
-            ratio = eq_3(unigram, totals, order, keys.cpu().numpy(), self.counts[order].cpu().numpy())
-            last = torch.full((1,), torch.iinfo(torch.int64).max, device=keys.device)
-            ratios = torch.from_numpy(np.append(ratio, np.float32(0))).to(keys.device)
-            lookup[order] = torch.cat([keys.long(), last]), ratios
-        return lookup
-
-    def to(self, device: torch.device | str) -> CoOccurrence:
-        """The same counts on a device, whose mask does not wait for it."""
-        moved = CoOccurrence(
-            self.unigram.to(device),
-            self.totals.to(device),
-            {n: keys.to(device) for n, keys in self.keys.items()},
-            {n: counts.to(device) for n, counts in self.counts.items()},
-        )
-        moved.__dict__["_lookup"] = {
-            n: tuple(tensor.to(device) for tensor in tensors) for n, tensors in self._lookup.items()
-        }
-        return moved
+    def ngrams(self) -> Ngrams:
+        """Keys and eq. 3 of all orders."""
+        keys, ratios, bounds, unigram, totals = [], [], [0], self.unigram.numpy(), self.totals.numpy()
+        for order in sorted(self.keys):
+            ratio = eq_3(unigram, totals, order, self.keys[order].numpy(), self.counts[order].numpy())
+            keys += [self.keys[order].long(), torch.tensor([torch.iinfo(torch.int64).max])]
+            ratios += [torch.from_numpy(ratio), torch.zeros(1)]
+            bounds.append(bounds[-1] + len(ratio) + 1)
+        return Ngrams(torch.cat(keys), torch.cat(ratios), torch.tensor(bounds), tuple(bounds), self.vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, as small as they fit."""

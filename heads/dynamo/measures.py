@@ -12,11 +12,11 @@ import torch
 from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of, logits_at
 from vllm_ppd.heads.dynamo.config import JointSettings
-from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.joint import candidates
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.joint import Ngrams
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
 JOINT_ELEMENTS = 1 << 23  # entries of joints held at once
@@ -25,8 +25,8 @@ JOINT_ELEMENTS = 1 << 23  # entries of joints held at once
 class DynaMoMeasures:
     """The heads of a checkpoint on a target."""
 
-    def __init__(self, target: Target, heads: DynaMoHeads, counts: CoOccurrence | None, autocast: Any) -> None:
-        self.target, self.heads, self.counts, self.autocast = target, heads, counts, autocast
+    def __init__(self, target: Target, heads: DynaMoHeads, ngrams: Ngrams | None, autocast: Any) -> None:
+        self.target, self.heads, self.ngrams, self.autocast = target, heads, ngrams, autocast
 
     @torch.no_grad()
     def states(self, batch: Batch) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ class DynaMoMeasures:
         chunk = self.chunk(settings.k, len(states))
         orders = []
         for at in range(0, len(states[0]), chunk):
-            joint = candidates([self.log_probs(s[at : at + chunk]) for s in states], settings, self.counts)
+            joint = candidates([self.log_probs(s[at : at + chunk]) for s in states], settings, self.ngrams)
             orders.append(torch.stack([joint.back_off(_at(settings, eps)).order for eps in eps_b]))
         return torch.cat(orders, dim=1)
 
@@ -136,7 +136,7 @@ class DynaMoMeasures:
             for at in range(0, len(tokens), size):
                 here = slice(at, at + size)
                 heads = [self.log_probs(s[here], texts.temperature, token_ids) for s in states[1:]]
-                joint = candidates(heads, settings, self.counts, tokens[here, 0], token_ids)
+                joint = candidates(heads, settings, self.ngrams, tokens[here, 0], token_ids)
                 index = torch.arange(at, at + len(heads[0]))
                 place = index // steps, index % steps
                 for key, asked in settings_of.items():
@@ -145,7 +145,7 @@ class DynaMoMeasures:
                     if texts.temperature:
                         chance = (choice.probabilities(text).log() - targets[here, : key[1]]).exp().clamp(max=1)
                     else:
-                        chance = (choice.best() == text)[:, 1:].float()
+                        chance = (choice.likeliest.tokens == text)[:, 1:].float()
                     accept[key][some][place] = chance.cpu()
                     limit[key][some][place] = (choice.order - 1).cpu()
         return {key: replay(accept[key], texts.lengths.cpu(), limit[key]) for key in settings_of}

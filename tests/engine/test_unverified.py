@@ -16,7 +16,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.joint import JointChoice, select
+from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.heads.dynamo.measures import DynaMoMeasures
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
 from vllm_ppd.heads.dynamo.recipe import new_layers
@@ -62,7 +62,8 @@ def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> 
     batch = Batch(torch.tensor([tokens]), torch.arange(len(tokens))[None])
     log_probs = [measures.log_probs(states) for states in measures.states(batch)]
     settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
-    return select(log_probs, settings, CoOccurrence.from_tensors(tensors))
+    counts = CoOccurrence.from_tensors(tensors)
+    return candidates(log_probs, settings, counts and counts.ngrams).back_off(settings)
 
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.2])
@@ -76,7 +77,7 @@ def test_n_grams_are_those_of_algorithm_1(
     for request, output in zip(requests, outputs, strict=True):
         prompt = request["prompt_token_ids"]
         choice = choices_along(tiny_model(), fitted_heads("dynamo"), prompt + output, eps_b)
-        best, at = choice.best(), 0
+        best, at = choice.likeliest.tokens, 0
         while at < len(output) - 1:  # with room for one token only, the target's own is taken
             place = len(prompt) + at - 1
             order = min(int(choice.order[place]), len(output) - at)
@@ -94,7 +95,7 @@ def test_n_grams_are_sampled_from_the_joint(unverified: Any, engine: Factory, ti
     samples = [s[:2] for s in sample(unverified, 500, extra_args={"ppd_eps_b": 0.0})]
     choice = choices_along(tiny_model(), drafter.config.model, PROMPT["prompt_token_ids"], 0.0)
     assert int(choice.order[-1]) == 3
-    ids = [i[-1].tolist() for i in choice.token_ids]
+    ids = [i[-1].tolist() for i in choice.top.token_ids]
     allowed = {(a, b) for a in ids[0] for b in ids[1]}
     assert set(samples) <= allowed
 

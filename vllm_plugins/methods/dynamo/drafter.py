@@ -15,11 +15,11 @@ import torch
 
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.joint import JointChoice, select
+from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
 from vllm_ppd.heads.io import load_tensors
-from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, divisor
+from vllm_ppd.kernels.sampling import divisor
 from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, joined
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -40,16 +40,17 @@ class DynaMoDrafter(Drafter):
             for token in range(2, self.drafts + 2)
         ])  # fmt: skip
         counts = CoOccurrence.from_tensors(tensors)
-        self.counts = None if counts is None else counts.to(target.device)
-        self.settings = heads.sampling
-        self.eps_b = heads.sampling.eps_b if config.eps_b is None else config.eps_b
+        self.ngrams = None if counts is None else counts.ngrams.to(target.device)
+        changes = {} if config.eps_b is None else {"eps_b": config.eps_b}
+        self.settings = heads.sampling.model_copy(update=changes)
         self.context_tokens = PENALISED if heads.sampling.repetition_penalty > 1 else 0
         self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
 
     def propose(self, step: DraftInputs) -> Drafts:
         parts = [self._draft(step, part) for part in self.parts(len(step.newest_ids), self.drafts)]
-        joined = [None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True)]
-        counts, *by_draft = joined
+        if len(parts) > 1:
+            parts = [tuple(map(joined, zip(*parts, strict=True)))]
+        counts, *by_draft = parts[0]
         tokens, probs, confidence = (None if tensors is None else tensors[:, : step.num_drafts] for tensors in by_draft)
         assert tokens is not None
         return Drafts(tokens, counts, probs, confidence)
@@ -57,28 +58,21 @@ class DynaMoDrafter(Drafter):
     def _draft(self, step: DraftInputs, part: slice) -> tuple[Any, ...]:
         """(How many to use [requests], drafts [requests, n], q(x) [requests, n, vocabulary], confidence [requests, n]).
 
-        The last two are None where drafts are greedy, and where confidence is not asked for.
+        The last two are None where drafts are greedy, and where confidence is not asked for. A joint that is not finite
+        drafts nothing; said of one draft, it is dropped as INVALID.
         """
         logits = self.logits(step.places[part], self.vocabulary)
         sampling = None if step.sampling is None else step.sampling.at(part)
         scores = logits if sampling is None else logits / divisor(sampling.temperature)
         context = None if step.context is None else step.context[part]
-        choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context)
-        # A joint that is not finite drafts nothing; said of one draft, it is dropped as INVALID.
-        counts = torch.where(choice.finite, choice.order - 1, 1)
-        tokens, q = (choice.best(), None) if sampling is None else self._drawn(choice, sampling)
-        tokens[:, 1].masked_fill_(~choice.finite, INVALID)
+        with_joints = sampling is not None or step.with_confidence
+        choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context, with_joints)
+        tokens, q = (choice.likeliest.tokens, None) if sampling is None else choice.draw(sampling)
+        if q is not None:  # over all tokens, where it is read
+            size, ids = (*q.shape[:2], self.target.vocab_size), choice.top.ids.transpose(0, 1)
+            q = q.new_zeros(size).scatter_(2, ids, q) if step.with_probs else None
         confidence = choice.confidence(tokens) if step.with_confidence else None
-        return counts, tokens[:, 1:], q, confidence
-
-    def _drawn(self, choice: JointChoice, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sampled n-gram of each request [requests, n], and what each draft was drawn from, over all tokens."""
-        tokens, distributions = choice.draw(sampling)
-        whole = torch.zeros(len(tokens), len(distributions), self.target.vocab_size, device=tokens.device)
-        for place, (ids, q) in enumerate(zip(choice.token_ids[1:], distributions, strict=True)):
-            whole[:, place].scatter_(1, ids, q)
-            tokens[:, place + 1].masked_fill_(~are_distributions(q), INVALID)  # also past the order, where -1 stands
-        return tokens, whole
+        return choice.likeliest.drafts, tokens[:, 1:], q, confidence
 
     def parts(self, requests: int, free: int) -> list[slice]:
         """Requests in parts whose joints, of so many free tokens, fit memory."""
@@ -93,12 +87,13 @@ class DynaMoDrafter(Drafter):
 
     def choose(
         self,
-        scores: list[torch.Tensor] | torch.Tensor,  # as select takes them
+        scores: list[torch.Tensor] | torch.Tensor,  # as candidates takes them
         first_token: torch.Tensor | None,  # [requests] the token that is emitted already; None: head 1 chooses it, too
         eps_b: torch.Tensor,  # [requests] each one's own threshold, NaN where it has none
         context: torch.Tensor | None,  # [requests, tokens] the latest ones, for the repetition penalty
+        with_joints: bool = True,  # as candidates takes it
     ) -> JointChoice:
         """Algorithm 1."""
-        eps = torch.where(eps_b.isnan(), self.eps_b, eps_b)
         tokens = None if self.vocabulary is None else self.vocabulary.token_ids
-        return select(scores, self.settings, self.counts, first_token, eps, context, tokens)
+        joint = candidates(scores, self.settings, self.ngrams, first_token, tokens, with_joints)
+        return joint.back_off(self.settings, eps_b, context)

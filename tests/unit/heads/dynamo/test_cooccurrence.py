@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from vllm_ppd.heads.dynamo import cooccurrence
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.counts import check_counts
+from vllm_ppd.kernels.joint import mask
 
 VOCAB = 7
 
@@ -39,7 +40,7 @@ def test_mask_is_the_ratio_of_eq_3() -> None:
     single = Counter(t for d in tokens for t in d)
     triples = Counter(tuple(d[i : i + 3]) for d in tokens for i in range(len(d) - 2))
     ids = [torch.tensor([[0, 1, 4]]), torch.tensor([[2, 4, 0]]), torch.tensor([[1, 0, 4]])]
-    counted = counts.mask(ids)
+    counted = mask(ids, counts.ngrams)
     for index in itertools.product(range(3), repeat=3):
         gram = tuple(int(ids[i][0, index[i]]) for i in range(3))
         ratio = triples[gram] / sum(triples.values())
@@ -47,7 +48,7 @@ def test_mask_is_the_ratio_of_eq_3() -> None:
             ratio /= single[token] / sum(single.values()) if single[token] else 1
         assert float(counted[(0, *index)]) == pytest.approx(ratio, rel=1e-5)
     with pytest.raises(ValueError, match="order 4 were not counted"):
-        counts.mask([*ids, ids[0]])
+        mask([*ids, ids[0]], counts.ngrams)
 
 
 def test_bounded_counts_keep_the_most_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +79,7 @@ def test_counts_round_trip(tmp_path: Path) -> None:
     loaded = CoOccurrence.from_tensors(load_file(tmp_path / "c.safetensors"))
     assert loaded is not None
     ids = [torch.arange(VOCAB)[None]] * 3
-    assert torch.equal(loaded.mask(ids), counts.mask(ids))
+    assert torch.equal(mask(ids, loaded.ngrams), mask(ids, counts.ngrams))
     assert CoOccurrence.from_tensors({}) is None
 
 

@@ -15,11 +15,19 @@ from heads_folders import corpus
 
 from vllm_ppd.heads.dynamo.config import JointSettings
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
-from vllm_ppd.heads.dynamo.joint import select
-from vllm_ppd.kernels import joint_threshold as kernels
+from vllm_ppd.heads.dynamo.joint import JointChoice, candidates
+from vllm_ppd.kernels import joint_draw as kernels
+from vllm_ppd.kernels.joint import Ngrams, Top, find_peaks, mask
 from vllm_ppd.kernels.sampling import Sampling
 
 VOCAB = 7
+
+
+def select(
+    scores: list[torch.Tensor], settings: JointSettings, counts: CoOccurrence | None = None, **given: torch.Tensor
+) -> JointChoice:
+    joint = candidates(scores, settings, counts and counts.ngrams, given.pop("first_token", None))
+    return joint.back_off(settings, **given)  # type: ignore[arg-type]
 
 
 def log_probs(rows: int, n: int, seed: int = 0, vocab: int = VOCAB, sharp: float = 2.0) -> list[torch.Tensor]:
@@ -68,7 +76,9 @@ def slow_choice(
             grams[index] = gram = [int(top.indices[i]) for top, i in of_heads]
             entries[index] = math.prod(float(top.values[i] / top.values.sum()) for top, i in of_heads)
             if counts is not None:
-                entries[index] *= float(counts.mask([torch.tensor([[token]]) for token in gram])) ** settings.alpha_c
+                entries[index] *= (
+                    float(mask([torch.tensor([[token]]) for token in gram], counts.ngrams)) ** settings.alpha_c
+                )
         entries /= entries.sum() or 1
         floor = settings.eps_b ** (n - 1)
         entries[entries < floor] = 0
@@ -100,15 +110,15 @@ def test_choice_is_algorithm_1(n: int, changes: dict[str, Any], alpha_c: float) 
     counts = CoOccurrence.from_tokens(corpus(), VOCAB, n) if alpha_c else None
     settings = JointSettings(k=4, repetition_penalty=1.5, alpha_c=alpha_c, **changes)
     choice = select(heads, settings, counts)
-    best = choice.best()
+    best = choice.likeliest.tokens
     for row in range(rows):
         order, entries = slow_choice(heads, settings, counts, row)
         assert int(choice.order[row]) == order
         assert (best[row, order:] == -1).all()
         if order > 1:
-            np.testing.assert_allclose(choice.joints[order][row].numpy(), entries, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(choice.joints[order - 1][row].numpy(), entries, rtol=1e-4, atol=1e-7)
             place = tuple(
-                int((ids[row] == best[row, i]).int().argmax()) for i, ids in enumerate(choice.token_ids[:order])
+                int((ids[row] == best[row, i]).int().argmax()) for i, ids in enumerate(choice.top.token_ids[:order])
             )
             assert entries[place] == pytest.approx(entries.max(), rel=1e-4)
     if eps_b == 1.0:
@@ -131,7 +141,7 @@ def test_constant_joint_keeps_every_entry() -> None:
 
 def test_threshold_keeps_the_peak_and_raw_values() -> None:
     torch.manual_seed(0)
-    joint = kernels.joints([4 * torch.rand(4, 6).log(), 4 * torch.rand(4, 6).log()])[1]
+    _, (_, joint) = find_peaks(Top(4 * torch.rand(2, 4, 6).log(), torch.zeros(2, 4, 6)), None, 0)
     result = kernels.adaptive_threshold(joint, torch.tensor([0.0, 0.01, 0.05, 2.0]))
     assert not result[3].any()
     for row in range(3):
@@ -153,10 +163,11 @@ def test_mask_of_ones_and_alpha_zero_equal_no_mask() -> None:
     plain = select(heads, JointSettings(k=5, eps_b=0.2))
     counts = CoOccurrence.from_tokens(corpus(), VOCAB, 2)
     transparent = select(heads, JointSettings(k=5, eps_b=0.2, alpha_c=0.0), counts)
-    assert torch.equal(plain.joints[2], transparent.joints[2])
-    counts.mask = lambda ids: torch.ones(8, 5, 5)  # type: ignore[method-assign]
+    assert torch.equal(plain.joints[1], transparent.joints[1])
+    every = torch.arange(VOCAB**2 + 1)
+    counts.ngrams = Ngrams(every, torch.ones(len(every)), torch.tensor([0, len(every)]), (0, len(every)), VOCAB)
     ones = select(heads, JointSettings(k=5, eps_b=0.2), counts)
-    torch.testing.assert_close(ones.joints[2], plain.joints[2])
+    torch.testing.assert_close(ones.joints[1], plain.joints[1])
     assert torch.equal(ones.order, plain.order)
 
 
@@ -170,7 +181,7 @@ def test_everything_masked_backs_off() -> None:
 def test_one_candidate_a_head() -> None:
     choice = select(log_probs(5, 3), JointSettings(k=1, eps_b=0.5))
     assert (choice.order == 3).all()
-    assert torch.equal(choice.best(), torch.cat(choice.token_ids, dim=1))
+    assert torch.equal(choice.likeliest.tokens, torch.cat(choice.top.token_ids, dim=1))
 
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.5, 0.6])
@@ -178,12 +189,13 @@ def test_peaks_outlive_the_thresholds(eps_b: float) -> None:
     """The choice of n and the likeliest n-gram are taken before the thresholds: after them they are the same."""
     choice = select(log_probs(40, 3), JointSettings(k=5, eps_b=eps_b), CoOccurrence.from_tokens(corpus(), VOCAB, 3))
     assert len(choice.order.unique()) == (3 if eps_b else 1)
-    for m, joint in choice.joints.items():
+    for m, joint in enumerate(choice.joints, start=1):
         flat, rows = joint.flatten(1), choice.order == m
-        assert torch.equal(flat.argmax(1)[rows], choice.peaks[m][rows])
+        places = tuple(choice.likeliest.places[rows, :m].unbind(1))
+        assert torch.equal(flat.amax(1)[rows], joint[(rows.nonzero()[:, 0], *places)])
         if m > 1:
             assert (flat.amax(1)[rows] > eps_b ** (m - 1)).all()
-            assert (flat.amax(1)[choice.order < m] <= eps_b ** (m - 1)).all()
+            assert (choice.candidates.joints[m - 1].flatten(1).amax(1)[choice.order < m] <= eps_b ** (m - 1)).all()
 
 
 def test_eps_b_of_each_row() -> None:
@@ -196,10 +208,10 @@ def test_samples_follow_the_joint() -> None:
     torch.manual_seed(0)
     heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
     choice = select(heads, JointSettings(k=3, eps_b=0.0, adaptive=False))
-    drawn = Counter(map(tuple, choice.sample().tolist()))
-    flat = choice.joints[2][0] / choice.joints[2][0].sum()
+    drawn = Counter(map(tuple, choice.draw(Sampling(torch.ones(20_000)))[0].tolist()))
+    flat = choice.joints[1][0] / choice.joints[1][0].sum()
     for i, j in itertools.product(range(3), repeat=2):
-        gram = (int(choice.token_ids[0][0, i]), int(choice.token_ids[1][0, j]))
+        gram = (int(choice.top.token_ids[0][0, i]), int(choice.top.token_ids[1][0, j]))
         assert drawn[gram] / 20_000 == pytest.approx(float(flat[i, j]), abs=0.015)
 
 
@@ -208,7 +220,7 @@ def test_eps_b_one_samples_head_one() -> None:
     torch.manual_seed(0)
     heads = [head.expand(20_000, -1) for head in log_probs(1, 2, sharp=1.0)]
     choice = select(heads, JointSettings(k=VOCAB, eps_b=1.0))
-    sampled = choice.sample()
+    sampled = choice.draw(Sampling(torch.ones(20_000)))[0]
     assert (sampled[:, 1] == -1).all()
     share = torch.bincount(sampled[:, 0], minlength=VOCAB) / 20_000
     torch.testing.assert_close(share, heads[0][0].exp(), atol=0.015, rtol=0)
@@ -222,17 +234,18 @@ def test_conditioning_is_the_joint_given_the_first_token(first: int) -> None:
     given = select(heads[1:], settings, counts, first_token=torch.full((4,), first))
     whole = select(heads, settings, counts)
     for row in range(4):
-        at = whole.token_ids[0][row].tolist().index(first)
-        conditional = whole.joints[3][row, at]
+        at = whole.top.token_ids[0][row].tolist().index(first)
+        conditional = whole.joints[2][row, at]
         if conditional.sum() > 0:
-            torch.testing.assert_close(given.joints[3][row, 0], conditional / conditional.sum())
+            torch.testing.assert_close(given.joints[2][row, 0], conditional / conditional.sum())
     draws = [given.draw(Sampling(torch.ones(4))) for _ in range(20)]
-    for tokens, (second, third) in draws:
+    for tokens, q in draws:
+        second, third = q.unbind(1)
         rows = [row for row in range(4) if given.order[row] == 3]
         for row in rows:
-            torch.testing.assert_close(second[row], given.joints[3][row, 0].sum(1))
-            at = given.token_ids[1][row].tolist().index(int(tokens[row, 1]))
-            cut = given.joints[3][row, 0, at]
+            torch.testing.assert_close(second[row], given.joints[2][row, 0].sum(1))
+            at = given.top.token_ids[1][row].tolist().index(int(tokens[row, 1]))
+            cut = given.joints[2][row, 0, at]
             torch.testing.assert_close(third[row], cut / cut.sum())
         for row in set(range(4)) - set(rows):
             assert not third[row].any()
@@ -245,12 +258,13 @@ def test_drawn_tokens_follow_the_distributions_given_with_them() -> None:
     choice = select(heads, settings, first_token=torch.full((20_000,), 5))
     temperature = torch.ones(20_000)
     temperature[:10] = 0.0
-    tokens, (second, third) = choice.draw(Sampling(temperature))
+    tokens, q = choice.draw(Sampling(temperature))
+    second, third = q.unbind(1)
     assert (tokens[:, 0] == 5).all()
-    assert torch.equal(tokens[:10], choice.best()[:10])
+    assert torch.equal(tokens[:10], choice.likeliest.tokens[:10])
     assert ((second[:10] == 1).sum(1) == 1).all()
     for position, q in ((1, second), (2, third)):
-        ids = choice.token_ids[position][0]
+        ids = choice.top.token_ids[position][0]
         share = torch.stack([(tokens[10:, position] == token).float().mean() for token in ids])
         torch.testing.assert_close(share, q[10:].mean(0), atol=0.015, rtol=0)
 
@@ -261,8 +275,8 @@ def test_probabilities_of_given_tokens_are_those_they_are_drawn_with() -> None:
     choice = select(heads, JointSettings(k=4, eps_b=0.3), first_token=torch.full((300,), 2))
     tokens, drawn = choice.draw(Sampling(torch.ones(300)))
     claimed = choice.probabilities(tokens.clamp(min=0))
-    for position, q in enumerate(drawn, start=1):
-        of_token = (q * (choice.token_ids[position] == tokens[:, position : position + 1])).sum(1)
+    for position, q in enumerate(drawn.unbind(1), start=1):
+        of_token = (q * (choice.top.token_ids[position] == tokens[:, position : position + 1])).sum(1)
         torch.testing.assert_close(claimed[:, position - 1], of_token)
     outside = tokens.clamp(min=0).clone()
     outside[:, 1] = VOCAB  # no head's candidate
@@ -274,7 +288,7 @@ def test_confidence_is_the_joint_before_thresholds() -> None:
     torch.manual_seed(0)
     heads = log_probs(300, 2, sharp=1.0)
     choice = select(heads, JointSettings(k=4, eps_b=0.3, alpha_c=0), first_token=torch.full((300,), 2))
-    tokens = choice.best()
+    tokens = choice.likeliest.tokens
     claimed = choice.confidence(tokens)
     for position, head in enumerate(heads, start=1):
         top = head.topk(4)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint over the top-k of n token heads: mask, static and Otsu threshold, repetition penalty, back-off.
-
-A joint is [rows, k, ..., k] with one axis a token, each in descending order of its head's probability. Section and
-equation numbers are DynaMo's.
-"""
+"""DynaMo's joint cut by its static and Otsu's threshold, its repetition penalty, and draws of n-grams from the rest."""
 
 from __future__ import annotations
 
@@ -13,39 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from vllm_ppd.kernels.draws import draw_as
+from vllm_ppd.kernels.joint import TINY, Likeliest, Top
+from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, drawn_from, is_greedy, truncated
+
 BINS = 256
-
-
-def joints(scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The products of the heads' probabilities (eq. 2), each renormalised over its top-k as in top-k sampling.
-
-    Args:
-        scores: [rows, k_i] of each head, log-probabilities up to a constant a row; the sizes may differ.
-
-    Returns:
-        Of the first head alone, the first two, and so on to all n: [rows, k_1, ..., k_m], of sum 1 a row.
-    """
-    result: list[torch.Tensor] = []
-    for head in scores:
-        share = torch.softmax(head.float(), dim=-1)
-        if result:
-            share = result[-1].unsqueeze(-1) * _on_axis(share, len(result), len(result) + 1)
-        result.append(share)
-    return result
-
-
-def apply_mask(joint: torch.Tensor, mask: torch.Tensor, alpha_c: float) -> torch.Tensor:
-    """joint * mask^alpha_c (eq. 3 and 6), renormalised to sum 1 a row.
-
-    The mask is a ratio of probabilities and may exceed 1: without renormalisation the joint would, too, and eps_b
-    would mean nothing. A row whose every entry is masked becomes all zero; alpha_c = 0 leaves the joint as it was.
-    """
-    if alpha_c == 0:
-        return joint
-    mask = mask.float()
-    masked = joint * (mask if alpha_c == 1 else mask**alpha_c)
-    total = masked.flatten(1).sum(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-    return masked / total.view(-1, *[1] * (joint.dim() - 1))
 
 
 def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
@@ -88,7 +56,7 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
         [rows]: values from there on are the upper class. A constant row keeps every entry.
     """
     least, greatest = torch.aminmax(values, dim=1, keepdim=True)
-    width = (greatest - least).clamp(min=torch.finfo(torch.float32).tiny)
+    width = (greatest - least).clamp(min=TINY)
     index = ((values - least) / width * bins).long().clamp(0, bins - 1)
     counts = torch.zeros(len(values), bins, dtype=torch.float64, device=values.device)
     counts.scatter_add_(1, index, torch.ones_like(index, dtype=torch.float64))
@@ -110,7 +78,7 @@ def adaptive_threshold(
     blur: int = 3,
     adaptive: bool = True,
 ) -> torch.Tensor:
-    """Set entries under the static floor to 0, then those under Otsu's threshold (section 3.2.2).
+    """Set entries under the static floor to 0, then those under Otsu's threshold (DynaMo, section 3.2.2).
 
     Otsu's threshold is found on the blurred joint and compared with it, as image pipelines do; what survives keeps its
     raw probability. A row's peak survives if it passed the floor.
@@ -147,3 +115,58 @@ def penalise_repetition(
 def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
     """[rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
     return values.view(len(values), *(values.shape[1] if i == axis else 1 for i in range(axes)))
+
+
+def cut(joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptive: bool) -> list[torch.Tensor]:
+    """Joints of each order from 1 divided by their sums and thresholded, right in rows of that order alone."""
+    totals, result = likeliest.total.clamp(min=TINY), []
+    for order, joint in enumerate(joints, start=1):
+        share = joint / totals.view(-1, *[1] * order)
+        result.append(share if order == 1 else adaptive_threshold(share, likeliest.floor, blur, adaptive))
+    return result
+
+
+def conditional(joints: Sequence[torch.Tensor], order: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The distribution [rows, k] of the token after those at some places [rows, tokens]; zero past the order."""
+    rows, position = torch.arange(len(order), device=order.device), before.shape[1]
+    result = torch.zeros(len(order), joints[position].shape[-1], device=order.device)
+    for m, joint in enumerate(joints[position:], start=position + 1):
+        weights = joint[(rows, *before.unbind(1))]
+        weights = weights.flatten(2).sum(dim=2) if weights.dim() > 2 else weights
+        share = weights / weights.sum(dim=1, keepdim=True).clamp(min=TINY)
+        result = torch.where((order == m)[:, None], share, result)
+    return result
+
+
+def draw_ngrams(
+    joints: Sequence[torch.Tensor],  # of each order from 1, [rows, k_1, ..., k_m] float32
+    likeliest: Likeliest,
+    top: Top,
+    blur: int,
+    adaptive: bool,
+    sampling: Sampling,  # its positions those of the first draft's
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw an n-gram of each row's order in proportion to its entry of the joint, thresholds applied.
+
+    Rows at temperature 0 take the likeliest. Each token's distribution given those before it is cut to the row's top-k
+    and top-p; the joint is at the rows' temperatures already.
+
+    Returns:
+        (tokens [rows, n] int64, -1 past the order and where what a draft is drawn from is no distribution;
+        of each token from the second the probabilities of its head's top-k [rows, n - 1, k] float32, one-hot where the
+        likeliest n-gram is taken, all zero past the order).
+    """
+    joints, greedy = cut(joints, likeliest, blur, adaptive), is_greedy(sampling.temperature)
+    places, tokens, result = likeliest.places.clone(), likeliest.tokens.clone(), []
+    for position, ids in enumerate(top.token_ids):
+        distribution = torch.ones_like(ids, dtype=torch.float32)
+        if ids.shape[1] > 1:  # else the token is emitted already: nothing to draw
+            distribution = truncated(conditional(joints, likeliest.order, places[:, :position]), sampling)
+            drawn = draw_as(distribution, sampling.ahead(position - (top.first_token is not None)), ids)
+            places[:, position] = torch.where(greedy, places[:, position], drawn)
+        tokens[:, position] = ids.gather(1, places[:, position : position + 1])[:, 0]
+        if position:
+            taken = (likeliest.order > position)[:, None]
+            result.append(drawn_from(distribution, places[:, position], greedy) * taken)
+            tokens[:, position].masked_fill_(~are_distributions(result[-1]), INVALID)
+    return tokens, torch.stack(result, dim=1)

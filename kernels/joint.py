@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo's joint over the top-k of n token heads before thresholds: mask, likeliest n-gram of each order, back-off.
+
+A joint is [rows, k, ..., k] with one axis a token, each in descending order of its head's probability; the axis of a
+first token that is emitted already has one entry. Section and equation numbers are DynaMo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Ngrams(NamedTuple):
+    """Counted n-grams of orders 2 to n, the entries of each followed by one that no n-gram has."""
+
+    keys: torch.Tensor  # [entries] int64, x_1 V^(n-1) + ... + x_n, ascending within an order
+    ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
+    starts: torch.Tensor  # [n] int64, where the entries of each order begin, and where the last ones end
+    bounds: tuple[int, ...]  # the same numbers on the host
+    vocab_size: int  # V
+
+    def to(self, device: torch.device | str) -> Ngrams:
+        return self._replace(keys=self.keys.to(device), ratios=self.ratios.to(device), starts=self.starts.to(device))
+
+
+class Top(NamedTuple):
+    """The heads' candidates."""
+
+    scores: torch.Tensor  # [heads, rows, k] float32 log-probabilities up to a constant a row, in descending order
+    ids: torch.Tensor  # [heads, rows, k] int64
+    first_token: torch.Tensor | None = None  # [rows] int64, stands before the heads' tokens with probability 1
+
+    @property
+    def token_ids(self) -> list[torch.Tensor]:
+        """[rows, k_i] of each of n tokens."""
+        return [*([] if self.first_token is None else [self.first_token[:, None]]), *self.ids]
+
+
+class Peaks(NamedTuple):
+    """The likeliest n-gram in each part of the joint of each order from 1, which is not divided by its sum yet."""
+
+    sums: torch.Tensor  # [n, rows, parts] float32
+    entries: torch.Tensor  # [n, rows, parts] float32
+    places: torch.Tensor  # [n, rows, parts] int64 in the flattened joint
+
+
+class Likeliest(NamedTuple):
+    """The order that Algorithm 1 takes of each row, and the likeliest n-gram of it."""
+
+    order: torch.Tensor  # [rows] int64 tokens, 1..n; 1 where a joint is not finite
+    drafts: torch.Tensor  # [rows] int64 tokens after the first; 1, which is INVALID, where a joint is not finite
+    tokens: torch.Tensor  # [rows, n] int64, -1 past the order
+    places: torch.Tensor  # [rows, n] int64 in each head's top-k, 0 past the order
+    floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 of order 1
+    total: torch.Tensor  # [rows] float32, sum of the joint
+
+
+def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
+    """Eq. 3 of every combination of n heads' tokens [rows, k_i], 0 if not counted: [rows, k_1, ..., k_n] float32.
+
+    Raises:
+        ValueError: if n-grams of that order were not counted.
+    """
+    order = len(ids)
+    if not 2 <= order <= len(ngrams.bounds):
+        raise ValueError(f"n-grams of order {order} were not counted; the highest order is {len(ngrams.bounds)}")
+    wanted = ids[0]
+    for axis, of_head in enumerate(ids[1:], start=1):
+        wanted = torch.add(of_head.view(len(of_head), *[1] * axis, -1), wanted.unsqueeze(-1), alpha=ngrams.vocab_size)
+    entries = slice(*ngrams.bounds[order - 2 : order])
+    keys, ratios = ngrams.keys[entries], ngrams.ratios[entries]
+    place = torch.searchsorted(keys, wanted)
+    return ratios[place] * (keys[place] == wanted)
+
+
+def find_peaks(
+    top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
+) -> tuple[Peaks, list[torch.Tensor]]:
+    """The joint of each order: the product of the heads' shares of their top-k (eq. 2), times mask^alpha_c (eq. 6).
+
+    The mask is a ratio of probabilities and may exceed 1: without division by the sum the joint would, too, and eps_b
+    would mean nothing.
+
+    Args:
+        top: of n tokens.
+        ngrams: of every order; None: the joint is the plain product.
+        alpha_c: power of the mask.
+        with_joints: whether the joints themselves are asked for.
+
+    Returns:
+        (peaks, joints [rows, k_1, ..., k_m] float32, not divided by their sums).
+    """
+    joints: list[torch.Tensor] = []
+    product = top.scores.new_ones(top.ids.shape[1])
+    first = [] if top.first_token is None else [top.scores.new_zeros(len(product), 1)]
+    for order, head in enumerate([*first, *top.scores], start=1):
+        product = product.unsqueeze(-1) * torch.softmax(head, dim=-1).view(len(head), *[1] * (order - 1), -1)
+        ratios = mask(top.token_ids[:order], ngrams) if ngrams is not None and order > 1 else None
+        joints.append(product if ratios is None else product * (ratios if alpha_c == 1 else ratios**alpha_c))
+    return peaks_of(joints), joints
+
+
+def peaks_of(joints: list[torch.Tensor]) -> Peaks:
+    """Peaks of joints in one part."""
+    best = [joint.flatten(1).max(dim=1, keepdim=True) for joint in joints]
+    values, places = (torch.stack(parts) for parts in zip(*best, strict=True))
+    return Peaks(torch.stack([joint.flatten(1).sum(dim=1, keepdim=True) for joint in joints]), values, places)
+
+
+def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
+    """Take the highest order whose likeliest n-gram is over eps_b^(n-1), else one token (Algorithm 1).
+
+    Strictly over it, so that eps_b = 1 always backs off and eps_b = 0 never does where an entry is left.
+
+    Args:
+        peaks: of n orders.
+        top: of n tokens.
+        eps_b: [rows] float32 thresholds, NaN for the default.
+        default: threshold.
+    """
+    totals, rows = peaks.sums.sum(dim=-1), top.ids.shape[1]
+    best = peaks.entries.max(dim=-1, keepdim=True)
+    values = best.values.squeeze(-1) / totals.clamp(min=TINY)
+    finite = totals.isfinite().all(dim=0)
+    eps = torch.where(eps_b.isnan(), default, eps_b)
+    order, floor = torch.ones_like(eps, dtype=torch.int64), torch.zeros_like(eps)
+    for m in range(2, len(totals) + 1):
+        # Upwards where Algorithm 1 goes downwards: the largest order that passes wins in both.
+        taken = finite & (values[m - 1] > eps ** (m - 1))
+        order, floor = torch.where(taken, m, order), torch.where(taken, eps ** (m - 1), floor)
+    place, total = (of[order - 1, torch.arange(rows)] for of in (peaks.places.gather(-1, best.indices)[..., 0], totals))
+    places, tokens = torch.zeros(2, rows, len(totals), dtype=torch.int64, device=eps.device)
+    for i, ids in reversed([*enumerate(top.token_ids)]):
+        taken = i < order
+        places[:, i] = torch.where(taken, place % ids.shape[1], 0)
+        place = torch.where(taken, place // ids.shape[1], place)
+        tokens[:, i] = torch.where(taken, ids.gather(1, places[:, i : i + 1])[:, 0], -1)
+    return Likeliest(order, torch.where(finite, order - 1, 1), tokens, places, floor, total)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DynaMo's joint and back-off: Triton against torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
+from vllm_ppd.kernels import joint as reference
+from vllm_ppd.kernels.joint import Ngrams, Top
+from vllm_ppd.kernels.joint_triton import back_off, find_peaks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB, ROWS = 300, 5
+DOCUMENT = np.random.default_rng(0).integers(VOCAB, size=30_000)
+
+
+def ngrams(orders: int, document: np.ndarray = DOCUMENT) -> Ngrams:
+    return CoOccurrence.from_tokens([document], VOCAB, orders).ngrams.to(DEVICE)
+
+
+def candidates(heads: int, k: int, given: bool) -> Top:
+    generator = torch.Generator().manual_seed(k)
+    scores, ids = (3 * torch.randn(heads, ROWS, VOCAB, generator=generator)).topk(k)
+    first = torch.randint(VOCAB, (ROWS,), generator=generator).to(DEVICE) if given else None
+    return Top(scores.to(DEVICE), ids.to(DEVICE), first)
+
+
+def same(top: Top, table: Ngrams | None, alpha_c: float, eps_b: torch.Tensor | None = None) -> reference.Likeliest:
+    """The kernels' choice, equal to the reference's."""
+    peaks, joints = find_peaks(top, table, alpha_c)
+    expected, expected_joints = reference.find_peaks(top, table, alpha_c)
+    torch.testing.assert_close(peaks.sums.sum(-1), expected.sums.sum(-1), equal_nan=True)
+    torch.testing.assert_close(joints, expected_joints, equal_nan=True)
+    without, nothing = find_peaks(top, table, alpha_c, with_joints=False)
+    torch.testing.assert_close((tuple(without), nothing), (tuple(peaks), []), equal_nan=True)
+    eps_b = torch.tensor([0.0, 0.05, 0.3, 1.0, torch.nan], device=DEVICE) if eps_b is None else eps_b
+    chosen, wanted = back_off(peaks, top, eps_b, 0.1), reference.back_off(expected, top, eps_b, 0.1)
+    assert all(torch.equal(*parts) for parts in zip(chosen[:4], wanted[:4], strict=True))
+    torch.testing.assert_close(tuple(chosen[4:]), tuple(wanted[4:]), equal_nan=True)
+    return chosen
+
+
+@pytest.mark.parametrize("alpha_c", [None, 1.0, 0.5])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("heads", "k"), [(1, 50), (2, 50), (2, 1), (3, 20), (2, 7)])
+def test_is_the_reference(heads: int, k: int, given: bool, alpha_c: float | None) -> None:
+    table = None if alpha_c is None else ngrams(max(2, heads + given))
+    chosen = same(candidates(heads, k, given), table, alpha_c or 0.0)
+    assert chosen.order[3] == 1
+    assert k == 1 or table is not None or chosen.order[0] == heads + given
+
+
+@pytest.mark.parametrize("damaged", [torch.nan, torch.inf])
+def test_a_joint_that_is_not_finite_drafts_one_invalid_token(damaged: float) -> None:
+    top = candidates(2, 10, True)
+    top.scores[1, 0, 0] = top.scores[0, 2] = damaged
+    chosen = same(top, ngrams(3), 1.0, eps_b=torch.zeros(ROWS, device=DEVICE))
+    assert chosen.order[[0, 2]].tolist() == [1, 1]
+    assert chosen.tokens[[0, 2], 1:].eq(-1).all()
+
+
+def test_the_first_and_the_last_counted_n_gram_are_seen() -> None:
+    ends = torch.tensor([0, VOCAB - 1] * ROWS, device=DEVICE)
+    top = Top(torch.zeros(1, ROWS, 2, device=DEVICE), ends.view(1, ROWS, 2), ends[:ROWS].clone())
+    chosen = same(top, ngrams(2, np.array([0, 0, VOCAB - 1, VOCAB - 1])), 1.0)
+    assert chosen.tokens[:2].tolist() == [[0, 0], [VOCAB - 1, VOCAB - 1]]
