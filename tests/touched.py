@@ -50,6 +50,9 @@ ASSUMED = [
         "gather_batch_req_state", "_dummy_run",
     )),
     f"{V2}.sample.sampler:Sampler._sample_random",
+    f"{V2}.sample.sampler:Sampler.apply_sampling_params",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",  # placeholders of as many drafts
+    "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",  # what ScheduledDrafts takes the place of
     f"{V2}.model_runner:GPUModelRunner.load_model",
     "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
     "vllm.v1.sample.rejection_sampler:rejection_sample",

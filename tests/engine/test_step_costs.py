@@ -19,8 +19,10 @@ from vllm import envs
 
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
+from vllm_ppd.vllm_plugins.engine import step_costs
+from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
 from vllm_ppd.vllm_plugins.engine.v1 import warm_up
-from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import most_requests, time_steps
+from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
 TABLE = CostTable(sizes=[1, 4], counts=[0, 1, 3], seconds=SECONDS, second_fastest=SECONDS)
@@ -109,11 +111,11 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
 )
 def test_a_damaged_or_implausible_file_is_none(damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "costs" / "kept.json"
-    assert warm_up.load(path) is None
+    assert step_costs.load(path) is None
     MeasuredCosts(method=TABLE).save(path)
-    assert warm_up.load(path) == MeasuredCosts(method=TABLE) and list(path.parent.iterdir()) == [path]
+    assert step_costs.load(path) == MeasuredCosts(method=TABLE) and list(path.parent.iterdir()) == [path]
     path.write_bytes(damage)
-    assert warm_up.load(path) is None
+    assert step_costs.load(path) is None
 
 
 @pytest.mark.engine
@@ -131,7 +133,7 @@ def test_the_largest_batch_that_can_be_timed(
 ) -> None:
     runner = runner_of(engine(ADAPTIVE))
     monkeypatch.setattr(getattr(runner, owner) if owner else runner, name, value)
-    assert most_requests(runner, [0, 1, 3]) == largest
+    assert most_requests(runner, [0, 1, 3], STEPS) == largest
 
 
 def drafts_of(llm: Any, run: Callable[[Any], Any]) -> list[list[int]]:
@@ -161,7 +163,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     first, second = start_engine(tiny_model(), ADAPTIVE), engine(ADAPTIVE)
     # The first start has measured, and left no trace of it but a file.
     (path,) = (tmp_path / "vllm_ppd_step_costs").iterdir()
-    kept = warm_up.load(path)
+    kept = step_costs.load(path)
     assert kept is not None and kept.method.counts == [0, 1, 3] and kept.method.sizes == [1, 4, 16]
     drafter, runner = drafter_of(first), runner_of(first)
     assert not drafter.counters.values.any() and drafter.planner.forced is None
@@ -189,7 +191,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
 
     monkeypatch.setattr(warm_up, "time_steps", noted)
     warm_up.set_draft_length(drafter)
-    assert warm_up.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
+    assert step_costs.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
     assert timed and not any(timed)  # without prompt lookup none of its steps is timed
 
 
@@ -200,7 +202,9 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     """A file of a busy start is not read; nor is one written while the machine stays busy."""
     monkeypatch.setattr(envs, "VLLM_CACHE_ROOT", str(tmp_path))
     drafter = drafter_of(engine(ADAPTIVE))
-    path = warm_up.cache_file(str(tmp_path), drafter.vllm_config, drafter.config.model_dump(exclude=warm_up.NOT_STEPS))
+    path = step_costs.cache_file(
+        str(tmp_path), drafter.vllm_config, drafter.config.model_dump(exclude=step_costs.NOT_STEPS)
+    )
     table = CostTable(sizes=[1, 4, 16], counts=[0, 1, 3], seconds=BUSY, second_fastest=BUSY)
     MeasuredCosts(method=table).save(path)
     written = path.read_bytes()

@@ -28,7 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def v2_engine() -> Callable[..., Any]:
-    """v2_engine(speculative_config, asynchronous, **settings) on the demo model; equal arguments, one engine."""
+    """v2_engine(speculative_config, asynchronous, **settings) on the demo model; equal arguments, one engine.
+
+    Drafts are made in every step unless the options say something else.
+    """
     started: dict[str, Any] = {}
 
     def get(options: dict[str, Any] | None = None, asynchronous: bool = False, **settings: Any) -> Any:
@@ -36,7 +39,7 @@ def v2_engine() -> Callable[..., Any]:
         if key not in started:
             interpreted.asynchronous = asynchronous
             if options is not None:
-                options = {"runner": "v2", **options}
+                options = {"runner": "v2", "adaptive": False, **options}
             defaults = {"max_num_seqs": 4, "async_scheduling": asynchronous if ON_GPU else None}
             started[key] = start_engine(DEMO, options, **{**defaults, **settings})
         return started[key]

@@ -64,24 +64,6 @@ def test_proposing_never_waits_for_the_device(
     assert {wait for mode in modes for wait in mode.waits} == set()
 
 
-def test_nothing_runs_where_no_draft_is_wanted(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = v2_engine({**METHODS["cp"], "disable_by_batch_size": 1})
-    speculator = runner_of(llm).speculator
-    stock, steps = speculator.propose, []
-
-    def propose(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with Waits() as mode:
-            drafts = stock(batch, *args, **kwargs)
-        steps.append((kwargs["num_speculative_tokens"], set(mode.seen)))
-        return drafts
-
-    monkeypatch.setattr(speculator, "propose", propose)
-    params = [greedy(6), greedy(16)]
-    assert generate(llm, prompts(2), params) == generate(v2_engine(), prompts(2), params)
-    assert {wanted for wanted, _ in steps} == {0, 3}
-    assert all(operations <= {"slice"} for wanted, operations in steps if wanted == 0)
-
-
 def test_the_watch_sees_waits() -> None:
     with Waits() as mode:
         torch.ones(3)[torch.tensor([True, False, True])].sum().item()

@@ -102,9 +102,13 @@ class DraftingOptions(BaseModel):
     adaptive: bool = Field(
         True,
         description="draft as many tokens as pay, down to none and back, by the acceptance that the engine counts and "
-        "step costs measured at start-up; false always drafts num_speculative_tokens. On runner V2, where it is off "
-        "unless given, vLLM's adaptive verification: it leaves out the drafts that the drafter is least sure of (needs "
-        "whole-model CUDA graphs)",
+        "step costs measured at start-up; on runner V2 all or none. false always drafts num_speculative_tokens, or on "
+        "V2 the number by batch size that the heads were calibrated for",
+    )
+    adaptive_verification: bool = Field(
+        False,
+        description="vLLM's adaptive verification on runner V2, in place of adaptive: it leaves out the drafts that "
+        "the drafter is least sure of (needs whole-model CUDA graphs)",
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",

@@ -150,7 +150,7 @@ def of_target(
 def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> Refusals:
     """What options contradict each other, or the heads, or the target's layers."""
     given, exits, folder = options.model_fields_set, config.exit_layer or (), quoted(options.model)
-    last, half, on_v2 = config.num_layers - 1, (config.num_layers + 1) // 2, config.runner == "v2"
+    last, half = config.num_layers - 1, (config.num_layers + 1) // 2
     if heads is not None:
         yield heads.max_drafts is not None and config.num_speculative_tokens > heads.max_drafts and (
             f"num_speculative_tokens={config.num_speculative_tokens} is more than the {heads.max_drafts} drafts that "
@@ -177,9 +177,6 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
     yield config.stages > 1 and (len(exits) > 1 or exits[0] < half) and (
         f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}")
 
-    yield on_v2 and "step_costs" in given and (
-        f"step_costs={options.step_costs} is of no use with runner V2, which follows none; leave it out, or give "
-        "runner v1")
     # A group's tokens are final, and so are unverified ones.
     final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
     yield final and options.adaptive and "adaptive" in given and (
@@ -208,9 +205,10 @@ def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
     because = f" ({config.v1_because})" if config.v1_because else ""
     yield args.async_scheduling and config.runner != "v2" and (
         f"--async-scheduling is not supported with runner V1{because}; leave it out")
-    yield config.runner == "v2" and config.adaptive and (args.enforce_eager or platform.is_cpu()) and (
-        "adaptive on runner V2 is vLLM's adaptive verification, which needs whole-model CUDA graphs: leave it out, or "
-        "--enforce-eager, or give runner v1")
+    yield config.adaptive_verification and config.runner != "v2" and (
+        f"adaptive_verification is not supported with runner V1{because}; leave it out")
+    yield config.adaptive_verification and (args.enforce_eager or platform.is_cpu()) and (
+        "adaptive_verification needs whole-model CUDA graphs: leave it out, or --enforce-eager")
     if config.stages > 1:
         split = os.environ.get(PARTITION)
         yield split is not None and split != config.partition and (

@@ -80,9 +80,8 @@ def resolve(
     on_v2 = (asked or ("v1" if needs_v1 else runners.default)) == "v2"
     values["runner"] = "v2" if on_v2 else "v1"
     values["v1_because"] = needs_v1 if asked is None and runners.default == "v2" else None
-    # On V2 it is vLLM's adaptive verification, whose costs are those of one machine's CUDA graphs: on request alone.
-    values["adaptive"] = options.adaptive and options.verify and stages == 1 and (not on_v2 or "adaptive" in given)
-    if on_v2 and heads is not None and not given & {"num_speculative_tokens", "exit_layer"}:
+    values["adaptive"] = options.adaptive and options.verify and stages == 1 and not options.adaptive_verification
+    if on_v2 and not values["adaptive"] and heads is not None and not given & {"num_speculative_tokens", "exit_layer"}:
         values["drafts_by_batch_size"] = _calibrated_drafts(heads, runners.device)
 
     config = DraftingConfig.model_construct(**values)

@@ -64,12 +64,14 @@ class DraftingConfig(DraftingOptions):
         if self.runner != "v2":
             return {}
         limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
-        if limit is not None:
+        if self.adaptive:  # what vLLM captures graphs for; ScheduledDrafts then takes the table's place
+            ranges = [(1, 1, self.num_speculative_tokens), (2, LARGEST_BATCH, 0)]
+        elif limit is not None:
             ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
             ranges = [(first, min(last, limit), n) for first, last, n in ranges if first <= limit]
             ranges.append((limit + 1, LARGEST_BATCH, 0))
         schedule: dict[str, Any] = {"num_speculative_tokens_per_batch_size": ranges} if ranges else {}
-        return schedule | ({"enable_adaptive_verification": True} if self.adaptive else {})
+        return schedule | ({"enable_adaptive_verification": True} if self.adaptive_verification else {})
 
     @property
     def split(self) -> int:

@@ -122,10 +122,22 @@ class DraftLengthController:
     Args:
         costs: of steps with up to N drafts.
         kinds, prior_weight: see Acceptance.
+        counts: numbers of drafts beside 0 that a step may have, each of them for every request (None: any, and fewer
+            for a request whose drafts do not pay).
+        first_wait: choices in OFF before an exploration step.
+        explored: of the time in OFF, in the long run.
     """
 
-    def __init__(self, costs: StepCosts, kinds: int = 2, prior_weight: float = PRIOR_WEIGHT) -> None:
-        self.costs = costs
+    def __init__(
+        self,
+        costs: StepCosts,
+        kinds: int = 2,
+        prior_weight: float = PRIOR_WEIGHT,
+        counts: tuple[int, ...] | None = None,
+        first_wait: int = FIRST_WAIT,
+        explored: float = EXPLORED,
+    ) -> None:
+        self.costs, self.counts, self.first_wait, self.explored = costs, counts, first_wait, explored
         self.acceptance = Acceptance(costs.most, kinds, prior_weight)
         self.state = State.WARMUP
         self.gain = 1.0  # expected speed-up of the last choice; infinite for an exploration step
@@ -133,7 +145,7 @@ class DraftLengthController:
         self._drafts = np.zeros(0, dtype=np.int64)  # [rows] of the step that runs now
         self._tried: set[int] = set()  # kinds of which drafts were verified
         self._steps = self._explored = 0  # steps so far; the step of the last exploration
-        self._wait, self._cost = FIRST_WAIT, 1.0  # steps before the next exploration, and what it costs
+        self._wait, self._cost = first_wait, 1.0  # steps before the next exploration, and what it costs
         self._paid = False  # whether the exploration step that ended paid for itself
         self._free = True  # whether anyone may draft
 
@@ -156,18 +168,19 @@ class DraftLengthController:
         """Some steps in OFF passed without observe and choose."""
         self._steps += steps
 
-    def observe(self, req_ids: list[str], emitted: np.ndarray) -> None:
+    def observe(self, req_ids: list[str], emitted: np.ndarray, drafts: np.ndarray | None = None) -> None:
         """Count what was accepted in the step that ended.
 
         Args:
             req_ids: of the batch rows.
             emitted: [rows] tokens that each row emitted.
+            drafts: [rows] that were verified (None: those chosen last).
         """
         moved = self.acceptance.align(req_ids)
         if moved is not None:
             self._drafts = reordered(self._drafts, moved)
         self._paid = False
-        verified = np.where(emitted > 0, self._drafts, 0)
+        verified = np.where(emitted > 0, self._drafts if drafts is None else drafts, 0)
         if verified.any():
             self.acceptance.learn(verified, emitted - 1)
             self._tried |= set(self.acceptance.kinds[verified > 0].tolist())
@@ -204,7 +217,7 @@ class DraftLengthController:
         paused = self.state in (State.OFF, State.EXPLORING)
         if gain >= (STARTS if paused else 1.0):
             known = self._tried.issuperset(self.acceptance.kinds.tolist())
-            self.state, self._wait = State.DRAFTING if known else State.WARMUP, FIRST_WAIT
+            self.state, self._wait = State.DRAFTING if known else State.WARMUP, self.first_wait
             self.gain = gain
             if paused:
                 self._explored = self._steps
@@ -220,17 +233,24 @@ class DraftLengthController:
             return np.zeros_like(allowed)
         if not self._paid:
             self.acceptance.decay()
-            self._wait = min(2 * self._wait, max(2 * FIRST_WAIT, int((self._cost - 1) / EXPLORED)))
+            self._wait = min(2 * self._wait, max(2 * self.first_wait, int((self._cost - 1) / self.explored)))
         self.state, self._explored, self.gain = State.EXPLORING, self._steps, np.inf
         return np.minimum(allowed, best)
 
     def _best(self, allowed: np.ndarray, emitting: int) -> tuple[int, float, np.ndarray]:
-        """The number of drafts of the highest expected speed-up: (n >= 1, speed-up, drafts [rows])."""
+        """The number of drafts of the highest expected speed-up: (n >= 1, speed-up, drafts [rows]).
+
+        Requests may be allowed fewer than n.
+        """
         accepted, relative = self.acceptance.probabilities(), self.costs.relative(emitting)
         accepted[np.arange(self.costs.most) >= allowed[:, None]] = 0
-        counts = np.arange(1, int(allowed.max()) + 1)
-        # A step's cost is there however many requests draft: a draft must bring in half of its share.
-        floor = (relative[counts] - 1) / (2 * counts)  # [n]
+        if self.counts is None:
+            counts = np.arange(1, int(allowed.max()) + 1)
+            # A step's cost is there however many requests draft: a draft must bring in half of its share.
+            floor = (relative[counts] - 1) / (2 * counts)  # [n]
+        else:
+            counts = np.array(self.counts)
+            floor = np.zeros(len(counts))
         pays = (accepted[None] >= floor[:, None, None]) & (accepted[None] > 0)
         pays &= np.arange(self.costs.most) < counts[:, None, None]  # [n, rows, N]
         gains = (emitting + (accepted * pays).sum(axis=(1, 2))) / (emitting * relative[counts])

@@ -11,7 +11,8 @@ some steps. Only the wrapped calls of patches/statistics.py know of vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ COUNTERS = {
     "fallback_steps": "Engine steps that ran the full forward.",
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
     "suppressed_drafts": "Drafts suppressed because they were not expected to pay (adaptive).",
+    "drafting_off_steps": "Engine steps after which nobody drafted: drafts would not pay, or the batch was too large.",
     "exploration_steps": "Engine steps with more drafts than are expected to pay, to see their acceptance (adaptive).",
     "invalid_drafts": "Times a request's drafts were dropped: logits were not finite, or q(x) no distribution.",
     "lookup_steps": "Engine steps after which the requests' own text was drafted (prompt_lookup_min).",
@@ -66,6 +68,15 @@ class Counters:
         new = self.values - self._told
         self._told[:] = self.values
         return new
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forget what is counted in a block."""
+        before = self.values.copy(), self._told.copy()
+        try:
+            yield
+        finally:
+            self.values[:], self._told[:] = before
 
     def take_in(self, amounts: np.ndarray) -> None:
         """Count what another stage took: [counters]."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.options import OptionError
+from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.patches.statistics import watch_acceptance
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -24,12 +26,26 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
     logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
     if config.stages == 1:  # what a worker group emits in a step is scheduled as drafts, and never verified
         watch_acceptance(self)
+    lookup: Any = self.dynamic_sd_lookup
+    if config.runner == "v2" and config.adaptive and lookup is not None:  # with data parallelism vLLM has none
+        drafts, limit = config.num_speculative_tokens, config.disable_by_batch_size
+        self.dynamic_sd_lookup = ScheduledDrafts(drafts, limit, self.max_num_running_reqs)
     # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
     # placeholder drafts, unless the number of drafts follows the batch size. Having no q(x) for them, the rejection
     # sampler would take that of no request of the batch. Here the number is the same for every batch size. (Runner V2
     # marks placeholders itself.)
     if config.runner == "v1" and self.dynamic_sd_lookup is None:
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+
+
+def make_core(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """EngineCore.__init__: have the scheduler of runner V2 choose the number of drafts by the workers' step costs."""
+    original(self, *args, **kwargs)
+    lookup = getattr(self.scheduler, "dynamic_sd_lookup", None)
+    if isinstance(lookup, ScheduledDrafts):
+        costs = self.model_executor.collective_rpc("step_costs")[0]
+        if costs is not None:
+            lookup.follow(StepCosts(costs.method))
 
 
 def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:

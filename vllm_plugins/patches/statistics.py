@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.request_options import drafting_allowed
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, Counts, Published, count_in_process
 
@@ -29,7 +30,11 @@ def update_from_output(
 ) -> Any:
     """Scheduler: keep what a step's output carries until the statistics are made."""
     output = model_runner_output
-    counts: Counts = getattr(output, ATTRIBUTE, {})
+    counts: Counts = dict(getattr(output, ATTRIBUTE, {}))
+    lookup = getattr(self, "dynamic_sd_lookup", None)
+    if isinstance(lookup, ScheduledDrafts):
+        observe(lookup, self.requests, scheduler_output, output)
+        counts.update(lookup.take_counts())
     if counts:
         count_in_process(counts)
         if self.log_stats:
@@ -43,6 +48,19 @@ def update_from_output(
         if drafts and emitted and request is not None and drafting_allowed(request.sampling_params.extra_args):
             watch.observe(len(drafts), emitted - 1)  # type: ignore[union-attr]
     return original(self, scheduler_output, output, *args, **kwargs)
+
+
+def observe(lookup: ScheduledDrafts, requests: dict[str, Any], scheduler_output: Any, output: Any) -> None:
+    """Tell what chooses the number of drafts what a step verified of the requests that drafts are made for."""
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    seen = []
+    for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+        request = requests.get(req_id) if tokens else None
+        if request is not None and drafting_allowed(request.sampling_params.extra_args):
+            greedy = not request.sampling_params.temperature
+            seen.append((req_id, len(drafts.get(req_id, ())), len(tokens), greedy))
+    if seen:
+        lookup.observe(*map(list, zip(*seen, strict=True)))
 
 
 def make_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ Overrides, each of which calls vLLM's:
     load_model        RejectionSampler, a global of vLLM's module, is ours for that moment
     initialize_kv_cache   a speculator may run graphs of its own in place of the target's
     add_requests      options of a request that drafting reads
-    sample_tokens     our counters travel with the step's output
+    sample_tokens     our counters travel with the step's output; a step without drafts is vLLM's own
+    take_draft_token_ids  none behind such a step
     prepare_inputs    what the speculator decides from the schedule, before the target runs
 """
 
@@ -31,6 +32,10 @@ class DraftingRunnerMixin:
     speculator: Speculator
     req_states: Any
     cudagraph_manager: Any
+    execute_model_state: Any
+    num_speculative_steps: int
+    sample: Any
+    _drafted = True  # whether the latest step made drafts
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config, stock = required_config(vllm_config, self), model_runner.init_speculator
@@ -67,8 +72,36 @@ class DraftingRunnerMixin:
         return batch
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        state = self.execute_model_state
+        if state is None or state.num_spec_tokens_to_schedule:
+            self._drafted = True
+            output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        else:
+            output = self._sample_without_drafting(state.input_batch, *args, **kwargs)
         if output is not None:
             self.speculator.host.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
         return output
+
+    def _sample_without_drafting(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's sample_tokens of an engine without speculation, but for drafts that are to be verified."""
+        self._drafted = False
+        speculator, drafts, stock = self.speculator, self.num_speculative_steps, self.sample
+        speculator.skip(batch)
+
+        def sample(*arguments: Any) -> Any:
+            self.speculator = speculator
+            try:
+                return stock(*arguments)
+            finally:
+                self.speculator = None  # type: ignore[assignment]
+
+        self.speculator, self.num_speculative_steps, self.sample = None, 0, sample  # type: ignore[assignment]
+        try:
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.speculator, self.num_speculative_steps = speculator, drafts
+            del self.sample
+
+    def take_draft_token_ids(self) -> Any:
+        return super().take_draft_token_ids() if self._drafted else None  # type: ignore[misc]

@@ -44,8 +44,7 @@ class Speculator(DraftModelSpeculator):
             device,
             rows=self.max_num_reqs,
             num_drafts=self.num_speculative_steps,
-            # A watermark draws other random numbers, and vLLM's own verification then takes every draft for certain.
-            sampled=self.config.draft_sample_method == "probabilistic" and self.draft_watermarker is None,
+            sampled=self.config.draft_sample_method == "probabilistic",
             keyed=True,
             confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
@@ -136,6 +135,9 @@ class Speculator(DraftModelSpeculator):
     def begin_step(self, batch: Any) -> None:
         """The step's inputs are prepared, and the target is about to run."""
 
+    def skip(self, batch: Any) -> None:
+        """No drafts follow the step that has just run."""
+
     def propose(
         self,
         input_batch: Any,
@@ -161,7 +163,7 @@ class Speculator(DraftModelSpeculator):
         if dummy_run:
             # A dummy run takes the memory of every kind; the first compiles the kernels of every batch size.
             self.host.warm_up(buckets(requests) if is_profile else [requests], None if is_profile else self._run)
-        elif num_speculative_tokens != 0:  # vLLM takes none of the drafts
+        else:
             end = StepEnd(
                 input_batch.idx_mapping,
                 input_batch.query_start_loc,

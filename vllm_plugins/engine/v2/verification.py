@@ -71,11 +71,6 @@ class Verification(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.watermark_key is not None:  # it draws other random numbers
-            return super()._verify(
-                logits, draft_logits, draft_sampled, pos, cu_num_logits, idx_mapping, idx_mapping_np,
-                expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np, verify_draft_sampled,
-            )  # fmt: skip
         processed_logits = self.sampler.apply_sampling_params(
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
             seq_lens_upper_bound_np,

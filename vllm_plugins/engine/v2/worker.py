@@ -1,13 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of runner V2: vLLM's own for the platform, with our model runner."""
+"""The worker of runner V2: vLLM's own for the platform, with our model runner and step costs."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vllm.platforms import current_platform
 
+from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
+from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
+from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
+
+
+class StepCostsMixin:
+    """Mixed into vLLM's worker: measures what the scheduler chooses the number of drafts by."""
+
+    model_runner: Any
+
+    def step_costs(self) -> MeasuredCosts | None:
+        """Costs of steps with no drafts and with all; called by the scheduler's process, in every worker."""
+        runner = self.model_runner
+        config, counts = runner.speculator.config, [0, runner.speculator.config.num_speculative_tokens]
+        steps = [(counts, functools.partial(time_steps, runner))]
+        largest = most_requests(runner, counts, STEPS)
+        return costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, steps)
+
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu import model_runner as cpu_model_runner
@@ -16,7 +36,7 @@ if current_platform.is_cpu():
     class CPUDraftingModelRunner(DraftingRunnerMixin, cpu_model_runner.CPUModelRunner):
         """vLLM's CPU model runner V2 that drafts."""
 
-    class DraftingWorker(CPUWorker):
+    class DraftingWorker(StepCostsMixin, CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
 
         def init_device(self) -> None:
@@ -34,7 +54,7 @@ else:
     class GPUDraftingModelRunner(DraftingRunnerMixin, GPUModelRunner):
         """vLLM's GPU model runner V2 that drafts."""
 
-    class DraftingWorker(Worker):  # type: ignore[no-redef]
+    class DraftingWorker(StepCostsMixin, Worker):  # type: ignore[no-redef]
         """vLLM's GPU worker."""
 
         def _make_model_runner(self) -> Any:

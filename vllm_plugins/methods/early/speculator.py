@@ -121,11 +121,14 @@ class DeferredKVSpeculator(Speculator):
         if self.deferred.mode == "mixed":
             self.passes.begin_step(batch)
 
+    def skip(self, batch: Any) -> None:
+        self.deferred.end_step()
+
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.deferred.end_step()
         self.passes.begin_drafting(input_batch, bool(kwargs.get("skip_attn_for_dummy_run")))
         drafts = super().propose(input_batch, *args, **kwargs)
-        if not kwargs.get("dummy_run") and kwargs.get("num_speculative_tokens") != 0:
+        if not kwargs.get("dummy_run"):
             ends = input_batch.num_computed_prefill_tokens_np + input_batch.num_scheduled_tokens
             self.deferred.drafted[input_batch.idx_mapping_np] = ends >= input_batch.prefill_len_np
         return drafts

@@ -247,10 +247,9 @@ def test_what_a_runner_cannot_do(tiny_model: Factory, monkeypatch: pytest.Monkey
 
     check({"exit_layer": [2, 4]}, r"^--async-scheduling is not .* runner V1 \(several exit", async_scheduling=True)
     check({"method": "cp"}, async_scheduling=True)
-    check({"method": "cp", "step_costs": "measure"}, "^step_costs.* runner V2.*give runner v1")
-    check({"method": "cp", "step_costs": "measure", "runner": "v1"})
-    adaptive = {"method": "cp", "adaptive": True}
-    check(adaptive, "whole-model CUDA graphs")  # on this platform
+    verification = {"method": "cp", "adaptive_verification": True}
+    check({**verification, "runner": "v1"}, "^adaptive_verification is not supported with runner V1")
+    check(verification, "whole-model CUDA graphs")  # on this platform
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
-    check(adaptive)
-    check(adaptive, "--enforce-eager", enforce_eager=True)
+    check(verification)
+    check(verification, "--enforce-eager", enforce_eager=True)

@@ -31,7 +31,7 @@ def resolved(options: dict[str, Any], runners: Runners = GPU, stages: int = 1) -
 def test_v2_where_vllm_takes_it() -> None:
     config = resolved({"method": "cp"})
     assert (config.runner, config.v1_because, config.worker) == ("v2", None, WORKERS["v2"])
-    assert not config.adaptive  # how many drafts is vLLM's there
+    assert config.adaptive
     assert "runner V2" in config.summary()
     for runners in (CPU_BUILD, Runners("v1", "v2", True)):
         config = resolved({"method": "cp"}, runners)
@@ -102,10 +102,14 @@ def test_adaptive_is_for_verified_drafts() -> None:
         assert not resolved(options, CPU_BUILD, stages).adaptive
 
 
-def test_adaptive_on_v2_is_vllms_verification_on_request() -> None:
-    assert resolved({"method": "cp"}).choice_of_drafts() == {}
-    assert resolved({"method": "cp", "adaptive": True}).choice_of_drafts() == {"enable_adaptive_verification": True}
-    assert resolved({"method": "cp", "adaptive": True, "runner": "v1"}).choice_of_drafts() == {}
+def test_on_v2_vllm_captures_graphs_of_no_drafts_and_of_all() -> None:
+    choice = resolved({"method": "cp"}).choice_of_drafts()
+    assert {drafts for _, _, drafts in choice.pop("num_speculative_tokens_per_batch_size")} == {0, 3} and not choice
+    assert resolved({"method": "cp", "adaptive": False}).choice_of_drafts() == {}
+    verification = resolved({"method": "cp", "adaptive_verification": True})
+    assert not verification.adaptive
+    assert verification.choice_of_drafts() == {"enable_adaptive_verification": True}
+    assert resolved({"method": "cp", "runner": "v1"}).choice_of_drafts() == {}
 
 
 def test_drafts_by_batch_size_are_the_calibrations() -> None:
@@ -118,7 +122,7 @@ def test_drafts_by_batch_size_are_the_calibrations() -> None:
     )  # fmt: skip
 
     def ranges_of(device: str = "NVIDIA H100", **given: Any) -> Any:
-        options = parse_options({"method": "cp", "model": "heads", **given})
+        options = parse_options({"method": "cp", "model": "heads", "adaptive": False, **given})
         config = resolve(options, 12, heads, 1, GPU._replace(device=device))
         return config.choice_of_drafts().get("num_speculative_tokens_per_batch_size")
 
@@ -131,7 +135,7 @@ def test_drafts_by_batch_size_are_the_calibrations() -> None:
 
 
 def test_cut_off_is_vllms_schedule() -> None:
-    config = resolved({"method": "cp", "disable_by_batch_size": 8, "num_speculative_tokens": 4})
+    config = resolved({"method": "cp", "disable_by_batch_size": 8, "num_speculative_tokens": 4, "adaptive": False})
     schedule = config.choice_of_drafts()["num_speculative_tokens_per_batch_size"]
     assert [entry[:1] + entry[2:] for entry in schedule] == [(1, 4), (9, 0)]
     assert resolved({"method": "cp", "disable_by_batch_size": 8, "runner": "v1"}).choice_of_drafts() == {}

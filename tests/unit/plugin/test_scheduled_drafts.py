@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""None or all drafts on runner V2, in a deterministic simulation: steps are scheduled ahead of what they verify."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
+
+DRAFTS = 3
+
+
+class Engine:
+    """Requests whose drafts are accepted with a given probability.
+
+    Args:
+        share: of a step without drafts that drafts and their verification cost.
+        requests: in every step.
+        ahead: steps that are scheduled before the output of one is known: 1, asynchronously 2.
+    """
+
+    def __init__(self, share: float, requests: int, ahead: int, seed: int = 0) -> None:
+        self.share, self.requests, self.ahead = share, requests, ahead
+        self.lookup = ScheduledDrafts(DRAFTS, None, 64)
+        self.lookup.follow(StepCosts(CostTable(sizes=[1, 64], counts=[0, DRAFTS], seconds=[[1.0, 1.0 + share]] * 2)))
+        self.rng = np.random.default_rng(seed)
+        self.made, self.waiting = 0, list[tuple[int, np.ndarray]]()
+        self.verified: list[int] = []  # drafts of each step
+
+    def run(self, steps: int, acceptance: float) -> float:
+        """Run some steps; returns tokens per cost in units of those without drafts."""
+        tokens = seconds = 0.0
+        for _ in range(steps):
+            drafts, self.made = self.made, self.lookup[self.requests]
+            right = np.cumprod(self.rng.random((self.requests, DRAFTS)) < acceptance, axis=1).sum(axis=1)
+            emitted = 1 + np.minimum(right, drafts)
+            self.waiting.append((drafts, emitted))
+            self.verified.append(drafts)
+            tokens += emitted.sum()
+            # What is drafted costs half, and what is verified.
+            seconds += 1 + self.share * (self.made + drafts) / (2 * DRAFTS)
+            if len(self.waiting) >= self.ahead:
+                drafts, emitted = self.waiting.pop(0)
+                names = [str(i) for i in range(self.requests)]
+                self.lookup.observe(names, [drafts] * self.requests, emitted.tolist(), [True] * self.requests)
+        return float(tokens / seconds / self.requests)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_never_pays(share: float, requests: int, ahead: int) -> None:
+    engine = Engine(share, requests, ahead)
+    engine.run(64, 0.01)
+    assert engine.run(3000, 0.01) > 0.99
+    assert np.mean([drafts > 0 for drafts in engine.verified[64:]]) < 0.03
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize(("share", "acceptance"), [(0.1, 0.4), (0.25, 0.6), (0.5, 0.9)])
+def test_pays(share: float, acceptance: float, ahead: int) -> None:
+    fixed = sum(acceptance**i for i in range(DRAFTS + 1)) / (1 + share)
+    engine = Engine(share, 4, ahead)
+    engine.run(64, acceptance)
+    assert engine.run(3000, acceptance) > 0.98 * fixed
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("requests", [1, 8])
+def test_comes_back_within_64_steps(requests: int, ahead: int) -> None:
+    late = []
+    for seed in range(8):
+        engine = Engine(0.2, requests, ahead, seed)
+        engine.run(400, 0.01)
+        before = len(engine.verified)
+        engine.run(400, 0.8)
+        off = [drafts == 0 for drafts in engine.verified[before:]]
+        late.append(off.index(False))
+        assert np.mean(off[late[-1] + 64 :]) < 0.2
+    assert max(late) <= 64, late
+
+
+def test_the_same_steps_give_the_same_choices() -> None:
+    first, second = (Engine(0.3, 4, 2, seed=3) for _ in range(2))
+    for acceptance in (0.1, 0.7, 0.3):
+        assert first.run(300, acceptance) == second.run(300, acceptance)
+    assert first.verified == second.verified
+
+
+def test_large_batches_do_not_draft() -> None:
+    lookup = ScheduledDrafts(DRAFTS, 8, 64)
+    assert [lookup[n] for n in (1, 8, 9, 64)] == [DRAFTS, DRAFTS, 0, 0]
+    assert lookup.take_counts() == {"drafting_off_steps": 2} and lookup.take_counts() == {}

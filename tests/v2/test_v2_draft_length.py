@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number of drafts on runner V2: vLLM's scheduler takes none where drafts do not pay."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from cases import generate, greedy, prompts
+from conftest import Factory, counting, full_but, runner_of
+from small import METHODS
+
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
+from vllm_ppd.vllm_plugins.engine.v2 import dummy_steps
+
+pytestmark = pytest.mark.engine
+
+
+def lookup_of(llm: Any) -> ScheduledDrafts:
+    """What an engine's scheduler looks the number of drafts up in."""
+    lookup = llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup
+    assert isinstance(lookup, ScheduledDrafts)
+    return lookup
+
+
+def follow(llm: Any, share: float) -> ScheduledDrafts:
+    """Have an engine choose anew by steps whose drafts cost a share of a step each."""
+    lookup = lookup_of(llm)
+    lookup.follow(StepCosts(CostTable(sizes=[1, 4], counts=[0, lookup.drafts], seconds=[[1.0, 1 + share]] * 2)))
+    return lookup
+
+
+@pytest.mark.parametrize(
+    ("name", "asynchronous"), full_but({("cp", True), ("early", False)}, itertools.product(METHODS, (False, True)))
+)
+def test_drafts_that_never_pay_are_not_made(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str, asynchronous: bool
+) -> None:
+    """The output is vLLM's, and drafts come back where they begin to pay."""
+    monkeypatch.setattr(dummy_steps, "TIMED", 1)
+    llm, requests = v2_engine({**METHODS[name], "adaptive": True, "step_costs": "measure"}, asynchronous), prompts(2)
+    expected = generate(v2_engine(), requests, greedy(100, ignore_eos=True))
+    follow(llm, 100.0)
+    with counting(llm) as seen:
+        assert generate(llm, requests, greedy(100, ignore_eos=True)) == expected
+    assert seen["drafts"] <= 0.1 * 200 and seen["drafting_off_steps"] > 80
+    assert seen["suppressed_drafts"] == 2 * lookup_of(llm).drafts * seen["drafting_off_steps"]
+    follow(llm, 0.001)
+    with counting(llm) as seen:
+        assert generate(llm, requests, greedy(30, ignore_eos=True)) == [tokens[:30] for tokens in expected]
+    assert seen["accepted"] > 5 and not seen["drafting_off_steps"]
+
+
+def test_a_step_without_drafts_is_vllms(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call of ours beside vLLM's own, and its sampler in place of verification."""
+    monkeypatch.setattr(dummy_steps, "TIMED", 1)
+    llm = v2_engine({**METHODS["cp"], "adaptive": True, "step_costs": "measure"}, True)
+    lookup, runner = follow(llm, 0.001), runner_of(llm)
+    lookup.limit = 0
+    calls: list[str] = []
+    for owner, call in ((runner.speculator, "propose"), (runner.rejection_sampler, "__call__"),
+                        (runner.draft_tokens_handler, "set_draft_tokens")):  # fmt: skip
+        monkeypatch.setattr(type(owner), call, lambda *args, at=call, **kwargs: calls.append(at))
+    try:
+        generate(llm, prompts(2), greedy(8))
+    finally:
+        lookup.limit = None
+    assert calls == []

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode steps of dummy requests, run by vLLM's own model runner in an engine that serves nobody yet, to be timed.
+
+A step is all that the model runner does for it: inputs, forward pass, verification, drafting. The scheduler, the
+detokenizer and the way between processes are left out; they take about the same with and without drafts, so relative
+costs come out a little too high. Contexts are short: where attention over a long context is bound by memory, drafts
+are relatively cheaper than measured, where it is bound by compute, dearer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import Self
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+
+from vllm_ppd.vllm_plugins.config.request_options import EPS_B
+
+PROMPT = 4  # tokens
+TOKEN = 1  # what prompts and looked-up drafts consist of
+
+
+class DummyBatch:
+    """Requests in an idle engine, scheduled as vLLM's scheduler would; gone when the context ends.
+
+    Args:
+        runner: vLLM's model runner, its KV cache allocated.
+        requests: number of requests.
+        length: most tokens of each, drafts included; see `most_requests`.
+    """
+
+    def __init__(self, runner: Any, requests: int, length: int) -> None:
+        self.runner = runner
+        self.names = [f"vllm-ppd dummy {i}" for i in range(requests)]
+        self.emitted = [0] * requests
+        numbers = itertools.count(1)  # block 0 is vLLM's null block
+        self._blocks = [
+            tuple([next(numbers) for _ in range(count)] for count in blocks_per_request(runner, length))
+            for _ in range(requests)
+        ]
+
+    def __enter__(self) -> Self:
+        at_once = max(1, self.runner.scheduler_config.max_num_batched_tokens // PROMPT)
+        # As most sampling requests: greedy ones verify a little faster. No draft is left out for lack of confidence.
+        params = SamplingParams(temperature=1.0, max_tokens=self.runner.max_model_len, extra_args={EPS_B: 0.0})
+        for start in range(0, len(self.names), at_once):
+            output = SchedulerOutput.make_empty()
+            # The runner hears of the end of an idle engine's last requests with the next step.
+            output.finished_req_ids = set(getattr(self.runner, "requests", ())) - set(self.names)
+            output.scheduled_new_reqs = [
+                NewRequestData(
+                    req_id=self.names[i],
+                    prompt_token_ids=[TOKEN] * PROMPT,
+                    mm_features=[],
+                    sampling_params=params,
+                    pooling_params=None,
+                    block_ids=self._blocks[i],
+                    num_computed_tokens=0,
+                    lora_request=None,
+                    prefill_token_ids=[TOKEN] * PROMPT,
+                )
+                for i in range(start, min(start + at_once, len(self.names)))
+            ]
+            self._run(output, {new.req_id: PROMPT for new in output.scheduled_new_reqs})
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        output = SchedulerOutput.make_empty()
+        output.finished_req_ids = set(self.names)
+        self.runner.execute_model(output)
+
+    def decode(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Run a decode step that verifies drafts of each request."""
+        output = SchedulerOutput.make_empty()
+        output.scheduled_spec_decode_tokens = {
+            name: list(ids) for name, ids in zip(self.names, drafts, strict=True) if ids
+        }
+        cached = CachedRequestData.make_empty()
+        cached.req_ids = list(self.names)
+        cached.new_block_ids = [None] * len(self.names)
+        cached.num_computed_tokens = [PROMPT + emitted - 1 for emitted in self.emitted]
+        cached.num_output_tokens = list(self.emitted)
+        output.scheduled_cached_reqs = cached
+        self._run(output, {name: 1 + len(ids) for name, ids in zip(self.names, drafts, strict=True)})
+
+    def _run(self, output: SchedulerOutput, tokens: dict[str, int]) -> None:
+        output.num_scheduled_tokens, output.total_num_scheduled_tokens = tokens, sum(tokens.values())
+        self.execute(output)
+        self.sample(tokens)
+
+    def execute(self, output: SchedulerOutput) -> None:
+        """Begin a step."""
+        self.runner.execute_model(output)
+
+    def sample(self, tokens: dict[str, int]) -> None:
+        """End a step that computed so many tokens of each request, and count what each emitted."""
+        raise NotImplementedError
+
+
+def blocks_per_request(runner: Any, length: int) -> list[int]:
+    """KV blocks that a request of so many tokens takes in each KV cache group."""
+    sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
+    return [-(-length // size) for size in sizes]
+
+
+def length_needed(counts: Sequence[int], steps: int) -> int:
+    """Tokens of a request in so many steps with each number of drafts, and in as many as are drafted at once."""
+    return PROMPT + 1 + sum(steps * (1 + count) for count in counts) + max(counts) + 1
+
+
+def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
+    """The largest batch of which so many steps can be run; 0 if requests cannot be as long as these take."""
+    scheduler, length = runner.scheduler_config, length_needed(counts, steps)
+    if length > runner.max_model_len:
+        return 0
+    blocks = sum(blocks_per_request(runner, length))
+    return min(
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens // (1 + max(counts)),
+        (runner.kv_cache_config.num_blocks - 1) // max(blocks, 1),
+    )

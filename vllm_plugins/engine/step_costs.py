@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step costs of an engine: measured when vLLM has warmed up, or taken from an earlier start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from vllm import envs
+from vllm.distributed import get_tp_group
+
+from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
+from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
+from vllm_ppd.vllm_plugins.engine.metrics import Counters
+from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
+
+logger = logging.getLogger("vllm.vllm_ppd")
+
+NOT_STEPS = {"adaptive", "step_costs", "heads_summary"}  # options that change nothing in a step
+TimeSteps = Callable[[int, Sequence[int]], list[float]]  # (requests, counts of drafts) -> seconds of a step with each
+
+
+def costs_of_engine(
+    config: DraftingConfig,
+    vllm_config: Any,
+    counters: Counters,
+    largest: int,
+    steps: Sequence[tuple[list[int], TimeSteps]],
+) -> MeasuredCosts | None:
+    """Costs of this engine's steps, the same on all tensor-parallel ranks; None where they cannot be measured.
+
+    Args:
+        config: our options.
+        vllm_config: vLLM's.
+        counters: ours, which dummy steps do not count in.
+        largest: batch size that can be measured.
+        steps: numbers of drafts and what times them: the method's, and where there are any, looked-up ones.
+    """
+    group = get_tp_group()
+    path = cache_file(envs.VLLM_CACHE_ROOT, vllm_config, config.model_dump(exclude=NOT_STEPS))
+    cached = group.broadcast_object(load(path) if config.step_costs == "cached" and group.is_first_rank else None)
+    if cached is not None:
+        logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached.method))
+        return cached
+    started = time.perf_counter()
+    if largest < 1:
+        logger.warning(
+            "vllm-ppd: step costs cannot be measured with so few KV blocks or so short a --max-model-len; every step "
+            "drafts, as with adaptive: false"
+        )
+        return None
+    largest = min(largest, config.disable_by_batch_size or largest)  # larger batches never draft
+    # A connector would ask for the scheduler's word on dummy requests. Sampled output must not depend on whether steps
+    # were measured.
+    with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
+        tables = [measure_table(timed, largest, counts, group.broadcast_object) for counts, timed in steps]
+    costs = MeasuredCosts(method=tables[0], lookup=tables[1] if len(tables) > 1 else None)
+    logger.info("vllm-ppd: step costs measured in %.1f s: %s", time.perf_counter() - started, summary(costs.method))
+    if group.is_first_rank:
+        save(costs, path)
+    return costs
+
+
+def load(path: Path) -> MeasuredCosts | None:
+    """What a file keeps; None if there is none, or it is damaged, or what it keeps cannot be."""
+    try:
+        costs = MeasuredCosts.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+    if reason := costs.implausible():
+        logger.info("vllm-ppd: step costs of %s are measured again, as they are implausible: %s", path, reason)
+        return None
+    return costs
+
+
+def save(costs: MeasuredCosts, path: Path) -> None:
+    """Write a file for later starts, unless the machine was busy."""
+    if reason := costs.implausible():
+        logger.warning(
+            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start alone; "
+            "start with --ppd-step-costs measure while it is idle",
+            reason,
+        )
+        return
+    try:
+        costs.save(path)
+    except OSError as error:
+        logger.warning("vllm-ppd: step costs are not kept for the next start (%s)", error)
+
+
+def cache_file(folder: str, vllm_config: Any, options: dict[str, Any]) -> Path:
+    """The file for a model, its engine's settings and this machine.
+
+    Args:
+        folder: of vLLM's caches.
+        vllm_config: vLLM's.
+        options: ours, those that change what a step does.
+    """
+    scheduler, device = vllm_config.scheduler_config, vllm_config.device_config.device_type
+    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    settings = [
+        vllm_config.compute_hash(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, options, name,
+        torch.get_num_threads(), torch.__version__,
+    ]  # fmt: skip
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return Path(folder) / "vllm_ppd_step_costs" / f"{key}.json"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def summary(table: CostTable) -> str:
+    """Such as `1 request 5.1 ms, 3 drafts +20 %; 4 requests ...`."""
+    most = table.counts[-1]
+    parts = [
+        f"{size} request{'s' * (size > 1)} {1000 * row[0]:.1f} ms, {most} drafts {row[-1] / row[0] - 1:+.0%}"
+        for size, row in zip(table.sizes, table.seconds, strict=True)
+    ]
+    return "; ".join(parts)

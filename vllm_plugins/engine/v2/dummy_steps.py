@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timed decode steps of dummy requests on runner V2, enqueued back to back, as they are where vLLM schedules ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_ppd.vllm_plugins.engine.dummy_batch import TOKEN, DummyBatch, length_needed
+
+WARM, TIMED = 2, 8  # steps with each number of drafts
+STEPS = WARM + TIMED
+
+
+class V2Batch(DummyBatch):
+    """Dummy requests whose drafts stay on the device; nobody waits for what they emit."""
+
+    drafts = 0  # to make behind the next step
+
+    def execute(self, output: Any) -> None:
+        output.num_spec_tokens_to_schedule = self.drafts
+        super().execute(output)
+
+    def sample(self, tokens: dict[str, int]) -> None:
+        self.runner.sample_tokens(None)
+        self.emitted = [emitted + tokens.get(name, 0) for name, emitted in zip(self.names, self.emitted, strict=True)]
+
+
+def time_steps(runner: Any, requests: int, counts: Sequence[int]) -> list[float]:
+    """Seconds of a decode step with each number of drafts per request, 0 or all.
+
+    Args:
+        runner: vLLM's V2 model runner.
+        requests: number of requests.
+        counts: numbers of drafts.
+    """
+    seconds = []
+    runner.kv_connector.set_disabled(True)
+    try:
+        with V2Batch(runner, requests, length_needed(counts, STEPS)) as batch:
+            for count in counts:
+                batch.drafts, drafts = count, [[TOKEN] * count] * requests
+                for _ in range(WARM):
+                    batch.decode(drafts)
+                wait(runner)
+                started = time.perf_counter()
+                for _ in range(TIMED):
+                    batch.decode(drafts)
+                wait(runner)
+                seconds.append((time.perf_counter() - started) / TIMED)
+    finally:
+        runner.kv_connector.set_disabled(False)
+    return seconds
+
+
+def wait(runner: Any) -> None:
+    """Wait for the device."""
+    if runner.device.type != "cpu":
+        torch.accelerator.synchronize()
