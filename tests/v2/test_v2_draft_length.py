@@ -41,12 +41,12 @@ def test_drafts_that_never_pay_are_not_made(
     """The output is vLLM's, and drafts come back where they begin to pay."""
     monkeypatch.setattr(dummy_steps, "TIMED", 1)
     llm, requests = v2_engine({**METHODS[name], "adaptive": True, "step_costs": "measure"}, asynchronous), prompts(2)
-    expected = generate(v2_engine(), requests, greedy(100, ignore_eos=True))
+    expected = generate(v2_engine(), requests, greedy(64, ignore_eos=True))
     follow(llm, 100.0)
     with counting(llm) as seen:
-        assert generate(llm, requests, greedy(100, ignore_eos=True)) == expected
-    assert seen["drafts"] <= 0.1 * 200 and seen["drafting_off_steps"] > 80
-    assert seen["suppressed_drafts"] == 2 * lookup_of(llm).drafts * seen["drafting_off_steps"]
+        assert generate(llm, requests, greedy(64, ignore_eos=True)) == expected
+    assert seen["drafts"] <= 16 and seen["drafting_off_steps"] > 50
+    assert seen["suppressed_drafts"] > 50 * lookup_of(llm).drafts
     follow(llm, 0.001)
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(30, ignore_eos=True)) == [tokens[:30] for tokens in expected]

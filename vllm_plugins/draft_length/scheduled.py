@@ -39,6 +39,7 @@ class ScheduledDrafts:
     def follow(self, costs: StepCosts) -> None:
         """Choose by the costs of steps from here on."""
         self.controller = DraftLengthController(costs, counts=(self.drafts,), first_wait=FIRST_WAIT, explored=EXPLORED)
+        self._left = 0
 
     def __len__(self) -> int:
         return self.max_num_seqs + 1
