@@ -51,6 +51,7 @@ ASSUMED = [
     )),
     f"{V2}.sample.sampler:Sampler._sample_random",
     f"{V2}.sample.sampler:Sampler.apply_sampling_params",
+    f"{V2}.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",  # launches the kernels that Lookup does
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",  # placeholders of as many drafts
     "vllm.v1.spec_decode.dynamic.utils:build_dynamic_sd_schedule_lookup",  # what ScheduledDrafts takes the place of
     f"{V2}.model_runner:GPUModelRunner.load_model",

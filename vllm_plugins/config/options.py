@@ -120,8 +120,8 @@ class DraftingOptions(BaseModel):
         None,
         le=LONGEST_LOOKUP,
         description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
-        "stood before, what followed them is the draft, and the method drafts where there is no such place or its own "
-        "drafts have a higher expected speed-up (default: no lookup; try 2 or 3)",
+        "stood before, what followed them is the draft; on runner V2 of each request that has such a place, on V1 in "
+        "steps whose expected speed-up by it is higher than by the method's drafts (default: no lookup; try 2)",
     )
     prompt_lookup_drafts: Drafts | None = Field(
         None,
@@ -131,7 +131,8 @@ class DraftingOptions(BaseModel):
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
-        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt lookup)",
+        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt_lookup_drafts, early drafting "
+        "with prompt lookup)",
     )
     max_drafting_requests: Count | None = Field(
         None, description="soft batch cut-off: only the first so many requests of a batch draft"

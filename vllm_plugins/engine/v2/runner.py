@@ -3,7 +3,7 @@
 
 Overrides, each of which calls vLLM's:
 
-    __init__          init_speculator, a global of vLLM's module, is ours for that moment
+    __init__          init_speculator and RequestState, globals of vLLM's module, are ours for that moment
     load_model        RejectionSampler, a global of vLLM's module, is ours for that moment
     initialize_kv_cache   a speculator may run graphs of its own in place of the target's
     add_requests      options of a request that drafting reads
@@ -40,11 +40,14 @@ class DraftingRunnerMixin:
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config, stock = required_config(vllm_config, self), model_runner.init_speculator
         assert config.spec.speculator is not None
+        states = model_runner.RequestState
         model_runner.init_speculator = resolve_name(config.spec.speculator)
+        if config.prompt_lookup_min is not None:  # as for vLLM's own lookups on the device
+            model_runner.RequestState = lambda **kwargs: states(**kwargs | {"use_dense_all_token_ids": True})
         try:
             super().__init__(vllm_config, device)  # type: ignore[call-arg]
         finally:
-            model_runner.init_speculator = stock
+            model_runner.init_speculator, model_runner.RequestState = stock, states
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         stock = model_runner.RejectionSampler

@@ -24,6 +24,7 @@ from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, Kind
+from vllm_ppd.vllm_plugins.engine.v2.lookup import Lookup
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -48,7 +49,10 @@ class Speculator(DraftModelSpeculator):
             keyed=True,
             confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
-        self.draft_tokens = self.host.draft_tokens
+        self.draft_tokens, self.lookup = self.host.draft_tokens, None
+        if self.config.prompt_lookup_min is not None:
+            shortest = self.config.prompt_lookup_min
+            self.lookup = Lookup(shortest, self.max_num_reqs, self.num_speculative_steps, req_states, device)
         self.graphs: CudaGraphManager | None = None  # vLLM looks for such attributes when it measures their memory
         self.sampled_graphs: CudaGraphManager | None = None
 
@@ -115,7 +119,7 @@ class Speculator(DraftModelSpeculator):
     def _captured(self, kind: Kind) -> Callable[..., Callable[[CUDAGraphMode], None]]:
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             self.prepare_capture(desc.num_tokens)
-            return lambda mode: self.host.draft_on_device(desc.num_tokens, kind)
+            return lambda mode: self._draft(desc.num_tokens, kind)
 
         return create
 
@@ -162,7 +166,7 @@ class Speculator(DraftModelSpeculator):
         started, requests = time.perf_counter(), input_batch.num_reqs
         if dummy_run:
             # A dummy run takes the memory of every kind; the first compiles the kernels of every batch size.
-            self.host.warm_up(buckets(requests) if is_profile else [requests], None if is_profile else self._run)
+            self.host.warm_up(buckets(requests) if is_profile else [requests], self._draft if is_profile else self._run)
         else:
             end = StepEnd(
                 input_batch.idx_mapping,
@@ -189,10 +193,16 @@ class Speculator(DraftModelSpeculator):
             if self.host.staging.context is not None:
                 self._stage_context(end.rows, self.host.staging.context[:requests])
         if graph is None:
-            self.host.draft_on_device(requests, kind)
+            self._draft(requests, kind)
         else:
             assert manager is not None
             manager.run_fullgraph(graph)
+
+    def _draft(self, requests: int, kind: Kind) -> None:
+        """Draft for the staged requests; a CUDA graph holds this."""
+        self.host.draft_on_device(requests, kind)
+        if self.lookup is not None:
+            self.lookup.replace(self.host.staging.rows[:requests], self.draft_tokens[:requests])
 
     def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """The latest tokens, newest first, -1 where there are none."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup on runner V2, row by row beside the method's drafts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from cases import generate, greedy, prompts
+from conftest import Factory, counting, full_but, runner_of
+from small import METHODS
+
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import find
+
+pytestmark = pytest.mark.engine
+LOOKUP = {"prompt_lookup_min": 2}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", full_but({"cp"}, ("cp", "dynamo")))
+def test_output_is_the_same_and_more_is_accepted(v2_engine: Factory, name: str, asynchronous: bool) -> None:
+    """Texts that repeat themselves beside others, greedy and sampled."""
+    repeated = [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 5}, *prompts(2)]
+    params = [greedy(32), greedy(32), greedy(32, temperature=0.8, seed=3)]
+    expected, accepted = generate(v2_engine(), repeated, params), []
+    for options in ({}, LOOKUP):
+        llm = v2_engine({**METHODS[name], **options}, asynchronous)
+        with counting(llm) as seen:
+            assert generate(llm, repeated, params) == expected
+        accepted.append(seen["accepted"])
+    assert accepted[1] > accepted[0]
+
+
+def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = v2_engine({**METHODS["cp"], **LOOKUP})
+    speculator, states = runner_of(llm).speculator, runner_of(llm).req_states
+    stock, rows_seen = speculator.lookup.replace, [0, 0]
+
+    def replace(rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        before = drafts.clone()
+        stock(rows, drafts)
+        for row, own, taken in zip(rows.tolist(), before, drafts, strict=True):
+            if row < 0:
+                continue
+            text = states.all_token_ids.gpu[row, : int(states.total_len.gpu[row])].numpy()[None]
+            match = find(text, np.array([text.shape[1]]), 2, drafts.shape[1])
+            rows_seen[int(match.counts[0] > 0)] += 1
+            if not match.counts[0]:
+                assert torch.equal(own, taken)
+            elif match.lengths[0] < 8 and (text[0, :-1] == text[0, -1]).sum() == 1:  # one place alone
+                count = int(match.counts[0])
+                assert taken[:count].tolist() == match.tokens[0, :count].tolist()
+
+    monkeypatch.setattr(speculator.lookup, "replace", replace)
+    generate(llm, [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}, *prompts(2)], greedy(12))
+    assert min(rows_seen) > 3

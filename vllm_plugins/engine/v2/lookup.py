@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt lookup on runner V2, row by row: a request whose text repeats itself takes what followed there before.
+
+The longest earlier match of the text's last tokens counts, of several the latest; requests without one keep the
+method's drafts. Output does not depend on where a draft came from (verification.py). The kernels are those of vLLM's
+`ngram_gpu`, which keeps every token of every request on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.triton_utils import triton
+from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
+
+LONGEST = 8  # tokens that are compared, where the shortest match is not longer
+BLOCK = 256  # places of a text that a program compares
+
+
+class Lookup:
+    """Looks up drafts of request rows.
+
+    Args:
+        shortest: tokens that must agree with an earlier place.
+        rows: request rows.
+        drafts: K.
+        req_states: vLLM's RequestState.
+        device: of the drafts.
+    """
+
+    def __init__(self, shortest: int, rows: int, drafts: int, req_states: Any, device: torch.device) -> None:
+        self.shortest, self.longest, self.states = shortest, max(shortest, LONGEST), req_states
+        self.max_len: int = req_states.max_model_len
+        blocks = triton.cdiv(self.max_len, BLOCK)
+        self.scores = torch.zeros(rows, blocks, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
+
+    def replace(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
+        """Put looked-up drafts in place of others, in requests that have a match.
+
+        Args:
+            rows: [requests] int64, -1 for padding.
+            drafts: [requests, K] int64, is written.
+        """
+        states, (requests, blocks) = self.states, (len(rows), self.scores.shape[1])
+        token_ids, places, ended = states.all_token_ids.gpu, rows.clamp(min=0), (rows >= 0).int()
+        ngram._ngram_scan_kernel[(requests, blocks)](
+            token_ids,
+            token_ids.stride(0),
+            places,
+            states.total_len.gpu,
+            ended,
+            self.scores,
+            self.scores.stride(0),
+            self.max_len,
+            self.shortest,
+            self.longest,
+            triton.next_power_of_2(self.longest),
+            BLOCK,
+        )
+        ngram._ngram_finalize_kernel[(requests,)](
+            token_ids,
+            token_ids.stride(0),
+            places,
+            states.total_len.gpu,
+            ended,
+            states.last_sampled_tokens,
+            self.scores,
+            self.scores.stride(0),
+            self.tokens,
+            self.max_len,
+            blocks,
+            drafts.shape[1],
+            triton.next_power_of_2(drafts.shape[1]),
+            triton.next_power_of_2(blocks),
+        )
+        matched = self.scores[:requests].amax(dim=1, keepdim=True) > 0
+        drafts.copy_(torch.where(matched, self.tokens[:requests], drafts))
