@@ -131,8 +131,8 @@ class DraftingOptions(BaseModel):
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
-        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, prompt_lookup_drafts, early drafting "
-        "with prompt lookup)",
+        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, "
+        "prompt_lookup_drafts, early drafting with prompt lookup)",
     )
     max_drafting_requests: Count | None = Field(
         None, description="soft batch cut-off: only the first so many requests of a batch draft"
