@@ -23,14 +23,6 @@ def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def joint_log_likelihood(
-    log_weights: torch.Tensor,  # [rows, r]
-    log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
-) -> torch.Tensor:
-    """log P(x_1..x_n) = logsumexp_a(log w_a + sum_s C_a^(s)) (eq. 9): [rows]."""
-    return torch.logsumexp(at_least_float32(log_weights) + at_least_float32(log_factors).sum(dim=1), dim=-1)
-
-
 def posterior(
     log_weights: torch.Tensor,  # [rows, r], before the token
     log_factor: torch.Tensor,  # [rows, r], each expert's log-probability of the token
@@ -109,7 +101,7 @@ def draft_chain(
     sampling: Sampling | None = None,  # of each row, at the position that the first draft follows
     token_ids: torch.Tensor | None = None,  # [vocab] int64 that the entries stand for; None: 0, 1, ...
     with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
 
     The first token, which another than the mixture chose, moves the weights in log space. From there on probabilities
@@ -129,7 +121,7 @@ def draft_chain(
 
     Returns:
         (entries [rows, drafts] int64, INVALID where the mixture is not finite; the probabilities they were drawn with
-        [rows, drafts, vocab], the mixture's own where the arg-max was taken).
+        [rows, drafts, vocab], the mixture's own where the arg-max was taken; the log weights after the last [rows, r]).
     """
     # Few calls: after a pass over the model's weights each one's own code comes from memory again.
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -147,29 +139,10 @@ def draft_chain(
         token, probs = _drawn(weights, factors, sampling and sampling.ahead(position), token_ids)
         tokens.append(token)
         distributions.append(probs)
-        if position + 1 < every.shape[1]:
-            weights = _moved(weights, factors, token)
-    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if with_probs else None
-
-
-@torch.no_grad()
-def draft_next(
-    log_weights: torch.Tensor,  # [rows, r], after the tokens so far
-    logits: torch.Tensor,  # [rows, r, vocab], of the next position
-    sampling: Sampling | None = None,
-    token_ids: torch.Tensor | None = None,
-    with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """One position of draft_chain, for logits that depend on the draft before.
-
-    Returns:
-        (entries [rows] int64, the probabilities they were drawn with [rows, vocab], the log weights after them
-        [rows, r]).
-    """
-    weights = torch.softmax(at_least_float32(log_weights), dim=-1)
-    factors = torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    token, probs = _drawn(weights, factors, sampling, token_ids)
-    return token, probs if with_probs else None, _moved(weights, factors, token).log()
+        weights = weights * _of_token(factors, token)  # some expert gives a drawn token a probability
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    every_probs = torch.stack(distributions, dim=1) if with_probs else None
+    return torch.stack(tokens, dim=1), every_probs, weights.log()
 
 
 def _drawn(
@@ -183,12 +156,6 @@ def _drawn(
         return entries, cut
     peak, token = probs.max(dim=-1)
     return torch.where(peak.isfinite(), token, INVALID), probs
-
-
-def _moved(weights: torch.Tensor, factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """The posterior in probability space; some expert gives a drawn token a probability: the sum is above 0."""
-    weights = weights * _of_token(factors, token)
-    return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -155,44 +155,12 @@ def draft_chain(
     sampling: Sampling | None = None,
     token_ids: torch.Tensor | None = None,
     with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """As the reference, which itself runs for float64, in float32. Ties give the lowest id."""
-    if _by_reference(logits) or logits.shape[1] < (1 if first_token is None else 2):
-        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
-    tokens, probs, _ = _chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
-    return tokens, probs
-
-
-@torch.no_grad()
-def draft_next(
-    log_weights: torch.Tensor,
-    logits: torch.Tensor,
-    sampling: Sampling | None = None,
-    token_ids: torch.Tensor | None = None,
-    with_probs: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As the reference, in float32, with draft_chain's exceptions."""
-    if _by_reference(logits):
-        return cp_mixture.draft_next(log_weights, logits, sampling, token_ids, with_probs)
-    tokens, probs, log_weights = _chain(log_weights, logits.unsqueeze(1), None, sampling, token_ids, with_probs)
-    return tokens.squeeze(1), None if probs is None else probs.squeeze(1), log_weights
-
-
-def _by_reference(logits: torch.Tensor) -> bool:
-    return logits.dtype == torch.float64 or len(logits) == 0
-
-
-def _chain(
-    log_weights: torch.Tensor,
-    logits: torch.Tensor,
-    first_token: torch.Tensor | None,
-    sampling: Sampling | None,
-    token_ids: torch.Tensor | None,
-    with_probs: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Tokens [rows, drafts], probabilities [rows, drafts, vocab], log weights after the last draft [rows, r]."""
-    rows, positions, rank, vocab = logits.shape
     lead = 0 if first_token is None else 1
+    if logits.dtype == torch.float64 or len(logits) == 0 or logits.shape[1] == lead:
+        return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
+    rows, positions, rank, vocab = logits.shape
     device, drafts, parts = logits.device, positions - lead, triton.cdiv(vocab, BLOCK_V)
     # Lines of equal distance are read as they lie: an LM head pads its vocabulary.
     step = logits.stride(2) if rank > 1 else logits.stride(1)

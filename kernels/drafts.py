@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a draft on the device: token IDs that the next step embeds, and counts."""
+"""The end of a draft on the device: token IDs that the next step embeds, and a count of damaged ones."""
 
 from __future__ import annotations
 
 import torch
-
-INVALID_DRAFTS, CONFIDENCE_STOPS = range(2)  # places in the counts
 
 
 def finish(
@@ -16,7 +14,7 @@ def finish(
     stand_in: int,  # token ID in place of an INVALID draft
     draft_tokens: torch.Tensor,  # [at least requests, at least n] int64, is written
     confidence: tuple[torch.Tensor, torch.Tensor] | None,  # each draft's [requests, n] float32, and where it is written
-    counted: torch.Tensor,  # [2] int64: requests with invalid drafts, and those that stopped; is added to
+    invalid: torch.Tensor,  # [1] int64: requests with invalid drafts; is added to
 ) -> None:
     """Make drafts what vLLM embeds and verifies: some token everywhere.
 
@@ -26,10 +24,8 @@ def finish(
     requests, made = token_ids.shape
     wanted = torch.full_like(rows, made) if counts is None else counts.clamp(max=made)
     valid = (token_ids >= 0).cumprod(dim=1)
-    allowed = most.long().clamp(max=made)
-    real, usable = rows >= 0, torch.minimum(wanted, allowed)
-    counted[INVALID_DRAFTS] += (real & (valid.sum(dim=1) < usable)).sum()
-    counted[CONFIDENCE_STOPS] += (real & (wanted < allowed)).sum()
+    usable = torch.minimum(wanted, most.long())
+    invalid += ((rows >= 0) & (valid.sum(dim=1) < usable)).sum()
     draft_tokens[:requests, :made] = torch.where(token_ids < 0, stand_in, token_ids)
     if confidence is not None:
         known, out = confidence

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a draft in one launch.
 
-finish is one program, so that its counts need no atomics, which memory of the host that the device sees may lack.
+finish is one program, so that its count needs no atomics, which memory of the host that the device sees may lack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _finish(
     known: tl.tensor,
     confidence: tl.tensor,
     confidence_stride: tl.tensor,
-    counted: tl.tensor,
+    invalid: tl.tensor,
     requests: tl.tensor,
     made: tl.tensor,
     stand_in: tl.tensor,
@@ -34,8 +34,7 @@ def _finish(
     DRAFTS: tl.constexpr,
 ) -> None:
     draft = tl.arange(0, DRAFTS)[None, :]
-    invalid = tl.zeros([BLOCK], dtype=tl.int64)
-    stopped = tl.zeros([BLOCK], dtype=tl.int64)
+    damaged = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, requests, BLOCK):
         request = start + tl.arange(0, BLOCK)
         there = request < requests
@@ -43,14 +42,11 @@ def _finish(
         ids = tl.load(token_ids + request[:, None] * made + draft, mask=both, other=0)
         # Drafts from the first INVALID one on are dropped.
         first = tl.min(tl.where(both & (ids < 0), draft, made), axis=1)
-        allowed = tl.load(most + request, mask=there, other=0.0).to(tl.int64)
-        wanted = tl.zeros([BLOCK], dtype=tl.int64) + made
+        usable = tl.minimum(tl.load(most + request, mask=there, other=0.0).to(tl.int64), made)
         if HAS_COUNTS:
-            wanted = tl.minimum(tl.load(counts + request, mask=there, other=0), wanted)
-        usable = tl.minimum(wanted, allowed)
+            usable = tl.minimum(tl.load(counts + request, mask=there, other=0), usable)
         real = there & (tl.load(rows + request, mask=there, other=-1) >= 0)
-        invalid += (real & (first < usable)).to(tl.int64)
-        stopped += (real & (wanted < tl.minimum(allowed, made))).to(tl.int64)
+        damaged += (real & (first < usable)).to(tl.int64)
         at = draft_tokens + request[:, None] * draft_stride + draft
         tl.store(at, tl.where(ids < 0, stand_in, ids), mask=both)
         if HAS_CONFIDENCE:
@@ -58,8 +54,7 @@ def _finish(
             usable = tl.minimum(usable, first)
             at = confidence + request[:, None] * confidence_stride + draft
             tl.store(at, tl.where(draft < usable[:, None], sure, 0.0), mask=both)
-    tl.store(counted, tl.load(counted) + tl.sum(invalid, axis=0))
-    tl.store(counted + 1, tl.load(counted + 1) + tl.sum(stopped, axis=0))
+    tl.store(invalid, tl.load(invalid) + tl.sum(damaged, axis=0))
 
 
 def finish(
@@ -70,13 +65,13 @@ def finish(
     stand_in: int,
     draft_tokens: torch.Tensor,
     confidence: tuple[torch.Tensor, torch.Tensor] | None,
-    counted: torch.Tensor,
+    invalid: torch.Tensor,
 ) -> None:
     """As the reference."""
     requests, made = token_ids.shape
     known, out = (token_ids, draft_tokens) if confidence is None else (confidence[0].contiguous(), confidence[1])
     _finish[(1,)](
         token_ids.contiguous(), rows if counts is None else counts, rows, most, draft_tokens, draft_tokens.stride(0),
-        known, out, out.stride(0), counted, requests, made, stand_in, HAS_COUNTS=counts is not None,
+        known, out, out.stride(0), invalid, requests, made, stand_in, HAS_COUNTS=counts is not None,
         HAS_CONFIDENCE=confidence is not None, BLOCK=BLOCK_R, DRAFTS=triton.next_power_of_2(made),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from vllm_ppd.kernels.draws import draw_as
 from vllm_ppd.kernels.joint import TINY, Likeliest, Top
-from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions, drawn_from, is_greedy, truncated
+from vllm_ppd.kernels.sampling import INVALID, Sampling, drawn_from, is_greedy, truncated
 
 BINS = 256
 
@@ -168,5 +168,5 @@ def draw_ngrams(
         if position:
             taken = (likeliest.order > position)[:, None]
             result.append(drawn_from(distribution, places[:, position], greedy) * taken)
-            tokens[:, position].masked_fill_(~are_distributions(result[-1]), INVALID)
+            tokens[:, position].masked_fill_(~(result[-1].sum(dim=-1) > 0), INVALID)
     return tokens, torch.stack(result, dim=1)

@@ -9,7 +9,6 @@ import torch
 
 GREEDY_BELOW = 1e-5  # temperature, as vLLM's sampler has it
 INVALID = -1  # in place of a draft: what it was taken from is not a distribution
-SUM_TOLERANCE = 1e-3  # float32 sums of 2^18 probabilities are off by less
 
 
 class Sampling(NamedTuple):
@@ -48,18 +47,21 @@ def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Distributions [rows, entries] cut to the rows' top-k and top-p and renormalised.
 
     The k most probable entries are kept, then the fewest of those that together have p of their mass; entries that tie
-    with the last one kept stay, too. Without top-k and top-p the distributions are returned as they are.
+    with the last one kept stay, too. Without either the distributions are returned as they are.
     """
-    if sampling.top_k is None and sampling.top_p is None:
+    entries, top_k, top_p = probs.shape[-1], sampling.top_k, sampling.top_p
+    if probs.device.type == "cpu":  # asking costs no wait there, and sorting a vocabulary as much as a layer
+        top_k = None if top_k is None or (top_k >= entries).all() else top_k
+        top_p = None if top_p is None or (top_p >= 1).all() else top_p
+    if top_k is None and top_p is None:
         return probs
-    entries = probs.shape[-1]
     ascending = probs.sort(dim=-1).values
-    if sampling.top_k is not None:
-        last = (entries - sampling.top_k.long()).clamp(min=0, max=entries - 1)
+    if top_k is not None:
+        last = (entries - top_k.long()).clamp(min=0, max=entries - 1)
         ascending = torch.where(ascending < ascending.gather(-1, last[:, None]), 0.0, ascending)
-    if sampling.top_p is not None:
+    if top_p is not None:
         below = ascending.cumsum(dim=-1)
-        dropped = below <= (1 - sampling.top_p.to(below.dtype))[:, None] * below[:, -1:]
+        dropped = below <= (1 - top_p.to(below.dtype))[:, None] * below[:, -1:]
         dropped[:, -1] = False
         ascending = ascending.masked_fill(dropped, 0.0)
     least = torch.where(ascending > 0, ascending, torch.inf).amin(dim=-1, keepdim=True)
@@ -90,11 +92,3 @@ def drawn_from(
     """q(x) of taken entries: the probabilities where they were drawn, one-hot in rows that took the best."""
     one_hot = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
     return torch.where(greedy.view(-1, *[1] * (probs.dim() - 1)), one_hot, probs)
-
-
-def are_distributions(probs: torch.Tensor) -> torch.Tensor:
-    """Whether probabilities [..., entries] are not negative and sum to 1, which NaN and infinities do not: [...] bool.
-
-    Two reads of them: 8 bytes an entry in float32, where a softmax and a draw move about 60.
-    """
-    return (probs.amin(dim=-1) >= 0) & ((probs.sum(dim=-1) - 1).abs() < SUM_TOLERANCE)

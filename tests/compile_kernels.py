@@ -118,7 +118,7 @@ def drafted(requests: int) -> None:
     ids, sure = torch.zeros(requests, 3, dtype=torch.int64), torch.zeros(requests, 3)
     for counts, confidence in ((None, None), (places, None), (places, (sure, torch.zeros(1024, 3)))):
         tokens = torch.zeros(1024, 3, dtype=torch.int64)
-        drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, confidence, torch.zeros(2).long())
+        drafts_triton.finish(ids, counts, places, staged.settings[0], 5, tokens, confidence, torch.zeros(1).long())
     acceptance_triton.accept_drawn(places, places.int(), integers, 4)
 
 

@@ -4,22 +4,26 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiny
 import torch
+from torch.nn import functional
 from transformers import AutoConfig
 
 from vllm_ppd.heads.base import HeadsConfig, TargetLayers
 from vllm_ppd.heads.cp.config import CPConfig
-from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import decoder_layer, fingerprint
-from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, joint_log_likelihood
+from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, draft_chain
+from vllm_ppd.kernels.dispatch import chosen
+from vllm_ppd.kernels.sampling import Sampling
 
 KINDS = ("early", "cp", "dynamo")
 
@@ -99,7 +103,29 @@ def log_likelihood(
     """The joint's log-likelihood [rows] (CP, eq. 9), and its chain log P(x_s | x_1..x_{s-1}) [rows, factors]."""
     observed = head.log_probs(hidden, tokens[..., None], unembedding, bias, context, chunk).squeeze(-1)
     weights = head.log_weights(hidden, context)
-    return joint_log_likelihood(weights, observed), chain_log_likelihood(weights, observed)
+    return (weights + observed.sum(dim=1)).logsumexp(dim=-1), chain_log_likelihood(weights, observed)
+
+
+@torch.no_grad()
+def draft(
+    head: CPHead,
+    hidden: torch.Tensor,  # [rows, d]
+    first: torch.Tensor,  # [rows] int64, sampled by the target
+    unembedding: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    sampling: Sampling | None = None,
+    embeddings: torch.Tensor | None = None,  # [V, d], which a condition reads
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Drafts of positions 2 to n, as draft_chain."""
+    context = None if embeddings is None else embeddings[first][:, None]
+    weights, previous = head.log_weights(hidden, context), head.previous
+    if previous is None:
+        logits = head.logits(hidden, unembedding, bias, context)
+        return chosen(draft_chain, logits)(weights, logits, None if head.lead else first, sampling)[:2]
+    assert unembedding is not None and embeddings is not None
+    states = head._unread_states(hidden, context)
+    read = partial(functional.linear, weight=unembedding, bias=bias)
+    return draft_in_sequence(weights, states, read, lambda s, token: embeddings[token] @ previous[s].T, sampling)
 
 
 def corpus(seed: int = 0, documents: int = 12, vocab: int = 7) -> list[np.ndarray]:

@@ -102,6 +102,8 @@ def reader() -> None:
 
 def heads() -> None:
     """CP's chain and DynaMo's thresholds."""
+    from heads_folders import draft
+
     from vllm_ppd.heads.cp.module import CPHead
     from vllm_ppd.heads.dynamo.config import JointSettings
     from vllm_ppd.heads.dynamo.joint import candidates
@@ -111,12 +113,12 @@ def heads() -> None:
     for parameter in head.parameters():
         parameter.data += 0.3 * torch.randn(parameter.shape)
     hidden, first = torch.randn(3, 48), torch.tensor([7, 299, 0])
-    same(lambda: head.draft(hidden, first, unembedding), "draft_chain")
-    for condition, kernel in (("token", "draft_chain"), ("chain", "draft_next")):
+    same(lambda: draft(head, hidden, first, unembedding), "draft_chain")
+    for condition in ("token", "chain"):
         head = CPHead(48, positions=4, rank=3, condition=condition)
         for parameter in head.parameters():
             parameter.data += 0.3 * torch.randn(parameter.shape)
-        same(lambda head=head: head.draft(hidden, first, unembedding, embeddings=unembedding), kernel)
+        same(lambda head=head: draft(head, hidden, first, unembedding, embeddings=unembedding), "draft_chain")
 
     scores = [3 * torch.randn(4, 200) for _ in range(2)]
     first = torch.tensor([1, 2, 3, 4])

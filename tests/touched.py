@@ -29,7 +29,7 @@ OVERRIDING = {
     f"{PLUGIN}.v1.proposer:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.verification:Verification": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{GROUP}.runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{PLUGIN}.v1.warm_up:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
+    f"{PLUGIN}.v1.worker:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.heads.cp.config import Condition
-from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain, draft_next
+from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
@@ -205,32 +205,6 @@ class CPHead(nn.Module):
             )
         return torch.cat([of_chunk(*rows) for rows in chunks])
 
-    @torch.no_grad()
-    def draft(
-        self,
-        hidden: torch.Tensor,  # [rows, d], normed: the state that produced first_token
-        first_token: torch.Tensor,  # [rows] int64, position 1, sampled by the target
-        unembedding: torch.Tensor | None,  # [V, d]
-        bias: torch.Tensor | None = None,  # [V]
-        sampling: Sampling | None = None,  # of each row
-        embeddings: torch.Tensor | None = None,  # [V, d], E, which a condition reads
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draft positions 2 to n, as kernels.cp_mixture.draft_chain: ([rows, n - 1], [rows, n - 1, V])."""
-        context = None if embeddings is None else embeddings[first_token][:, None]
-        weights = self.log_weights(hidden, context)
-        if self.previous is None:
-            logits = self.logits(hidden, unembedding, bias, context)
-            return chosen(draft_chain, logits)(weights, logits, None if self.lead else first_token, sampling)
-        previous, unread = self.previous, self._unread_states(hidden, context)
-        assert unembedding is not None and embeddings is not None
-        return draft_in_sequence(
-            weights,
-            unread,
-            lambda states: functional.linear(states.to(unembedding.dtype), unembedding, bias),
-            lambda position, token: functional.linear(embeddings[token].to(previous.dtype), previous[position]),
-            sampling,
-        )
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, by name."""
         return {f"cp.{name}": parameter.detach() for name, parameter in self.named_parameters()}
@@ -279,7 +253,9 @@ def draft_in_sequence(
     for position, unread in enumerate(states.unbind(dim=1)):
         logits = read(unread if position == 0 else unread + shift(position - 1, tokens[-1])[:, None])
         here = None if sampling is None else sampling.ahead(position)
-        token, probs, log_weights = chosen(draft_next, logits)(log_weights, logits, here, token_ids, with_probs)
-        tokens.append(token)
+        token, probs, log_weights = chosen(draft_chain, logits)(
+            log_weights, logits[:, None], None, here, token_ids, with_probs
+        )
+        tokens.append(token[:, 0])
         distributions += [] if probs is None else [probs]
-    return torch.stack(tokens, dim=1), torch.stack(distributions, dim=1) if with_probs else None
+    return torch.stack(tokens, dim=1), torch.cat(distributions, dim=1) if with_probs else None

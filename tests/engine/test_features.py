@@ -18,8 +18,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.engine.v1.warm_up import set_draft_length
-from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker
+from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker, set_draft_length
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from cases import generate, greedy, prompts
 from conftest import Factory, counting, start_engine
 from test_sampling import LEVEL, sample, worst
 
-from vllm_ppd.kernels.sampling import INVALID, Sampling, are_distributions
+from vllm_ppd.kernels.sampling import INVALID, Sampling
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
@@ -85,16 +85,6 @@ def test_damaged_heads_change_nothing(
     assert seen["invalid_drafts"] > 1000
     assert len(warnings) == 1 and len(warnings[0]) <= 300
     assert seen["drafted"] == 0
-
-
-def test_what_a_distribution_is() -> None:
-    good, rows = torch.full((4,), 0.25), torch.full((7, 4), 0.25)
-    rows[1, 2], rows[2, 0], rows[4], rows[5] = NAN, INF, 0, good * 1.1
-    rows[3] = torch.tensor([1.5, -0.5, 0, 0])
-    rows[6, :2] = torch.tensor([INF, -INF])
-    assert are_distributions(rows.expand(2, 7, 4)).tolist() == [[True] + [False] * 6] * 2
-    # Of a large vocabulary, in float32.
-    assert are_distributions(torch.softmax(torch.randn(8, 1 << 18) * 4, dim=-1)).all()
 
 
 def test_a_reading_of_logits_that_are_not_finite_or_nearly_so() -> None:

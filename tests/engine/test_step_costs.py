@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
 from vllm_ppd.vllm_plugins.engine import step_costs
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
-from vllm_ppd.vllm_plugins.engine.v1 import warm_up
+from vllm_ppd.vllm_plugins.engine.v1 import worker
 from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
 
 SECONDS = [[1.0, 1.1, 1.4], [1.2, 1.5, 2.1]]
@@ -170,9 +170,9 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     assert not runner.requests and runner.input_batch.num_reqs == 0
     # Both take the table of a file that stands where the first has left it.
     MeasuredCosts(method=TABLE).save(path)
-    monkeypatch.setattr(warm_up, "time_steps", lambda *args: pytest.fail("measured anew"))
+    monkeypatch.setattr(worker, "time_steps", lambda *args: pytest.fail("measured anew"))
     for llm in (first, second):
-        warm_up.set_draft_length(drafter_of(llm))
+        worker.set_draft_length(drafter_of(llm))
     cases = (CASES["more_than_fit"], CASES["arrivals_and_aborts"])
     for case in cases:
         made = [drafts_of(llm, case) for llm in (first, second)]
@@ -189,8 +189,8 @@ def test_engines_with_the_same_table_make_the_same_drafts(
         timed.append(looked_up)
         return time_steps(drafter, looked_up, *arguments)
 
-    monkeypatch.setattr(warm_up, "time_steps", noted)
-    warm_up.set_draft_length(drafter)
+    monkeypatch.setattr(worker, "time_steps", noted)
+    worker.set_draft_length(drafter)
     assert step_costs.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
     assert timed and not any(timed)  # without prompt lookup none of its steps is timed
 
@@ -214,9 +214,9 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
         seconds[-1] *= 5 if requests == 1 else 1
         return seconds.tolist()
 
-    monkeypatch.setattr(warm_up, "time_steps", disturbed)
+    monkeypatch.setattr(worker, "time_steps", disturbed)
     with our_log(logging.INFO) as messages:
-        warm_up.set_draft_length(drafter)
+        worker.set_draft_length(drafter)
     assert path.read_bytes() == written and drafter.planner.controller is not None
     assert "are measured again" in messages[0] and any("measured once more" in message for message in messages)
     (warning,) = (message for message in messages if "this start alone" in message)

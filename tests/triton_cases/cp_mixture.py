@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of CP drafts: Triton against torch, and samples against the distribution that they claim."""
+"""The chain of CP drafts: Triton against torch, with the same random numbers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from scipy.stats import chi2
 
-from vllm_ppd.kernels import cp_mixture, cp_mixture_triton
+from vllm_ppd.kernels import cp_mixture_triton
 from vllm_ppd.kernels.cp_mixture import draft_chain as reference
-from vllm_ppd.kernels.cp_mixture_triton import draft_chain, draft_next
+from vllm_ppd.kernels.cp_mixture_triton import draft_chain
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +27,7 @@ def case(rows: int, positions: int, rank: int, vocab: int, dtype: torch.dtype) -
     return [tensor.to(DEVICE) for tensor in (weights, logits, first)]
 
 
-def same(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+def same(actual: Any, expected: Any) -> None:
     assert actual[0].tolist() == expected[0].tolist()
     torch.testing.assert_close(actual[1], expected[1], rtol=2e-5, atol=1e-9, equal_nan=True)
 
@@ -61,12 +62,11 @@ def test_chains_without_a_first_token(positions: int) -> None:
 
 def test_positions_in_turn_are_the_chain() -> None:
     weights, logits, _ = case(3, 3, 3, 70, torch.float32)
-    tokens, probs = reference(weights, logits, None)
+    tokens, probs, _ = reference(weights, logits, None)
     for position in range(3):
-        expected = cp_mixture.draft_next(weights, logits[:, position])
-        token, drawn, weights = draft_next(weights, logits[:, position])
-        same((token, drawn), (tokens[:, position], probs[:, position]))
-        same((token, drawn), expected[:2])
+        expected = reference(weights, logits[:, position : position + 1], None)
+        token, drawn, weights = draft_chain(weights, logits[:, position : position + 1], None)
+        same((token, drawn), (tokens[:, position : position + 1], probs[:, position : position + 1]))
         torch.testing.assert_close(weights, expected[2], rtol=2e-5, atol=1e-6)
 
 
@@ -94,8 +94,8 @@ def test_ties_masks_and_nan() -> None:
 def test_greedy_rows_beside_sampling_ones() -> None:
     weights, logits, first = case(4, 3, 3, 70, torch.float32)
     temperature = torch.tensor([0.0, 1.0, 0.5, 0.9e-5], device=DEVICE)
-    tokens, probs = draft_chain(weights, logits, first, Sampling(temperature))
-    greedy, plain = reference(weights, logits, first)
+    tokens, probs, _ = draft_chain(weights, logits, first, Sampling(temperature))
+    greedy, plain, _ = reference(weights, logits, first)
     for row in (0, 3):
         assert tokens[row].tolist() == greedy[row].tolist()
         torch.testing.assert_close(probs[row], plain[row], rtol=2e-5, atol=1e-9)
@@ -106,7 +106,7 @@ def test_greedy_rows_beside_sampling_ones() -> None:
 
 def test_a_cold_row_is_still_a_distribution() -> None:
     weights, logits, first = case(2, 2, 2, 50, torch.float32)
-    tokens, probs = draft_chain(weights, logits, first, Sampling(torch.full((2,), 0.01, device=DEVICE)))
+    tokens, probs, _ = draft_chain(weights, logits, first, Sampling(torch.full((2,), 0.01, device=DEVICE)))
     assert tokens.tolist() == reference(weights, logits, first)[0].tolist()
     torch.testing.assert_close(probs.sum(-1), torch.ones(2, 1, device=DEVICE))
 
@@ -121,19 +121,3 @@ def test_seeds_repeat_and_differ() -> None:
         runs.append(draft_chain(*made, sampling, ids, with_probs=False)[0].tolist())
         assert runs[-1] == reference(*made, sampling, ids)[0].tolist()
     assert runs[0] == runs[1] != runs[2]
-
-
-def test_samples_follow_their_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cp_mixture_triton, "BLOCK_V", 16)
-    rows, vocab, temperature = 150, 12, 0.7
-    weights, logits, first = case(1, 2, 3, vocab, torch.float32)
-    heat = Sampling(torch.full((rows,), temperature, device=DEVICE))
-    torch.manual_seed(7)
-    tokens, probs = draft_chain(weights.expand(rows, -1), logits.expand(rows, -1, -1, -1), first.expand(rows), heat)
-    assert (probs == probs[0]).all()
-    expected = probs[0, 0].double() * rows
-    counts = torch.bincount(tokens[:, 0], minlength=vocab).double()
-    often = expected >= 5
-    rest = torch.stack([counts[~often].sum(), expected[~often].sum()])
-    statistic = ((counts - expected) ** 2 / expected)[often].sum() + (rest[0] - rest[1]) ** 2 / rest[1].clamp(min=1)
-    assert chi2.sf(statistic.item(), int(often.sum())) > 1e-4

@@ -35,11 +35,11 @@ def test_finish(requests: int, made: int, with_counts: bool, with_confidence: bo
     for call in (reference_finish, finish):
         tokens = torch.full((requests + 2, 4), -7, device=DEVICE)
         out = torch.full((requests + 2, 4), -7.0, device=DEVICE)
-        counted = torch.tensor([5, 6], device=DEVICE)
+        counted = torch.tensor([5], device=DEVICE)
         call(ids, counts, rows, most, STAND_IN, tokens, (known, out) if with_confidence else None, counted)
         written.append((tokens, out, counted))
     for tensor, expected in zip(written[1], written[0], strict=True):
         assert torch.equal(tensor, expected)
     assert (written[0][0][:requests, :made] >= 0).all()
     if requests > 200:
-        assert (written[0][2] > torch.tensor([5, 6 if with_counts else 5], device=DEVICE)).all()
+        assert written[0][2] > 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws of rows of logits: Triton against torch, and samples against the distribution that they claim."""
+"""Draws of rows of logits: Triton against torch, with the same random numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from scipy.stats import chi2
 
 from vllm_ppd.kernels import draws_triton
 from vllm_ppd.kernels.draws import draw_rows as reference
@@ -94,24 +93,6 @@ def test_without_seeds_draws_are_of_torch_s_generator() -> None:
         torch.manual_seed(seed)
         runs.append(draw_rows(logits, sampling)[0].tolist())
     assert runs[0] == runs[1] != runs[2]
-
-
-@pytest.mark.parametrize("limited", [False, True])
-def test_samples_follow_their_distribution(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws_triton, "BLOCK_V", 16)
-    rows, entries = 150, 12
-    limits = ([9] * rows, [0.95] * rows) if limited else ()
-    logits = (logits_of(1, entries) / 3).expand(rows, -1).contiguous()
-    torch.manual_seed(7)
-    tokens, probs = draw_rows(logits, settings([0.7] * rows, *limits))
-    assert (probs == probs[0]).all()
-    expected = probs[0].double() * rows
-    counts = torch.bincount(tokens, minlength=entries).double()
-    assert not counts[expected == 0].any()
-    often = expected >= 5
-    rest = torch.stack([counts[~often].sum(), expected[~often].sum()])
-    statistic = ((counts - expected) ** 2 / expected)[often].sum() + (rest[0] - rest[1]) ** 2 / rest[1].clamp(min=1)
-    assert chi2.sf(statistic.item(), int(often.sum())) > 1e-4
 
 
 @triton.jit

@@ -1,33 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runner V2 counts and logs what V1 does: steps, confidence, invalid drafts, time, and acceptance near zero."""
+"""Runner V2 counts and logs what V1 does: steps, invalid drafts, time, and acceptance near zero."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, our_log, runner_of
 from small import METHODS
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
-from vllm_ppd.vllm_plugins.engine.host import DeviceCounts
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
 
 pytestmark = pytest.mark.engine
 
 
-def test_steps_confidence_and_time_are_counted(v2_engine: Factory) -> None:
+def test_steps_and_time_are_counted(v2_engine: Factory) -> None:
     llm = v2_engine({**METHODS["early"], "gamma": 0.5})
     with counting(llm) as seen:
         generate(llm, prompts(2), greedy(12))
-    assert set(seen) & set(COUNTERS) == {"deferred_steps", "fallback_steps", "confidence_stops", "drafting_seconds"}
-    assert seen["deferred_steps"] > seen["fallback_steps"] > 0
-    assert 0 < seen["confidence_stops"] <= 24 and seen["drafting_seconds"] > 0
-    for name in ("cp", "dynamo"):  # a back-off is no stop of early drafting
-        llm = v2_engine(METHODS[name])
-        with counting(llm) as seen:
-            generate(llm, prompts(2), greedy(12))
-        assert set(seen) & set(COUNTERS) == {"drafting_seconds"}
+    # Nothing stops at gamma: what lies behind it is verified as well.
+    assert set(seen) & set(COUNTERS) == {"deferred_steps", "fallback_steps", "drafting_seconds"}
+    assert seen["deferred_steps"] > seen["fallback_steps"] > 0 and seen["drafting_seconds"] > 0
 
 
 def test_invalid_drafts_are_counted_and_logged_once(v2_engine: Factory) -> None:
@@ -57,12 +50,3 @@ def test_hardly_any_accepted_draft_is_a_warning(v2_engine: Factory, monkeypatch:
         assert not messages  # who opts out is given drafts all the same, which are rejected
         generate(llm, prompts(2), greedy(16))
     assert len(messages) == 1 and "drafted tokens were accepted" in messages[0]
-
-
-def test_counts_on_the_device() -> None:
-    counts = DeviceCounts(("a", "b"), torch.device("cpu"))
-    counts.values += torch.tensor([0, 2])
-    assert counts.take() == {"a": 0, "b": 2}
-    counts.values += torch.tensor([1, 0])
-    assert counts.take() == {"a": 1, "b": 0}
-    assert not counts.take()

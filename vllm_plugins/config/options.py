@@ -135,7 +135,7 @@ class DraftingOptions(BaseModel):
         "prompt_lookup_drafts, early drafting with prompt lookup)",
     )
     max_drafting_requests: Count | None = Field(
-        None, description="soft batch cut-off: only the first so many requests of a batch draft"
+        None, description="soft batch cut-off on runner V1: only the first so many requests of a batch draft"
     )
     disable_by_batch_size: Count | None = Field(
         None,

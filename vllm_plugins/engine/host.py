@@ -19,14 +19,14 @@ import torch
 from vllm.utils.platform_utils import is_uva_available
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-from vllm_ppd.kernels.dispatch import chosen, enabled
+from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.drafts import finish
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, TRUNCATED, Kind, Staging
+from vllm_ppd.vllm_plugins.engine.staging import Staging
 from vllm_ppd.vllm_plugins.engine.target import Target
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -41,35 +41,25 @@ def buckets(most: int) -> Iterator[int]:
         size >>= 1
 
 
-class DeviceCounts:
-    """A number for each name, in memory of the host that the device adds to.
+class DeviceCount:
+    """A number in memory of the host that the device adds to.
 
     The host sees what the device has written so far, a step or two behind. On a device without unified addressing it
     sees nothing.
-
-    Args:
-        names: of our counters, as kernels/drafts.py has them.
-        device: that counts.
     """
 
-    def __init__(self, names: tuple[str, ...], device: torch.device) -> None:
-        self.names = names
-        self.values, self._seen = torch.zeros(len(names), dtype=torch.int64, device=device), np.zeros(0)
-        if self.values.device.type == "cpu":
-            self._seen = self.values.numpy()
+    def __init__(self, device: torch.device) -> None:
+        self.value, self._seen, self._taken = torch.zeros(1, dtype=torch.int64, device=device), np.zeros(1), 0
+        if self.value.device.type == "cpu":
+            self._seen = self.value.numpy()
         elif is_uva_available():
-            buffer = UvaBuffer(len(names), torch.int64)
-            self.values, self._seen = buffer.uva(), buffer.np
-        self._taken = self._seen.tolist()
+            buffer = UvaBuffer(1, torch.int64)
+            self.value, self._seen = buffer.uva(), buffer.np
 
-    def take(self) -> dict[str, float]:
-        """What the device has counted since the last call; nothing in most steps."""
-        seen = self._seen.tolist()
-        if seen == self._taken:
-            return {}
-        new = {name: now - before for name, now, before in zip(self.names, seen, self._taken, strict=True)}
-        self._taken = seen
-        return new
+    def take(self) -> int:
+        """What the device has counted since the last call."""
+        before, self._taken = self._taken, int(self._seen[0])
+        return self._taken - before
 
 
 class DraftingHost:
@@ -107,7 +97,7 @@ class DraftingHost:
         self.sampled, self.confidence = sampled, confidence
         self.options = RequestOptions(rows, num_drafts, vllm_config.model_config.get_vocab_size(), device, keyed)
         self.counters = Counters()
-        self._device_counts = DeviceCounts(("invalid_drafts", "confidence_stops"), device)
+        self._invalid = DeviceCount(device)
         self._warned_invalid = False
         self.draft_tokens = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
 
@@ -122,47 +112,38 @@ class DraftingHost:
         vocabulary = self.drafter.vocabulary
         self._stand_in = 0 if vocabulary is None else int(vocabulary.token_ids[0])
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """How drafts may have to be drawn."""
-        if not self.sampled:
-            return (GREEDY,)
-        return (GREEDY, SAMPLED) if enabled(self.draft_tokens) else (GREEDY, SAMPLED, TRUNCATED)
+    def samples(self, rows: np.ndarray) -> bool:
+        """Whether drafts of some request rows are drawn at their temperatures; else each is the best token."""
+        return self.sampled and not self.options.is_greedy[rows].all()
 
-    def kind(self, rows: np.ndarray) -> Kind:
-        """How drafts of some request rows are drawn, by what the host knows of them."""
-        if not self.sampled or self.options.is_greedy[rows].all():
-            return GREEDY
-        return TRUNCATED if TRUNCATED in self.kinds and self.options.limited(rows) else SAMPLED
-
-    def draft(self, requests: int, kind: Kind, num_drafts: int | None = None, with_probs: bool = False) -> Drafts:
+    def draft(self, requests: int, sampled: bool, num_drafts: int | None = None, with_probs: bool = False) -> Drafts:
         """Draft for the first so many of the staged requests.
 
         Args:
             requests: that are staged.
-            kind: how drafts are drawn.
+            sampled: whether drafts are drawn.
             num_drafts: the most drafts of any request; None: K.
             with_probs: whether q(x) is asked for.
         """
         most, with_confidence = num_drafts or self.num_drafts, self.confidence is not None
-        inputs = self.staging.inputs(requests, kind, most, self.shallow, with_probs, with_confidence)
+        inputs = self.staging.inputs(requests, sampled, most, self.shallow, with_probs, with_confidence)
         return self.drafter.propose(inputs)
 
-    def draft_on_device(self, requests: int, kind: Kind) -> None:
+    def draft_on_device(self, requests: int, sampled: bool) -> None:
         """Draft, and leave what the next step embeds and verifies on the device; a CUDA graph holds this."""
-        drafts = self.draft(requests, kind)
+        drafts = self.draft(requests, sampled)
         rows, most = self.staging.rows[:requests], self.staging.setting(Setting.MAX_DRAFTS, requests)
         confidence = None
         if self.confidence is not None:
             assert drafts.confidence is not None
             confidence = drafts.confidence, self.confidence
-        counted = self._device_counts.values
         chosen(finish, rows)(
-            drafts.token_ids, drafts.counts, rows, most, self._stand_in, self.draft_tokens, confidence, counted
-        )
+            drafts.token_ids, drafts.counts, rows, most, self._stand_in, self.draft_tokens, confidence,
+            self._invalid.value,
+        )  # fmt: skip
 
-    def warm_up(self, sizes: Iterable[int], draft: Callable[[int, Kind], None] | None = None) -> None:
-        """Draft for nobody at some batch sizes, in every way of drawing: takes the memory and compiles the kernels.
+    def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], None] | None = None) -> None:
+        """Draft for nobody at some batch sizes, drawn and greedily: takes the memory and compiles the kernels.
 
         Args:
             sizes: requests.
@@ -172,8 +153,8 @@ class DraftingHost:
         with torch.random.fork_rng(devices=on_gpu), torch.inference_mode():  # samples must not depend on it
             self.staging.stage_nobody()
             for requests in sizes:
-                for kind in self.kinds[::-1]:
-                    (draft or self.draft_on_device)(requests, kind)
+                for sampled in (True, False) if self.sampled else (False,):
+                    (draft or self.draft_on_device)(requests, sampled)
 
     def valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
         """Drafts [requests] before the first INVALID of each request's tokens [requests, K], of which `made` count."""
@@ -183,10 +164,7 @@ class DraftingHost:
 
     def take_counts(self) -> None:
         """Count what the device has counted so far."""
-        counted = self._device_counts.take()
-        self._count_invalid(int(counted.get("invalid_drafts", 0)))
-        if self.shallow is not None:  # a back-off, which counts alike, is no stop of early drafting
-            self.counters.add("confidence_stops", counted.get("confidence_stops", 0))
+        self._count_invalid(self._invalid.take())
 
     def _count_invalid(self, requests: int) -> None:
         self.counters.add("invalid_drafts", requests)

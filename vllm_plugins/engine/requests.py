@@ -82,12 +82,6 @@ class RequestOptions:
         """Bring what was added to the device, in the order of its stream: steps in flight read what they began with."""
         async_tensor_h2d(self.settings, out=self.on_device[:-1])
 
-    def limited(self, rows: np.ndarray, temperature: Setting = Setting.DRAFT_TEMPERATURE) -> bool:
-        """Whether top-k or top-p cut what some requests draw from; arguments as sampling's."""
-        drawn = self.settings[rows]
-        cut = (drawn[:, Setting.TOP_K] < self.vocab_size) | (drawn[:, Setting.TOP_P] < 1)
-        return bool((cut & (drawn[:, temperature] > 0)).any())
-
     def sampling(self, rows: np.ndarray, temperature: Setting = Setting.DRAFT_TEMPERATURE) -> Sampling:
         """How some requests draw.
 
@@ -95,8 +89,9 @@ class RequestOptions:
             rows: [requests] request rows.
             temperature: TEMPERATURE or DRAFT_TEMPERATURE.
         """
+        limited = (self.settings[rows, Setting.TOP_K] < self.vocab_size) | (self.settings[rows, Setting.TOP_P] < 1)
         settings = self.on_device[async_tensor_h2d(rows, device=self.on_device.device)].T
-        limits = (settings[Setting.TOP_K], settings[Setting.TOP_P]) if self.limited(rows, temperature) else ()
+        limits = (settings[Setting.TOP_K], settings[Setting.TOP_P]) if limited.any() else ()
         return Sampling(settings[temperature], *limits)
 
 

@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
-from vllm_ppd.kernels.dispatch import chosen, enabled
+from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs
 from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
 from vllm_ppd.vllm_plugins.engine.target import Target
-
-Kind = Literal["greedy", "sampled", "truncated"]
-GREEDY: Kind = "greedy"  # every draft is the best token
-SAMPLED: Kind = "sampled"  # drafts are drawn at the requests' temperatures; by a kernel, from what their limits leave
-TRUNCATED: Kind = "truncated"  # without the kernel: from what top-k and top-p leave, which sorts the vocabulary
 
 
 class Staging:
@@ -86,18 +80,17 @@ class Staging:
     def inputs(
         self,
         requests: int,
-        kind: Kind,
+        sampled: bool,
         num_drafts: int,
         shallow: Callable[[int, torch.Tensor], CutState] | None,
         with_probs: bool,
         with_confidence: bool,
     ) -> DraftInputs:
-        """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs'."""
+        """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs' and host's."""
         sampling = None
-        if kind != GREEDY:
-            limited = kind == TRUNCATED or enabled(self.rows)
-            limits = (self.setting(Setting.TOP_K, requests), self.setting(Setting.TOP_P, requests)) if limited else ()
-            sampling = Sampling(self.setting(Setting.DRAFT_TEMPERATURE, requests), *limits)
+        if sampled:
+            columns = Setting.DRAFT_TEMPERATURE, Setting.TOP_K, Setting.TOP_P
+            sampling = Sampling(*(self.setting(column, requests) for column in columns))
             if self.options.keyed:
                 sampling = sampling._replace(
                     seeds=self.staged.seeds[:requests], positions=self.staged.positions[:requests]

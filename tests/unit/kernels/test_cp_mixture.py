@@ -8,14 +8,7 @@ import math
 import pytest
 import torch
 
-from vllm_ppd.kernels.cp_mixture import (
-    balance_loss,
-    chain_log_likelihood,
-    draft_chain,
-    joint_log_likelihood,
-    mixture,
-    posterior,
-)
+from vllm_ppd.kernels.cp_mixture import balance_loss, chain_log_likelihood, draft_chain, mixture, posterior
 from vllm_ppd.kernels.sampling import Sampling
 
 F64 = torch.float64
@@ -30,13 +23,12 @@ def test_extreme_logits_stay_finite() -> None:
     factors = logits.log_softmax(-1)
     weights = torch.tensor([[0.0, -1e4], [-1e4, 0.0]], requires_grad=True)
     seen = factors[..., 1]
-    joint = joint_log_likelihood(weights, seen)
-    results = [joint, posterior(weights, seen[:, 0]), mixture(weights, factors[:, 0])]
-    results += [chain_log_likelihood(weights, seen), balance_loss(weights)]
+    joint = chain_log_likelihood(weights, seen)
+    results = [joint, posterior(weights, seen[:, 0]), mixture(weights, factors[:, 0]), balance_loss(weights)]
     joint.sum().backward()
     assert weights.grad is not None
     assert all(tensor.isfinite().all() for tensor in [*results, weights.grad])
-    tokens, probs = draft_chain(weights, logits, torch.tensor([1, 1]), Sampling(torch.tensor([0.0, 1.0])))
+    tokens, probs, _ = draft_chain(weights, logits, torch.tensor([1, 1]), Sampling(torch.tensor([0.0, 1.0])))
     torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
     assert tokens.tolist() == [[1, 1], [1, 1]]  # expert 1 alone explains token 1
 
@@ -49,7 +41,7 @@ def test_tokens_that_all_experts_rule_out() -> None:
     logits[..., 3] = -math.inf
     for seed in range(20):
         torch.manual_seed(seed)
-        tokens, probs = draft_chain(weights, logits, torch.tensor([3]), Sampling(torch.ones(1)))
+        tokens, probs, _ = draft_chain(weights, logits, torch.tensor([3]), Sampling(torch.ones(1)))
         assert tokens.max() < 3
         torch.testing.assert_close(probs, torch.tensor([1 / 3, 1 / 3, 1 / 3, 0]).expand(1, 2, 4))
 
@@ -66,9 +58,9 @@ def test_low_temperatures_draw_the_best() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 3, 2, 200)
     weights, first = torch.zeros(5, 2).log_softmax(-1), torch.tensor([3, 9, 0, 7, 1])
-    best, _ = draft_chain(weights, logits, first)
+    best, *_ = draft_chain(weights, logits, first)
     for temperature in (0.01, 0.001):
-        tokens, probs = draft_chain(weights, logits, first, Sampling(torch.full((5,), temperature)))
+        tokens, probs, _ = draft_chain(weights, logits, first, Sampling(torch.full((5,), temperature)))
         torch.testing.assert_close(probs.sum(-1), torch.ones(5, 2))
         assert (tokens == best).float().mean() > 0.7
 

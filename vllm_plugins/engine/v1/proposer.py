@@ -27,7 +27,6 @@ from vllm_ppd.vllm_plugins.engine.drafter import Drafts
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import RequestRows, Setting
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch, Step, with_counts
 from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
 
@@ -196,7 +195,7 @@ class Proposer:
             )
             if self.host.staging.context is not None:
                 self.host.staging.context[: len(rows)] = self.context(rows)
-            drafts = self.host.draft(len(rows), self.host.kind(request_rows), int(most.max()), with_probs=True)
+            drafts = self.host.draft(len(rows), self.host.samples(request_rows), int(most.max()), with_probs=True)
             self._store_q(drafts)
             parts = [drafts.token_ids] if drafts.counts is None else [drafts.token_ids, drafts.counts[:, None]]
             result = torch.cat(parts, dim=1).cpu().numpy()
@@ -225,7 +224,7 @@ class Proposer:
     def draft_sampling(self, plan: Plan) -> Sampling | None:
         """How drafts of a plan's requests are drawn, at temperature 0 where they must be greedy; None if all must."""
         rows = self.request_rows[plan.rows]
-        return None if self.host.kind(rows) == GREEDY else self.host.options.sampling(rows)
+        return self.host.options.sampling(rows) if self.host.samples(rows) else None
 
     def context(self, rows: np.ndarray) -> torch.Tensor:
         """The latest tokens of batch rows, newest first, -1 where there are none: [rows, drafter.context_tokens]."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker: vLLM's own for the platform, with our model runner."""
+"""The worker: vLLM's own for the platform, with our model runner; after warm-up drafts follow step costs."""
 
 from __future__ import annotations
 
+import functools
 import os
 from contextlib import nullcontext
 from pkgutil import resolve_name
@@ -14,11 +15,17 @@ from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
+from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
+from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, PRIOR_WEIGHT
 from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.engine.cpu.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
-from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin
-from vllm_ppd.vllm_plugins.engine.v1.warm_up import WarmUpMixin
+from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
+from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
+from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
+from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin, Proposer
 
 logger = init_logger("vllm.vllm_ppd")
 
@@ -38,6 +45,35 @@ def _group_runner(vllm_config: Any, *bases: type) -> Any:
     assert config.spec.group is not None
     mixin = resolve_name(config.spec.group.runner)
     return type("GroupModelRunner", (*bases[:-1], mixin, bases[-1]), {})
+
+
+class WarmUpMixin:
+    """Mixed into vLLM's worker."""
+
+    model_runner: Any
+
+    def compile_or_warm_up_model(self) -> Any:
+        times, drafter = super().compile_or_warm_up_model(), self.model_runner.drafter  # type: ignore[misc]
+        if drafter.config.adaptive:
+            set_draft_length(drafter)
+        return times
+
+
+def set_draft_length(drafter: Proposer) -> None:
+    """Have the number of drafts follow what pays from here on."""
+    config, planner, lookup = drafter.config, drafter.planner, drafter.config.most_lookup_drafts
+    # Steps with the method's drafts, and with looked-up ones where there are any.
+    counts = [counts_of(config.num_speculative_tokens), *([counts_of(lookup)] if lookup else [])]
+    steps = [(numbers, functools.partial(time_steps, drafter, bool(i))) for i, numbers in enumerate(counts)]
+    largest = min(most_requests(drafter.runner, numbers, STEPS) for numbers in counts)
+    costs = costs_of_engine(config, drafter.vllm_config, drafter.counters, largest, steps)
+    if costs is None:
+        return
+    planner.controller = DraftLengthController(StepCosts(costs.method))
+    if planner.sources is not None:
+        assert costs.lookup is not None
+        planner.sources.method = planner.controller
+        planner.sources.lookup = DraftLengthController(StepCosts(costs.lookup), KINDS, PRIOR_WEIGHT)
 
 
 if current_platform.is_cpu():

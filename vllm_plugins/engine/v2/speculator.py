@@ -12,10 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -23,7 +21,7 @@ from vllm_ppd.kernels.staging import StepEnd
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.staging import GREEDY, SAMPLED, Kind
+from vllm_ppd.vllm_plugins.engine.requests import Setting
 from vllm_ppd.vllm_plugins.engine.v2.lookup import Lookup
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -79,22 +77,18 @@ class Speculator(DraftModelSpeculator):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        self.graphs, self.sampled_graphs = (
-            CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
-            if kind in self.host.kinds
-            else None
-            for kind in (GREEDY, SAMPLED)
-        )
+        self.graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
+        if self.host.sampled:
+            self.sampled_graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
         wanted = self.vllm_config.compilation_config.cudagraph_mode
         if wanted.decode_mode() != CUDAGraphMode.FULL and self.device.type != "cpu":
             logger.info("vllm-ppd: drafts run without CUDA graphs, as cudagraph_mode is %s", wanted.name)
 
     def capture(self) -> None:
-        for kind in self.host.kinds:
-            manager = self._manager(kind)
+        for sampled, manager in enumerate((self.graphs, self.sampled_graphs)):
             if manager is not None and manager.needs_capture():
-                manager.capture(self._captured(kind), f"Capturing {kind} drafts")
-                if kind == GREEDY:
+                manager.capture(self._captured(bool(sampled)), f"Capturing {'sampled' if sampled else 'greedy'} drafts")
+                if not sampled:
                     self._log_batches_without_graphs(manager)
 
     def _log_batches_without_graphs(self, manager: CudaGraphManager) -> None:
@@ -116,15 +110,12 @@ class Speculator(DraftModelSpeculator):
         """A graph of so many requests is about to be captured."""
         self.host.staging.stage_nobody()
 
-    def _captured(self, kind: Kind) -> Callable[..., Callable[[CUDAGraphMode], None]]:
+    def _captured(self, sampled: bool) -> Callable[..., Callable[[CUDAGraphMode], None]]:
         def create(desc: BatchExecutionDescriptor, warmup: bool) -> Callable[[CUDAGraphMode], None]:
             self.prepare_capture(desc.num_tokens)
-            return lambda mode: self._draft(desc.num_tokens, kind)
+            return lambda mode: self._draft(desc.num_tokens, sampled)
 
         return create
-
-    def _manager(self, kind: Kind) -> CudaGraphManager | None:
-        return {GREEDY: self.graphs, SAMPLED: self.sampled_graphs}.get(kind)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
@@ -165,7 +156,7 @@ class Speculator(DraftModelSpeculator):
         """Draft token IDs [requests, K]."""
         started, requests = time.perf_counter(), input_batch.num_reqs
         if dummy_run:
-            # A dummy run takes the memory of every kind; the first compiles the kernels of every batch size.
+            # A dummy run takes the memory of every way; the first compiles the kernels of every batch size.
             self.host.warm_up(buckets(requests) if is_profile else [requests], self._draft if is_profile else self._run)
         else:
             end = StepEnd(
@@ -178,13 +169,13 @@ class Speculator(DraftModelSpeculator):
                 last_hidden_states,
                 seeds,
             )
-            self._run(requests, self.host.kind(input_batch.idx_mapping_np), end)
+            self._run(requests, self.host.samples(input_batch.idx_mapping_np), end)
             self.counters.add("drafting_seconds", time.perf_counter() - started)
         return self.draft_tokens[:requests]
 
-    def _run(self, requests: int, kind: Kind, end: StepEnd | None = None) -> None:
+    def _run(self, requests: int, sampled: bool, end: StepEnd | None = None) -> None:
         """Stage a step, unless it is a dummy one, and draft: by a CUDA graph where one has its size."""
-        manager, graph = self._manager(kind), None
+        manager, graph = self.sampled_graphs if sampled else self.graphs, None
         if manager is not None:
             graph = manager.dispatch(requests, requests, 1, 0)
             graph = graph if graph.cg_mode == CUDAGraphMode.FULL else None
@@ -193,14 +184,14 @@ class Speculator(DraftModelSpeculator):
             if self.host.staging.context is not None:
                 self._stage_context(end.rows, self.host.staging.context[:requests])
         if graph is None:
-            self._draft(requests, kind)
+            self._draft(requests, sampled)
         else:
             assert manager is not None
             manager.run_fullgraph(graph)
 
-    def _draft(self, requests: int, kind: Kind) -> None:
+    def _draft(self, requests: int, sampled: bool) -> None:
         """Draft for the staged requests; a CUDA graph holds this."""
-        self.host.draft_on_device(requests, kind)
+        self.host.draft_on_device(requests, sampled)
         if self.lookup is not None:
             self.lookup.replace(self.host.staging.rows[:requests], self.draft_tokens[:requests])
 
@@ -214,16 +205,10 @@ class Speculator(DraftModelSpeculator):
     def unusable(self, batch: Any) -> torch.Tensor | None:
         """Of the step's logits [logits] bool: whether it is of a draft that its request must not use; None: of none.
 
-        Only requests that opted out, and those behind the soft cut-off, must not use theirs. What their method does
-        not stand for is verified anyway, as vLLM schedules a number a batch, and is accepted where it is right.
+        Only requests that opted out must not use theirs. What their method does not stand for is verified anyway, as
+        vLLM schedules a number a batch, and is accepted where it is right.
         """
-        rows, limit = batch.idx_mapping_np, self.config.max_drafting_requests
-        drafting = self.host.options.drafting[rows]
-        if limit is not None:
-            drafting = drafting & (drafting.cumsum() <= limit)
-        if drafting.all():
+        options = self.host.options
+        if options.drafting[batch.idx_mapping_np].all():
             return None
-        barred = np.zeros(self.host.rows, dtype=bool)
-        barred[rows] = ~drafting
-        of_logits = async_tensor_h2d(barred, device=self.device)[batch.expanded_idx_mapping]
-        return of_logits & (batch.expanded_local_pos > 0)
+        return (options.on_device[batch.expanded_idx_mapping, Setting.MAX_DRAFTS] == 0) & (batch.expanded_local_pos > 0)

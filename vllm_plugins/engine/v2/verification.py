@@ -28,7 +28,7 @@ class Verification(RejectionSampler):
     def __init__(self, speculator: Speculator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = speculator
-        self._compiled = False  # whether the kernels for logits as the model gives them are compiled
+        self._compiled = False  # whether vLLM's kernel is compiled for logits as the model gives them
 
     def __call__(
         self,
@@ -42,20 +42,7 @@ class Verification(RejectionSampler):
             unusable = invalid_drafts
         elif invalid_drafts is not None:
             unusable |= invalid_drafts
-        if not self._compiled and len(logits) > input_batch.num_reqs:
-            self._compiled = True
-            self._without_processing(logits, input_batch, draft_logits, unusable)
         return super().__call__(logits, input_batch, draft_logits, unusable)
-
-    def _without_processing(self, *args: Any) -> None:
-        """Verify as for greedy requests: vLLM's warm-up compiles its kernels for processed logits (float32) alone."""
-        needed = self.sampler.needs_logits_processing
-        before = needed.copy()
-        needed[:] = False
-        try:
-            super().__call__(*args)
-        finally:
-            needed[:] = before
 
     def _verify(
         self,
@@ -76,10 +63,13 @@ class Verification(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         states = self.sampler.sampling_states
-        drawn = gumbel_sample(
-            processed_logits, expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos,
-            apply_temperature=False, is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
-        )  # fmt: skip
+        # vLLM's warm-up asks for processed logits alone (float32), and greedy requests need none.
+        for given in (processed_logits,) if self._compiled else (logits, processed_logits):
+            drawn = gumbel_sample(
+                given, expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=False,
+                is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
+            )  # fmt: skip
+        self._compiled = True
         width = self.num_speculative_steps + 1
         sampled, num_sampled = chosen(accept_drawn, drawn)(drawn, verify_draft_sampled, cu_num_logits, width)
         return processed_logits, sampled, num_sampled

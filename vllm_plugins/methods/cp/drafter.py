@@ -103,7 +103,7 @@ class CPDrafter(Drafter):
         known = first if vocabulary is None else vocabulary.place_of[first]
         logits = self._logits(product)
         first_entry = None if self.lead else known
-        return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)
+        return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)[:2]
 
     def _logits(self, product: torch.Tensor) -> torch.Tensor:
         """Of the heads' own products [requests, ..., r, out]: [requests, ..., r, draft vocabulary]."""

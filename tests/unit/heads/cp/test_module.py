@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from heads_folders import log_likelihood
+from heads_folders import draft, log_likelihood
 from scipy.stats import chisquare
 
 from vllm_ppd.heads.base import TargetLayers
@@ -46,7 +46,7 @@ class Made:
 
     def draft(self, hidden: torch.Tensor, first: torch.Tensor, sampling: Any = None, seed: int = 11) -> tuple[Any, Any]:
         torch.manual_seed(seed)
-        return self.head.draft(hidden, first, self.unembedding, self.bias, sampling, self.embeddings)
+        return draft(self.head, hidden, first, self.unembedding, self.bias, sampling, self.embeddings)
 
     @torch.no_grad()
     def conditional(self, hidden: torch.Tensor, before: tuple[int, ...]) -> torch.Tensor:

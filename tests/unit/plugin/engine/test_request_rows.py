@@ -53,7 +53,7 @@ def test_what_a_request_asks_for_is_in_its_row() -> None:
     expected = [[3, 0.6, 0.6, 7, 0.9], [0, 0.6, 0, 100, 1], [3, 0, 0, 100, 1], [3, 0, 0, 100, 1]]
     np.testing.assert_allclose(options.settings[:, columns], expected, rtol=1e-6)
     assert np.isnan(options.settings[[0, 2, 3], Setting.EPS_B]).all() and options.settings[1, Setting.EPS_B] == 0.25
-    assert [options.limited(np.array([row])) for row in range(4)] == [True, False, False, False]
+    assert [options.sampling(np.array([row])).top_k is None for row in range(4)] == [False, True, True, True]
 
 
 def test_steps_in_flight_read_options_as_they_were() -> None:
