@@ -27,7 +27,7 @@ def test_every_kernel_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     kernels.main()
     written = json.loads(out.read_text())
     assert {"command", "time", "git", "versions", "machine", "settings"} <= written.keys()
-    assert len(written["rows"]) == 6 * 2
+    assert len(written["rows"]) == 7 * 2
     for row in written["rows"]:
         assert row["torch"] > 0 and row["verdict"] == "not measured"
 
