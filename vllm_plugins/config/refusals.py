@@ -177,6 +177,9 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
     yield config.stages > 1 and (len(exits) > 1 or exits[0] < half) and (
         f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}")
 
+    yield config.runner == "v2" and "max_drafting_requests" in given and (
+        f"max_drafting_requests={options.max_drafting_requests} is of no use with runner V2, where all requests of a "
+        "step draft, or none; leave it out, or give runner v1")
     # A group's tokens are final, and so are unverified ones.
     final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
     yield final and options.adaptive and "adaptive" in given and (

@@ -135,6 +135,12 @@ def test_drafts_by_batch_size_are_the_calibrations() -> None:
     assert validate_and_normalize_dynamic_sd_schedule(ranges_of()) == ranges_of()
 
 
+def test_a_soft_cut_off_is_v1s() -> None:
+    with pytest.raises(OptionError, match=r"^max_drafting_requests=3 is of no use with runner V2"):
+        resolved({"method": "cp", "max_drafting_requests": 3})
+    assert resolved({"method": "cp", "max_drafting_requests": 3, "runner": "v1"}).max_drafting_requests == 3
+
+
 def test_cut_off_is_vllms_schedule() -> None:
     config = resolved({"method": "cp", "disable_by_batch_size": 8, "num_speculative_tokens": 4, "adaptive": False})
     schedule = config.choice_of_drafts()["num_speculative_tokens_per_batch_size"]
