@@ -43,6 +43,11 @@ def divisor(temperature: torch.Tensor) -> torch.Tensor:
     return torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(-1)
 
 
+def known_unlimited(limits: torch.Tensor, bound: float) -> bool:
+    """Whether no row has a limit below a bound; on the CPU alone, where to ask is no wait, and a sort is dear."""
+    return limits.device.type == "cpu" and bool((limits >= bound).all())
+
+
 def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Distributions [rows, entries] cut to the rows' top-k and top-p and renormalised.
 
@@ -50,9 +55,8 @@ def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     with the last one kept stay, too. Without either the distributions are returned as they are.
     """
     entries, top_k, top_p = probs.shape[-1], sampling.top_k, sampling.top_p
-    if probs.device.type == "cpu":  # asking costs no wait there, and sorting a vocabulary as much as a layer
-        top_k = None if top_k is None or (top_k >= entries).all() else top_k
-        top_p = None if top_p is None or (top_p >= 1).all() else top_p
+    top_k = None if top_k is None or known_unlimited(top_k, entries) else top_k
+    top_p = None if top_p is None or known_unlimited(top_p, 1) else top_p
     if top_k is None and top_p is None:
         return probs
     ascending = probs.sort(dim=-1).values
