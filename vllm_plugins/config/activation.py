@@ -197,7 +197,8 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         "method": "custom_class",
         "model": config.proposer,
         "num_speculative_tokens": config.max_drafts,
-        "draft_sample_method": "greedy",  # vLLM keeps no q(x): where one is read, it is ours
+        # On V2 vLLM would allocate q(x), which nothing reads there; on V1 it compiles the sampler that reads ours.
+        "draft_sample_method": "greedy" if config.runner == "v2" else config.draft_sample_method,
         **config.choice_of_drafts(),
     }
     args.additional_config = {**(args.additional_config or {}), CONFIG_KEY: config.model_dump_json()}

@@ -58,6 +58,7 @@ def test_heads_folder_gives_method_and_defaults(tiny_model: Factory, heads_folde
         config = drafting(vllm_config)
         assert (config.method, config.model) == ("ppd", folder)
         assert (config.exit_layer, config.num_speculative_tokens) == ((2, 4), 2)
+        assert vllm_config.speculative_config.draft_sample_method == "probabilistic"
         assert vllm_config.model_config.model == str(tiny_model())
     assert drafting(from_dict(tiny_model(), {"model": folder, "exit_layer": 4})).exit_layer == (4,)
 
