@@ -12,8 +12,7 @@ from vllm_ppd.kernels.sampling import INVALID, Sampling, distribution, draw, is_
 def draw_rows(
     logits: torch.Tensor,  # [rows, entries] in any floating-point type
     sampling: Sampling,  # of each row
-    token_ids: torch.Tensor
-    | None = None,  # [entries] or [rows, entries] int64 that the entries stand for; None: 0, 1, ..
+    token_ids: torch.Tensor | None = None,  # [entries] or [rows, entries] int64, what entries stand for; None: 0, 1, ..
     with_probs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Draw an entry of each row at its temperature, from what its top-k and top-p leave; the best one at temperature 0.
@@ -25,13 +24,14 @@ def draw_rows(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak, best = logits.max(dim=-1)
     probs = distribution(logits - peak[:, None], sampling)  # low temperatures would take others out of float32
-    ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-    entries = torch.where(is_greedy(sampling.temperature), best, draw_as(probs, sampling, ids))
+    entries = torch.where(is_greedy(sampling.temperature), best, draw_as(probs, sampling, token_ids))
     return torch.where(peak.isfinite(), entries, INVALID), probs if with_probs else None
 
 
-def draw_as(probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor) -> torch.Tensor:
+def draw_as(probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None) -> torch.Tensor:
     """An entry of each row of probabilities [rows, entries], with the random numbers of its request: [rows] int64."""
     if sampling.seeds is None or sampling.positions is None:
         return draw(probs)
+    if token_ids is None:
+        token_ids = torch.arange(probs.shape[1], device=probs.device)
     return (probs / exponential(sampling.seeds, sampling.positions, token_ids)).argmax(dim=-1)

@@ -10,6 +10,7 @@ are relatively cheaper than measured, where it is bound by compute, dearer.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ PROMPT = 4  # tokens
 TOKEN = 1  # what prompts and looked-up drafts consist of
 
 
-class DummyBatch:
+class DummyBatch(ABC):
     """Requests in an idle engine, scheduled as vLLM's scheduler would; gone when the context ends.
 
     Args:
@@ -95,9 +96,9 @@ class DummyBatch:
         """Begin a step."""
         self.runner.execute_model(output)
 
+    @abstractmethod
     def sample(self, tokens: dict[str, int]) -> None:
         """End a step that computed so many tokens of each request, and count what each emitted."""
-        raise NotImplementedError
 
 
 def blocks_per_request(runner: Any, length: int) -> list[int]:

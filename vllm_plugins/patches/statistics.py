@@ -32,8 +32,15 @@ def update_from_output(
     output = model_runner_output
     counts: Counts = dict(getattr(output, ATTRIBUTE, {}))
     lookup = getattr(self, "dynamic_sd_lookup", None)
+    watch: AcceptanceWatch | None = getattr(self, WATCH, None)
+    with_others = isinstance(lookup, ScheduledDrafts)
+    seen = [] if watch is None else verified(self.requests, scheduler_output, output, with_others)
+    for _, drafts, emitted, _ in seen:
+        if drafts:
+            watch.observe(drafts, emitted - 1)  # type: ignore[union-attr]
     if isinstance(lookup, ScheduledDrafts):
-        observe(lookup, self.requests, scheduler_output, output)
+        if seen:
+            lookup.observe(*map(list, zip(*seen, strict=True)))
         counts.update(lookup.take_counts())
     if counts:
         count_in_process(counts)
@@ -41,26 +48,24 @@ def update_from_output(
             pending = getattr(self, PENDING, Counter())
             pending.update(counts)
             setattr(self, PENDING, pending)
-    watch: AcceptanceWatch | None = getattr(self, WATCH, None)
-    for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items() if watch is not None else ():
-        emitted, request = len(output.sampled_token_ids[output.req_id_to_index[req_id]]), self.requests.get(req_id)
-        # On runner V2 a request that opted out is given drafts, too, which are rejected.
-        if drafts and emitted and request is not None and drafting_allowed(request.sampling_params.extra_args):
-            watch.observe(len(drafts), emitted - 1)  # type: ignore[union-attr]
     return original(self, scheduler_output, output, *args, **kwargs)
 
 
-def observe(lookup: ScheduledDrafts, requests: dict[str, Any], scheduler_output: Any, output: Any) -> None:
-    """Tell what chooses the number of drafts what a step verified of the requests that drafts are made for."""
-    drafts = scheduler_output.scheduled_spec_decode_tokens
-    seen = []
-    for req_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
-        request = requests.get(req_id) if tokens else None
-        if request is not None and drafting_allowed(request.sampling_params.extra_args):
+def verified(
+    requests: dict[str, Any], scheduler_output: Any, output: Any, with_others: bool
+) -> list[tuple[str, int, int, bool]]:
+    """What a step verified: (request, its drafts, tokens that it emitted, whether it decodes greedily) of each.
+
+    Requests that emitted nothing are left out, and those that opted out, whose drafts are rejected on runner V2; those
+    without drafts, unless they are asked for.
+    """
+    drafts, seen = scheduler_output.scheduled_spec_decode_tokens, []
+    for req_id in output.req_ids if with_others else drafts:
+        emitted, request = len(output.sampled_token_ids[output.req_id_to_index[req_id]]), requests.get(req_id)
+        if emitted and request is not None and drafting_allowed(request.sampling_params.extra_args):
             greedy = not request.sampling_params.temperature
-            seen.append((req_id, len(drafts.get(req_id, ())), len(tokens), greedy))
-    if seen:
-        lookup.observe(*map(list, zip(*seen, strict=True)))
+            seen.append((req_id, len(drafts.get(req_id, ())), emitted, greedy))
+    return seen
 
 
 def make_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -80,17 +80,17 @@ class DraftingRunnerMixin:
             self._drafted = True
             output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         else:
-            output = self._sample_without_drafting(state.input_batch, *args, **kwargs)
+            output = self._sample_without_drafting(*args, **kwargs)
         if output is not None:
             self.speculator.host.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
         return output
 
-    def _sample_without_drafting(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's sample_tokens of an engine without speculation, but for drafts that are to be verified."""
         self._drafted = False
         speculator, drafts, stock = self.speculator, self.num_speculative_steps, self.sample
-        speculator.skip(batch)
+        speculator.skip()
 
         def sample(*arguments: Any) -> Any:
             self.speculator = speculator

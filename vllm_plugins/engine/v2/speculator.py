@@ -48,8 +48,7 @@ class Speculator(DraftModelSpeculator):
             confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
         self.draft_tokens, self.lookup = self.host.draft_tokens, None
-        if self.config.prompt_lookup_min is not None:
-            shortest = self.config.prompt_lookup_min
+        if (shortest := self.config.prompt_lookup_min) is not None:
             self.lookup = Lookup(shortest, self.max_num_reqs, self.num_speculative_steps, req_states, device)
         self.graphs: CudaGraphManager | None = None  # vLLM looks for such attributes when it measures their memory
         self.sampled_graphs: CudaGraphManager | None = None
@@ -130,7 +129,7 @@ class Speculator(DraftModelSpeculator):
     def begin_step(self, batch: Any) -> None:
         """The step's inputs are prepared, and the target is about to run."""
 
-    def skip(self, batch: Any) -> None:
+    def skip(self) -> None:
         """No drafts follow the step that has just run."""
 
     def propose(

@@ -121,7 +121,7 @@ class DeferredKVSpeculator(Speculator):
         if self.deferred.mode == "mixed":
             self.passes.begin_step(batch)
 
-    def skip(self, batch: Any) -> None:
+    def skip(self) -> None:
         self.deferred.end_step()
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
