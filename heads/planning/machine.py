@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ from safetensors import safe_open
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.measured import Timed, Timing
 from vllm_ppd.heads.planning.options import PlanOptions
+from vllm_ppd.heads.planning.timings import ServedSteps, line, served_steps, steps_of
 
 # Of safetensors' types.
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
@@ -28,6 +27,7 @@ class Machine(NamedTuple):
     layer: Callable[[float], float]  # rows to seconds of one decoder layer
     lm_head: Callable[[float], float]  # rows to seconds of one read of the whole LM head
     link: float = 0.0  # seconds of one message between pipeline stages
+    served: ServedSteps | None = None  # take the place of layers and LM head where a server measured whole steps
 
 
 def machine_of(options: PlanOptions, timing: Timing, target: str, num_layers: int) -> Machine:
@@ -36,43 +36,17 @@ def machine_of(options: PlanOptions, timing: Timing, target: str, num_layers: in
         bandwidth, peak, link = options.hardware
         return roofline(weights_of(target), 1e9 * bandwidth, 1e12 * peak, 1e-6 * link)
     if options.timings is not None:
-        step, share = _line(steps_of(options.timings, target)), timing.lm_head_share
+        served = served_steps(options.timings, target)
+        if served is not None:
+            return measured(timing.seconds)._replace(served=served)
+        step, share = line(steps_of(options.timings, target)), timing.lm_head_share
         return Machine(lambda rows: (1 - share) * step(rows) / num_layers, lambda rows: share * step(rows))
     return measured(timing.seconds)
 
 
 def measured(seconds: Timed) -> Machine:
     """The calibration's times, on a straight line between and beyond the rows that were timed."""
-    return Machine(_line(seconds.layer), _line(seconds.lm_head))
-
-
-def _line(timed: dict[int, float]) -> Callable[[float], float]:
-    """Seconds by rows; fewer rows never take more time: where they seem to, that is noise."""
-    rows, values = np.array(sorted(timed.items()), dtype=float).T
-    seconds = np.minimum.accumulate(values[::-1])[::-1]
-    slope = seconds[0] / rows[0] if len(rows) == 1 else (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
-    return lambda wanted: float(np.interp(wanted, rows, seconds) + slope * max(0.0, wanted - rows[-1]))
-
-
-def steps_of(file: str, target: str) -> dict[int, float]:
-    """Median seconds of vLLM's decode step by batch size, of the target's newest run of `ppd bench decode`.
-
-    Raises:
-        HeadsError: if the file holds none.
-    """
-    try:
-        runs = [run for run in json.loads(Path(file).read_text())["runs"] if run["options"]["model"] == target]
-        alone = [(run["options"], [turn for turn in run["turns"] if turn["contender"] == "vLLM"]) for run in runs]
-        alone = [(options | {"temperature": 0}, turns) for options, turns in alone if turns]
-        seconds: dict[int, list[float]] = defaultdict(list)
-        for options, turns in alone:
-            for turn in turns if options == alone[-1][0] else []:
-                seconds[int(turn["batch"])].append(turn["window_seconds"] / turn["steps"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HeadsError(f"{file!r} holds no results of `ppd bench decode` ({error!r}); give its --out") from None
-    if not seconds:
-        raise HeadsError(f"{file!r} has no turns of {target}; run `ppd bench decode --model {target}` with that --out")
-    return {size: statistics.median(values) for size, values in seconds.items()}
+    return Machine(line(seconds.layer), line(seconds.lm_head))
 
 
 class Weights(NamedTuple):

@@ -31,8 +31,9 @@ class PlanOptions(BaseModel):
     )
     timings: str | None = Field(
         None,
-        description="results of `ppd bench decode` on this machine: its steps without drafting say what a layer takes "
-        "(default: the calibration's own times)",
+        description="results of `ppd bench decode` on this machine: its steps without drafting say what a layer takes; "
+        "or the step costs that a server measured when it started, in the file that its log names: steps with drafts "
+        "and without as they are, host time included (default: the calibration's own times)",
     )
     model: str | None = Field(
         None, validation_alias=AliasChoices("model", "target"), description="target (none: the one that the heads name)"

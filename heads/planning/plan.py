@@ -13,6 +13,7 @@ from vllm_ppd.heads.measured import Parts
 from vllm_ppd.heads.planning.machine import machine_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.predict import Decoding, Drafting, Group
+from vllm_ppd.heads.planning.timings import ServedSteps
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target import find_target
 
@@ -33,12 +34,17 @@ class Plan(NamedTuple):
     target: str
     predicted: list[Predicted]  # best first
     stop_at: int | None  # from its batch on, the largest size at which the best setting gains (None: all considered)
-    lacks: dict[str, str]  # heads without such a setting, and why
+    lacks: dict[str, str]  # heads without such a setting, or some without measured steps, and why
 
     @property
     def best(self) -> Predicted | None:
         """The best setting, or None if none of them gains."""
         return self.predicted[0] if self.predicted and self.predicted[0].speedup > 1 else None
+
+    @property
+    def served(self) -> ServedSteps | None:
+        """The measured steps that it was planned by."""
+        return self.predicted[0].decoding.machine.served
 
 
 def all_settings(options: PlanOptions) -> tuple[str, list[Decoding]]:
@@ -68,10 +74,21 @@ def make_plan(options: PlanOptions) -> Plan:
     """Predict every setting under the load.
 
     Raises:
-        HeadsError: as all_settings, or if the load is more than a replica decodes.
+        HeadsError: as all_settings, if a server measured steps of none of them, or if the load is more than a replica
+            decodes.
     """
     target, settings = all_settings(options)
-    predicted = [under for setting in settings if (under := _under_load(setting, options)) is not None]
+    unmeasured: dict[str, dict[str, None]] = {}
+    for setting in settings:
+        if setting.unmeasured:
+            unmeasured.setdefault(heads_of(setting), {})[setting.unmeasured] = None
+    measured = [setting for setting in settings if not setting.unmeasured]
+    if not measured:
+        raise HeadsError(
+            f"{quoted(options.timings)} has no steps of these settings: {next(iter(settings)).unmeasured}; start a "
+            "server with one of them once, and give the file that its log names"
+        )
+    predicted = [under for setting in measured if (under := _under_load(setting, options)) is not None]
     if not predicted:
         raise HeadsError(
             f"{options.rate:g} requests a second of {options.new_tokens} tokens are more than one replica decodes in "
@@ -81,7 +98,9 @@ def make_plan(options: PlanOptions) -> Plan:
     lacks = dict.fromkeys(
         _missing(options, [under.decoding for under in predicted]),
         f"no batch of up to {options.largest} keeps up with --rate",
-    ) | dict.fromkeys(_missing(options, settings), "no setting for these --stages and --candidates")
+    ) | dict.fromkeys(_missing(options, settings), "no setting for these --stages and --candidates") | {
+        name: f"not in --timings: {', '.join(parts)}; start a server with it once" for name, parts in unmeasured.items()
+    }  # fmt: skip
     best = predicted[0]
     losing = (size for size in range(best.batch, options.largest + 1) if best.decoding.speedup(size) <= 1)
     first = next(losing, None)
@@ -103,6 +122,8 @@ def _settings(name: str, config: HeadsConfig, parts: Parts, target: str, options
     depth = config.target.num_hidden_layers
     machine = machine_of(options, parts.timing, target, depth)
     if options.stages == "2":
+        if machine.served is not None:
+            raise HeadsError("--timings: a server measures steps of one stage; give results of `ppd bench decode`")
         rates = config.match_rates(parts)
         if rates is None:
             raise HeadsError(f"{quoted(name)} has {config.kind} heads; a worker group drafts with early heads")

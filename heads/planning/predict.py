@@ -38,6 +38,11 @@ class Decoding(ABC):
     def plain(self, batch: int) -> float:
         """Seconds of vLLM's step on as many pipeline stages."""
 
+    @property
+    def unmeasured(self) -> str:
+        """What of the setting a server's measured steps do not have; empty if nothing."""
+        return ""
+
     def speedup(self, batch: int) -> float:
         """Tokens a second in units of vLLM's."""
         return self.length * self.plain(batch) / self.seconds(batch)
@@ -67,12 +72,19 @@ class Drafting(Decoding):
         further = 0.0 if setting.exit_layer is not None else setting.layers * (1 - lm_head) / self.num_layers
         return ((1 + setting.drafted) * (1 + further) + setting.reads * setting.rows * lm_head) / setting.length
 
+    @property
+    def unmeasured(self) -> str:
+        served = self.machine.served
+        return "" if served is None else served.missing(self.method, self.options, self.setting.drafts)
+
     def plain(self, batch: int) -> float:
-        return self.full_pass(batch)
+        return self.full_pass(batch) if self.machine.served is None else self.machine.served.step(batch)
 
     def seconds(self, batch: int) -> float:
         """A step over the drafts and the token before them; every early draft runs by itself, and no layer twice."""
         setting, machine = self.setting, self.machine
+        if machine.served is not None:
+            return machine.served.step(batch, setting)
         verified = batch * (1 + setting.drafted)
         reading = machine.lm_head(verified) + setting.reads * machine.lm_head(batch * setting.rows)
         if setting.exit_layer is None:

@@ -39,6 +39,12 @@ def report(plan: Plan, options: PlanOptions) -> str:
     machine = "times of the calibration" if options.timings is None else f"vLLM's own steps in {options.timings}"
     if options.hardware is not None:
         machine = "a roofline of {:g} GB/s and {:g} TFLOP/s, link {:g} us".format(*options.hardware)
+    left_out = "Prompts, KV reads and the host's work are left out."
+    if plan.served is not None:
+        machine = f"steps that a server measured when it started, host time included ({options.timings})"
+        left_out = "Prompts, long contexts and the scheduler are left out."
+        if plan.served.engine.runner == "v1":
+            left_out += " Runner V1 schedules no step ahead: where vLLM alone does, its steps take less."
     header = ["heads", "setting", "tokens a step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
     rows = [
         [
@@ -60,7 +66,7 @@ def report(plan: Plan, options: PlanOptions) -> str:
         f"Predicted for {plan.target}, {load}, {texts} texts; {machine}",
         table(header, rows),
         "Speed-up in units of vLLM's own tokens a second on the same machine; compute of a token in its own units; "
-        f"{len(plan.predicted)} settings considered. Prompts, KV reads and the host's work are left out.",
+        f"{len(plan.predicted)} settings considered. {left_out}",
         f"Recommended: {advice}",
         f"    {command(plan.target, best, plan.stop_at, options.stages)}",
     ])  # fmt: skip

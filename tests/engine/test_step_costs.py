@@ -17,6 +17,7 @@ from conftest import Factory, drafter_of, our_log, runner_of, start_engine
 from test_bypass import ADAPTIVE, with_costs
 from vllm import envs
 
+from vllm_ppd.heads.planning.timings import served_steps
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
 from vllm_ppd.vllm_plugins.engine import step_costs
@@ -165,6 +166,8 @@ def test_engines_with_the_same_table_make_the_same_drafts(
     (path,) = (tmp_path / "vllm_ppd_step_costs").iterdir()
     kept = step_costs.load(path)
     assert kept is not None and kept.method.counts == [0, 1, 3] and kept.method.sizes == [1, 4, 16]
+    for_plans = served_steps(str(path), str(tiny_model()))
+    assert for_plans is not None and not for_plans.missing("ppd", {"exit_layer": 5}, 3)
     drafter, runner = drafter_of(first), runner_of(first)
     assert not drafter.counters.values.any() and drafter.planner.forced is None
     assert not runner.requests and runner.input_batch.num_reqs == 0

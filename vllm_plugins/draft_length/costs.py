@@ -61,6 +61,7 @@ class MeasuredCosts(BaseModel):
 
     method: CostTable
     lookup: CostTable | None = None
+    engine: dict[str, Any] = Field(default_factory=dict)  # whose steps they are, for `ppd plan --timings`
 
     def implausible(self) -> str:
         """As of a table: the first reason."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -63,11 +64,21 @@ def costs_of_engine(
     # were measured.
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         tables = [measure_table(timed, largest, counts, group.broadcast_object) for counts, timed in steps]
-    costs = MeasuredCosts(method=tables[0], lookup=tables[1] if len(tables) > 1 else None)
-    logger.info("vllm-ppd: step costs measured in %.1f s: %s", time.perf_counter() - started, summary(costs.method))
+    lookup = tables[1] if len(tables) > 1 else None
+    costs = MeasuredCosts(method=tables[0], lookup=lookup, engine=described(config, vllm_config))
+    seconds = time.perf_counter() - started
+    logger.info("vllm-ppd: step costs measured in %.1f s, for %s: %s", seconds, path, summary(costs.method))
     if group.is_first_rank:
         save(costs, path)
     return costs
+
+
+def described(config: DraftingConfig, vllm_config: Any) -> dict[str, Any]:
+    """What `ppd plan --timings` has to know of the engine whose steps were measured."""
+    names = {"target": vllm_config.model_config.model, "heads": config.model}
+    names = {key: os.path.abspath(name) if name and os.path.exists(name) else name for key, name in names.items()}
+    options = {"method", "num_speculative_tokens", "exit_layer", "draft_vocab_size", "runner"}
+    return names | config.model_dump(mode="json", include=options)
 
 
 def load(path: Path) -> MeasuredCosts | None:

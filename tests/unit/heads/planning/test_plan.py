@@ -25,6 +25,7 @@ from vllm_ppd.heads.planning.predict import Drafting
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.planning.report import command, report
 from vllm_ppd.vllm_plugins.cli.main import main
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
 
 LAYERS = 10
 TARGET = TargetLayers(model_type="llama", hidden_size=8, vocab_size=64, num_hidden_layers=LAYERS)
@@ -301,6 +302,91 @@ def test_steps_that_a_benchmark_timed_are_shared_out(early: str, tmp_path: Path)
     assert best.machine.lm_head(8) == pytest.approx(4e-3)
     with pytest.raises(HeadsError, match="has no turns of the/target; run `ppd bench decode --model the/target`"):
         plan(early, timings=decoded(tmp_path / "other.json", "another", {1: [1e-3]}))
+
+
+def measured_costs(path: Path, seconds: list[list[float]], **engine: Any) -> str:
+    """The file of a server's steps with CP heads, without drafts and with up to two, in batches of 1 and 4."""
+    server = {"target": "the/target", "method": "cp", "heads": str(path / "cp-0"), "num_speculative_tokens": 2}
+    server |= {"exit_layer": None, "draft_vocab_size": None, "runner": "v2"}
+    counts = [0, 1, 2] if len(seconds[0]) == 3 else [0, 2]
+    table = CostTable(sizes=[1, 4][: len(seconds)], counts=counts, seconds=seconds)
+    MeasuredCosts(method=table, engine=server | engine).save(path / "costs.json")
+    return str(path / "costs.json")
+
+
+def test_an_h200_whose_host_was_too_slow_is_told_not_to_draft(folder: Callable[..., str], tmp_path: Path) -> None:
+    """4B target, batch 1: 3.0 ms a step with vLLM alone, 4.8 ms with CP heads and 1.54 tokens of it."""
+    heads = folder(cp_config(), cp_parts(0.36))
+    assert plan(heads).best is not None  # by layers and LM head alone
+    options = PlanOptions(heads=(heads,), timings=measured_costs(tmp_path, [[3.0e-3, 4.8e-3]]))
+    planned = make_plan(options)
+    assert [under.decoding.length for under in planned.predicted] == pytest.approx([1.54, 1.36])
+    # A single draft has as many launches as two.
+    assert [under.speedup for under in planned.predicted] == pytest.approx([1.54 * 3.0 / 4.8, 1.36 * 3.0 / 4.8])
+    text = report(planned, options)
+    assert "no drafting; no setting of these heads gains" in text
+    assert "steps that a server measured when it started, host time included" in text
+    assert "host's work" not in text
+
+
+def test_steps_that_a_server_measured_give_the_gain(folder: Callable[..., str], tmp_path: Path) -> None:
+    heads = folder(cp_config(), cp_parts(0.5))
+    seconds = [[3e-3, 3.2e-3, 3.4e-3], [4e-3, 5e-3, 6e-3]]
+    planned = plan(heads, timings=measured_costs(tmp_path, seconds, runner="v1"))
+    assert planned.best is not None
+    two, one = planned.best.decoding, planned.predicted[1].decoding
+    assert two.speedup(1) == pytest.approx(1.75 * 3.0 / 3.4)
+    assert one.speedup(1) == pytest.approx(1.5 * 3.0 / 3.2)
+    assert two.speedup(2) == pytest.approx(1.75 * (3 + 1 / 3) / (3.4 + 2.6 / 3))
+    assert two.speedup(7) == pytest.approx(1.75 * 5.0 / 8.6)  # on in a straight line
+    assert planned.stop_at == 7
+
+
+@pytest.mark.parametrize(
+    ("engine", "lacks"),
+    [
+        ({}, "draft_vocab_size 16"),
+        ({"num_speculative_tokens": 1}, "num_speculative_tokens 2, draft_vocab_size 16"),
+        ({"draft_vocab_size": 16}, "draft_vocab_size unset"),
+    ],
+)
+def test_settings_that_a_server_did_not_measure_are_named(
+    folder: Callable[..., str], tmp_path: Path, engine: dict[str, Any], lacks: str
+) -> None:
+    heads = folder(cp_config(), cp_parts(0.5))
+    planned = plan(heads, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], **engine))
+    assert planned.lacks == {heads: f"not in --timings: {lacks}; start a server with it once"}
+    assert {under.decoding.options.get("draft_vocab_size") for under in planned.predicted} == {
+        engine.get("draft_vocab_size")
+    }
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"method": "dynamo"}, "has no steps of these settings: method cp; start a server with one of them once"),
+        ({"heads": "other"}, r"these settings: these heads \(it has 'other'\)"),
+        ({"target": "another"}, "has steps of 'another', not of 'the/target'; start a server of that target once"),
+        ({"runner": None}, r"damaged or of an older version \(engine.runner\); start the server once with"),
+    ],
+)
+def test_steps_of_another_server_are_refused(
+    folder: Callable[..., str], tmp_path: Path, engine: dict[str, Any], message: str
+) -> None:
+    heads = folder(cp_config(), cp_parts(0.5))
+    with pytest.raises(HeadsError, match=message):
+        plan(heads, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], **engine))
+
+
+def test_early_steps_are_of_a_single_exit(early: str, tmp_path: Path) -> None:
+    exit_at = {"method": "ppd", "heads": early, "num_speculative_tokens": 2}
+    planned = plan(early, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[6], **exit_at))
+    assert {under.decoding.options["exit_layer"] for under in planned.predicted} == {6}
+    assert planned.lacks.keys() == {early, "none"} and "no heads" in planned.lacks["none"]
+    with pytest.raises(HeadsError, match="has no steps of these settings"):
+        plan(early, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[2, 6], **exit_at))
+    with pytest.raises(HeadsError, match="a server measures steps of one stage"):
+        plan(early, stages="2", timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[6], **exit_at))
 
 
 @pytest.mark.parametrize("load", [["--batch", "1"], ["--rate", "2", "--new-tokens", "100"]])
