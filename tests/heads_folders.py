@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +117,25 @@ def draft(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Drafts of positions 2 to n, as draft_chain."""
     context = None if embeddings is None else embeddings[first][:, None]
-    weights, previous = head.log_weights(hidden, context), head.previous
-    if previous is None:
+    weights, previous, recurrence = head.log_weights(hidden, context), head.previous, head.recurrence
+    if previous is None and recurrence is None:
         logits = head.logits(hidden, unembedding, bias, context)
         return chosen(draft_chain, logits)(weights, logits, None if head.lead else first, sampling)[:2]
     assert unembedding is not None and embeddings is not None
-    states = head._unread_states(hidden, context)
-    read = partial(functional.linear, weight=unembedding, bias=bias)
-    return draft_in_sequence(weights, states, read, lambda s, token: embeddings[token] @ previous[s].T, sampling)
+    state = hidden
+
+    def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
+        nonlocal state
+        embedded = embeddings[first if before is None else before]
+        if recurrence is not None:
+            state = recurrence(state, embedded)
+            return functional.linear(recurrence.experts(state), unembedding, bias)
+        states = head._unread_states(hidden, context)[:, position]
+        if previous is not None and before is not None:
+            states = states + (embedded @ previous[position - 1].T)[:, None]
+        return functional.linear(states, unembedding, bias)
+
+    return draft_in_sequence(weights, head.factors, read, sampling)
 
 
 def corpus(seed: int = 0, documents: int = 12, vocab: int = 7) -> list[np.ndarray]:

@@ -114,7 +114,7 @@ def heads() -> None:
         parameter.data += 0.3 * torch.randn(parameter.shape)
     hidden, first = torch.randn(3, 48), torch.tensor([7, 299, 0])
     same(lambda: draft(head, hidden, first, unembedding), "draft_chain")
-    for condition in ("token", "chain"):
+    for condition in ("token", "chain", "recurrent"):
         head = CPHead(48, positions=4, rank=3, condition=condition)
         for parameter in head.parameters():
             parameter.data += 0.3 * torch.randn(parameter.shape)

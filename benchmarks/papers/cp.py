@@ -47,7 +47,7 @@ def all_heads(context: Context) -> list[CPHeads]:
         calibration = context.calibration(folder)
         config, target = calibration.config, calibration.target
         assert isinstance(config, CPConfig)
-        head = CPHead.from_tensors(calibration.tensors).to(target.device, target.dtype)
+        head = CPHead.from_tensors(config, calibration.tensors).to(target.device, target.dtype)
         label = f"Rank {config.rank}" + f" reading {config.condition}" * (config.condition != "none")
         heads.append(CPHeads(label, folder, calibration, config, head))
     ranks = [of_rank.config.rank for of_rank in heads]

@@ -13,13 +13,13 @@ from vllm_ppd.heads.calibration.replay import Drafted, replay
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
 from vllm_ppd.heads.cp.config import CPParts
-from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.cp.module import CPHead, mixtures
 from vllm_ppd.heads.draft_vocabulary import columns
 from vllm_ppd.heads.in_words import percent, table, vocabulary_table
 from vllm_ppd.heads.measured import ByDrafts, Counts
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
-from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, mixture, posterior
+from vllm_ppd.kernels.cp_mixture import chain_log_likelihood
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
 
@@ -120,24 +120,19 @@ def _chances(
 ) -> torch.Tensor:
     """Probability that each draft is accepted if those before it were: [rows, positions - 1]."""
     chances = []
-    for position, raw in enumerate(logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]):
-        factors = raw.float().log_softmax(-1)
-        inside, token = tokens[:, position] >= 0, tokens[:, position].clamp(min=0)
-        if position:
-            log_q = mixture(weights, factors)
-            if temperature:
-                log_q = torch.log_softmax(log_q / temperature, dim=-1).gather(1, token[:, None]).squeeze(1)
-                chances.append((log_q - log_p[:, position - 1]).exp().clamp(max=1) * inside)
-            else:
-                chances.append((log_q.argmax(-1) == tokens[:, position]).float())
-        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
-        weights = posterior(weights, seen.masked_fill(~inside[:, None], 0.0))
+    for position, log_q in enumerate(mixtures(logits, weights, tokens), start=1):
+        token = tokens[:, position]
+        if temperature:
+            log_q = torch.log_softmax(log_q / temperature, dim=-1).gather(1, token.clamp(min=0)[:, None]).squeeze(1)
+            chances.append((log_q - log_p[:, position - 1]).exp().clamp(max=1) * (token >= 0))
+        else:
+            chances.append((log_q.argmax(-1) == token).float())
     return torch.stack(chances, dim=1)
 
 
 def measures_of(calibration: Calibration) -> CPMeasures:
     target = calibration.target
-    head = CPHead.from_tensors(calibration.tensors).to(target.device, target.dtype)
+    head = CPHead.from_tensors(calibration.config, calibration.tensors).to(target.device, target.dtype)
     return CPMeasures(target, head, calibration.autocast)
 
 

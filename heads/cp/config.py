@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from vllm_ppd.heads.base import HeadsConfig, RecommendedDrafts, Shapes
+from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, RecommendedDrafts, Shapes
 from vllm_ppd.heads.measured import ByDrafts, ByTexts, Number, Parts, Setting, Work, on_texts
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
-Condition = Literal["none", "token", "chain"]
+Condition = Literal["none", "token", "chain", "recurrent"]
 
 
 class Experts(BaseModel):
@@ -23,8 +23,13 @@ class Experts(BaseModel):
     factorised: bool = Field(True, description="W = E* T; otherwise whole V x E matrices, as the paper measured")
     condition: Condition = Field(
         "token",
-        description="what is read beside the state: nothing (the paper), the newest token, each draft before too",
+        description="what is read beside the state: nothing (the paper), the newest token, each draft before too, or "
+        "each token by a state that goes from draft to draft",
     )
+    inner_size: int | None = Field(
+        None, ge=1, le=1 << 20, description="width of a recurrent state's gated layer (twice the model's where not set)"
+    )
+    expert_rank: int = Field(32, ge=1, le=4096, description="rank of the matrices that tell recurrent experts apart")
     num_speculative_tokens: int
 
     @model_validator(mode="after")
@@ -53,7 +58,14 @@ class CPOptions(Experts, FullOptions):
     )
     balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
     start: Literal["ridge", "identity"] = Field(
-        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
+        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head; a "
+        "recurrent state starts at the latter",
+    )  # fmt: skip
+    decay: float = Field(
+        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the draft before it"
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="share of a recurrent state's gated layer that each step leaves out"
     )
     base_learning_rate: float = Field(1e-4, ge=0, description="peak rate of the base model, full recipe")
     base_start: Literal["trained", "random"] = Field(
@@ -102,6 +114,8 @@ class CPConfig(Experts, HeadsConfig):
     def describe(self) -> str:
         form = "factorised" if self.factorised else "full"
         reads = "" if self.condition == "none" else f", condition {self.condition}"
+        if self.condition == "recurrent":
+            return f"rank {self.rank} over {self.positions} positions{reads}, {self.inner} inner"
         return f"rank {self.rank} over {self.positions} positions, {form}{reads}"
 
     @property
@@ -110,8 +124,14 @@ class CPConfig(Experts, HeadsConfig):
         return self.positions - (self.condition != "none")
 
     @property
+    def inner(self) -> int:
+        """The width of a recurrent state's gated layer."""
+        return self.inner_size or 2 * self.target.hidden_size
+
+    @property
     def max_drafts(self) -> int:
-        return self.positions - 1
+        """A recurrent state goes on past the drafts that it was trained on."""
+        return MOST_DRAFTS if self.condition == "recurrent" else self.positions - 1
 
     @property
     def counts_tensor(self) -> str | None:
@@ -119,6 +139,12 @@ class CPConfig(Experts, HeadsConfig):
 
     def shapes(self) -> Shapes:
         size, n, r = self.target.hidden_size, self.positions, self.rank
+        if self.condition == "recurrent":
+            inner, counts = self.inner, {"token_counts": [self.target.vocab_size]} if self.token_counts else {}
+            thin = {"down": [r, self.expert_rank, size], "up": [r, size, self.expert_rank]} if r > 1 else {}
+            matrices = {"token": [size + 2 * inner, size], "inner": [2 * inner, size], "outer": [size, inner]} | thin
+            recurrence = {f"cp.recurrence.{name}": shape for name, shape in matrices.items()}
+            return {"cp.gate": [r, size], "cp.token_gate": [r, size]} | recurrence | counts
         name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
         shapes = {"cp.gate": [r, size], name: [self.factors, r, rows, size]}
         if self.condition != "none":
@@ -131,8 +157,13 @@ class CPConfig(Experts, HeadsConfig):
         """One read of the LM head, which all states share; chain reads it a draft, as each needs the draft before.
 
         A transform is read for each expert and position. A condition saves the first position's, and adds a matrix a
-        draft, which all experts share; chain one more a draft but the first. Whole classifiers are an LM head each.
+        draft, which all experts share; chain one more a draft but the first. Whole classifiers are an LM head each. A
+        recurrent state reads its matrices a draft, and the LM head as chain does.
         """
+        if self.condition == "recurrent":
+            size = self.target.hidden_size
+            thin = 2 * self.rank * self.expert_rank if self.rank > 1 else 0
+            return Work(0, drafts * (1 + (5 * self.inner + thin) / size), drafts * vocabulary, self.rank)
         lead, chain = self.positions - self.factors, self.condition == "chain"
         states = self.rank * (drafts + 1 - lead)
         if not self.factorised:

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from vllm_ppd.heads.cp.config import Condition
-from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain
+from vllm_ppd.heads.cp.config import Condition, CPConfig
+from vllm_ppd.heads.cp.recurrence import Recurrence
+from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain, mixture, posterior
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
@@ -33,6 +34,8 @@ class CPHead(nn.Module):
     none    P(x_1..x_n | e) as above; b only moves the weights, as any token does.
     token   P(x_2..x_n | e, b): factors read E* (T_a^(s) e + U^(s) E[b]), weights softmax(W_h e + W_b E[b]).
     chain   as token, and from position 3 on the factors also read the token before: + V^(s) E[x_{s-1}].
+    recurrent   a state, s_0 = e, that reads x_1, x_2, ... by the same matrices (recurrence.py): factors read
+            E* (s_{t-1} + A_a B_a s_{t-1}) for x_t; weights as of token.
 
     With a condition position 1 has no factors: its distribution is the target's own, and b has its effect on the
     weights through W_b.
@@ -48,6 +51,9 @@ class CPHead(nn.Module):
         dtype: torch.dtype = torch.float32,
         seed: int | None = 0,
         condition: Condition = "none",
+        inner_size: int | None = None,
+        expert_rank: int = 32,
+        dropout: float = 0.0,
     ) -> None:
         """Start near E*, with noise: equal experts would get equal gradients and stay equal.
 
@@ -60,6 +66,7 @@ class CPHead(nn.Module):
             dtype: of the parameters.
             seed: of the noise; None leaves all parameters zero, for those who load them.
             condition: what the head reads beside e; what reads tokens starts at zero.
+            inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None: 2 d).
         """
         super().__init__()
         self.positions, self.rank, self.factorised, self.condition = positions, rank, factorised, condition
@@ -69,17 +76,21 @@ class CPHead(nn.Module):
         def zeros(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, dtype=dtype))
 
-        weights = zeros(self.factors, rank, rows, hidden_size)
+        weights = None if condition == "recurrent" else zeros(self.factors, rank, rows, hidden_size)
         self.gate = zeros(rank, hidden_size)
         self.transforms = weights if factorised else None
         self.classifiers = None if factorised else weights
         self.token_gate = zeros(rank, hidden_size) if self.lead else None
-        self.token = zeros(self.factors, hidden_size, hidden_size) if self.lead else None
+        self.token = zeros(self.factors, hidden_size, hidden_size) if condition in ("token", "chain") else None
         self.previous = zeros(self.factors - 1, hidden_size, hidden_size) if condition == "chain" else None
+        self.recurrence: Recurrence | None = None
+        if condition == "recurrent":
+            inner_size = inner_size or 2 * hidden_size
+            self.recurrence = Recurrence(hidden_size, inner_size, rank, expert_rank, dtype, seed, dropout)
         if seed is not None:
             # Not zeros: equal weights would count every token for expert 0 in the balance loss.
             self._fill_with_noise(self.gate, seed)
-            if factorised:
+            if factorised and weights is not None:
                 self._fill_with_noise(weights, seed + 1).add_(torch.eye(hidden_size, device=weights.device))
 
     @property
@@ -116,11 +127,17 @@ class CPHead(nn.Module):
 
         Args:
             hidden: e.
-            context: a head that reads one token needs one; chain needs all but the last of the positions.
+            context: a head that reads one token needs one; chain and recurrent need all but the last of the positions.
 
         Raises:
             ValueError: if it lacks the tokens that it reads.
         """
+        if self.recurrence is not None:
+            state, outputs = hidden, []
+            for embedded in self._read(context, self.factors)[:, : self.factors].unbind(dim=1):
+                state = self.recurrence(state, embedded)
+                outputs.append(self.recurrence.experts(state))
+            return torch.stack(outputs, dim=1)
         states = self._unread_states(hidden, context)
         if self.previous is None:
             return states
@@ -210,17 +227,30 @@ class CPHead(nn.Module):
         return {f"cp.{name}": parameter.detach() for name, parameter in self.named_parameters()}
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor]) -> CPHead:
+    def from_tensors(cls, config: CPConfig, tensors: dict[str, torch.Tensor]) -> CPHead:
         """Build from a checkpoint's tensors (already checked by heads.io), in their dtype."""
-        name = "transforms" if "cp.transforms" in tensors else "classifiers"
-        weights = tensors[f"cp.{name}"]
-        condition: Condition = "chain" if "cp.previous" in tensors else "token" if "cp.token" in tensors else "none"
-        factors, rank, rows, hidden_size = weights.shape
-        positions = factors + (condition != "none")
-        head = cls(hidden_size, positions, rank, rows, name == "transforms", weights.dtype, None, condition)
-        for key, _ in list(head.named_parameters()):
-            setattr(head, key, nn.Parameter(tensors[f"cp.{key}"]))
+        with torch.device("meta"):
+            head = cls(
+                config.target.hidden_size, config.positions, config.rank, config.target.vocab_size, config.factorised,
+                tensors["cp.gate"].dtype, None, config.condition, config.inner_size, config.expert_rank,
+            )  # fmt: skip
+        head.load_state_dict({name: tensors[f"cp.{name}"] for name in head.state_dict()}, assign=True)
         return head
+
+
+def mixtures(
+    logits: torch.Tensor,  # [rows, factors, r, vocabulary], of all positions or all but the first
+    log_weights: torch.Tensor,  # [rows, r] before the first of them
+    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and those after it; -1 outside
+) -> Iterator[torch.Tensor]:
+    """log q of each position after the first, given the tokens before it: [rows, vocabulary]."""
+    for position, raw in enumerate(logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]):
+        factors = raw.float().log_softmax(-1)
+        if position:
+            yield mixture(log_weights, factors)
+        outside, token = tokens[:, position] < 0, tokens[:, position].clamp(min=0)
+        seen = factors.gather(-1, token[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)
+        log_weights = posterior(log_weights, seen.masked_fill(outside[:, None], 0.0))
 
 
 def log_gate(
@@ -238,20 +268,22 @@ def log_gate(
 
 def draft_in_sequence(
     log_weights: torch.Tensor,  # [rows, r], before the first draft
-    states: torch.Tensor,  # [rows, n, r, d], without what they read of drafts
-    read: Callable[[torch.Tensor], torch.Tensor],  # states [rows, r, d] to logits [rows, r, vocab]
-    shift: Callable[
-        [int, torch.Tensor], torch.Tensor
-    ],  # (0.., the draft [rows] before the next) to V E[draft] [rows, d]
+    drafts: int,
+    read: Callable[[int, torch.Tensor | None], torch.Tensor],
     sampling: Sampling | None = None,
     token_ids: torch.Tensor | None = None,
     with_probs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Drafts whose states read the draft before (condition chain), as kernels.cp_mixture.draft_chain returns them."""
+    """Drafts whose logits wait for the draft before, as kernels.cp_mixture.draft_chain returns them.
+
+    Args:
+        read: the logits [rows, r, vocab] of draft 0, 1, ..., from the draft before it [rows] (None for the first).
+        log_weights, drafts, sampling, token_ids, with_probs: as of draft_chain.
+    """
     tokens: list[torch.Tensor] = []
     distributions: list[torch.Tensor] = []
-    for position, unread in enumerate(states.unbind(dim=1)):
-        logits = read(unread if position == 0 else unread + shift(position - 1, tokens[-1])[:, None])
+    for position in range(drafts):
+        logits = read(position, tokens[-1] if tokens else None)
         here = None if sampling is None else sampling.ahead(position)
         token, probs, log_weights = chosen(draft_chain, logits)(
             log_weights, logits[:, None], None, here, token_ids, with_probs

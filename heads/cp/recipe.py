@@ -15,12 +15,12 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.cp.config import CPConfig, CPOptions, Experts
-from vllm_ppd.heads.cp.module import CPHead
+from vllm_ppd.heads.cp.module import CPHead, mixtures
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
-from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
@@ -51,7 +51,8 @@ class CPRecipe(HeadsRecipe):
             target.forget(options.seed)
         self.head = CPHead(
             target.hidden_size, options.positions, options.rank, target.vocab_size, options.factorised,
-            seed=options.seed, condition=options.condition,
+            seed=options.seed, condition=options.condition, inner_size=options.inner_size,
+            expert_rank=options.expert_rank, dropout=options.dropout,
         ).to(target.device)  # fmt: skip
         if not options.factorised:
             self.head.init_classifiers(target.unembedding)
@@ -92,7 +93,7 @@ class CPRecipe(HeadsRecipe):
         if self.head.lead:
             sizes = [block.float().square().mean().sqrt() for block in (states, embedded)]
             self.embedding_rate = float(sizes[0] / sizes[1].clamp(min=1e-6))
-        if fresh and self.options.start == "ridge":
+        if fresh and self.options.start == "ridge" and self.head.transforms is not None:
             ridge_start(self.head, iter([first, *rows]))
 
     def _windows(self, store: TokenStore, tokens: int) -> Iterator[Batch]:
@@ -117,8 +118,9 @@ class CPRecipe(HeadsRecipe):
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """What reads embeddings learns as fast as what reads states: in proportion to how much smaller they are."""
         head, tokens_rate = self.head, learning_rate * self.embedding_rate
+        recurrence = [] if head.recurrence is None else list(head.recurrence.parameters())
         groups: list[dict[str, Any]] = [
-            {"params": [head.transforms], "peak": learning_rate, "muon": True},
+            {"params": [head.transforms, *recurrence], "peak": learning_rate, "muon": True},
             # Whole classifiers are too large for Muon: 5 products of V x d x d each in every step.
             {"params": [head.gate, head.classifiers], "peak": learning_rate, "muon": False},
             {"params": [head.token, head.previous], "peak": tokens_rate, "muon": True},
@@ -154,13 +156,35 @@ class CPRecipe(HeadsRecipe):
             loss = loss + next_token.mean()
             counts["next_token"] = next_token.detach().sum()
         if teacher is not None:
-            distilled = -(teacher * log_probs[..., 1:]).sum((1, 2))
-            loss = loss + options.distillation * distilled.mean()
+            distilled = -(teacher * log_probs[..., 1:]).sum(2)
+            decay = options.decay ** torch.arange(head.factors, device=rows.device)
+            loss = loss + options.distillation * (distilled.mean(0) * decay).sum()
             counts["distilled"] = distilled.detach().sum()
         counts |= {f"position.{s + 1 + head.lead}": -chain[:, s].detach().sum() for s in range(head.factors)}
         counts["known"] = known.sum()
         counts["experts"] = torch.bincount(log_weights.argmax(-1), minlength=options.rank)
+        if not self.training:
+            counts |= self._accepted(states, rows, tokens, log_weights, context)
         return loss, counts
+
+    def _accepted(
+        self, states: TargetStates, rows: torch.Tensor, tokens: torch.Tensor, log_weights: torch.Tensor,
+        context: torch.Tensor | None,
+    ) -> Counts:  # fmt: skip
+        """How many greedy drafts in a row are the target's greedy tokens, the text's tokens before them taken."""
+        head, target = self.head, self.target
+        place, unembedding, bias = self._vocabulary or (None, target.unembedding, target.bias)
+        greedy = self.greedy_tokens(states, rows[:, None] + torch.arange(1, head.positions, device=rows.device))
+        known, wanted = (tokens, greedy) if place is None else (place[tokens], place[greedy])
+        right = torch.zeros_like(wanted, dtype=torch.bool)
+        chunk = max(1, rows_a_chunk(unembedding) // (head.factors * head.rank))
+        for part in torch.arange(len(rows), device=rows.device).split(chunk):
+            logits = head.logits(
+                states.final[rows[part]], unembedding, bias, None if context is None else context[part]
+            )
+            for position, log_q in enumerate(mixtures(logits, log_weights[part], known[part])):
+                right[part, position] = log_q.argmax(-1) == wanted[part, position]
+        return accepted_counts(right)
 
     def _asked(
         self, states: Any, rows: torch.Tensor, tokens: torch.Tensor, place: torch.Tensor | None

@@ -19,11 +19,11 @@ from vllm_ppd.heads.draft_vocabulary import first_guess
 from vllm_ppd.heads.dynamo.config import DynaMoConfig, DynaMoOptions
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.heads.dynamo.module import DynaMoHeads
-from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
-from vllm_ppd.kernels.unembedding_loss import token_log_probs
+from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -79,6 +79,7 @@ class DynaMoRecipe(HeadsRecipe):
         norm = {name: p.detach() for name, p in target.norm.named_parameters()}
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
+        drafted: list[torch.Tensor] = []  # greedy, of each later head, by the row that it is read at
         # Of a frozen target head 1 is the same before and after: training does not read it.
         for token in range(1 if self.full or not self.training else 2, options.tokens + 1):
             following, valid = batch.ahead(token)
@@ -95,12 +96,19 @@ class DynaMoRecipe(HeadsRecipe):
                 # Token t + i is sampled from the state i - 1 rows on.
                 nll, distilled = self._later(hidden[rows], following, states, rows + token - 1)
                 loss = nll if distilled is None else torch.lerp(nll, distilled, options.distillation)
+                if not self.training:
+                    chosen = top_log_probs(hidden[rows], 1, target.unembedding, target.bias)[0]
+                    drafted.append(torch.full_like(valid, -1, dtype=torch.int64).index_copy(0, rows, chosen[:, 0]))
                 if distilled is not None:
                     counts[f"distilled.{token}"] = distilled.detach().sum()
             if token > 1 or self.full:
                 total = total + loss.mean()
             counts[f"nll.{token}"] = nll.detach().sum()
             counts[f"rows.{token}"] = torch.tensor(len(rows), device=nll.device)
+        starts = batch.ahead(options.tokens)[1].nonzero()
+        if drafted and len(starts):
+            wanted = self.greedy_tokens(states, starts + torch.arange(1, options.tokens, device=starts.device))
+            counts |= accepted_counts(torch.stack(drafted, dim=1)[starts[:, 0]] == wanted)
         return total, counts
 
     def _later(

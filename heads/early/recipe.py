@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from vllm_ppd.heads.early.config import EarlyConfig, EarlyOptions
 from vllm_ppd.heads.early.module import EarlyHeads
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe
+from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
 from vllm_ppd.heads.training.states import Reads
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
@@ -56,6 +56,13 @@ class EarlyRecipe(HeadsRecipe):
         counts = {"rows": torch.tensor(len(rows), device=rows.device)}
         counts |= {f"match.{layer}": match[i].sum() for i, layer in enumerate(exits)}
         counts |= {f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)}
+        drafts = self.options.num_speculative_tokens
+        if not self.training and (ends := batch.ahead(drafts)[1]).any():
+            # Each draft is read at the exit, a row further on; all exits count alike.
+            matches = torch.zeros(len(exits), len(valid), dtype=torch.bool, device=rows.device)
+            matches[:, rows] = match
+            starts = ends.nonzero() + torch.arange(drafts, device=rows.device)
+            counts |= accepted_counts(matches[:, starts].flatten(0, 1))
         return loss.mean(dim=1).sum(), counts
 
     def _transforms(

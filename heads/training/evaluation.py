@@ -17,7 +17,7 @@ from vllm_ppd.heads.training.tokens import TokenStore
 if TYPE_CHECKING:
     from vllm_ppd.heads.training.recipe import Recipe
 
-LEAST = 1e-3  # share of the loss by which it must fall to count as falling
+LEAST = 1e-3  # share by which what decides must improve to count as improving
 
 
 class Evaluation(BaseModel):
@@ -28,6 +28,15 @@ class Evaluation(BaseModel):
     step: int
     loss: float
     figures: dict[str, Any]
+    accepted: float | None = None  # greedy drafts a step, teacher-forced; None where no drafts are counted
+
+    def is_better_than(self, other: Evaluation | None) -> bool:
+        """Whether more is accepted, or as much at a lower loss; never if the loss is not finite."""
+        if not math.isfinite(self.loss) or other is None:
+            return math.isfinite(self.loss)
+        if self.accepted == other.accepted or self.accepted is None or other.accepted is None:
+            return self.loss < other.loss - LEAST * abs(other.loss)
+        return self.accepted > other.accepted * (1 + LEAST)
 
 
 class Progress(BaseModel):
@@ -40,11 +49,10 @@ class Progress(BaseModel):
     stale: int = 0  # evaluations since the best
 
     def take(self, evaluation: Evaluation) -> bool:
-        """Whether the loss fell; losses that are not finite do not."""
-        self.last, loss = evaluation, evaluation.loss
-        fell = math.isfinite(loss) and (self.best is None or loss < self.best.loss - LEAST * abs(self.best.loss))
-        self.best, self.stale = (evaluation, 0) if fell else (self.best, self.stale + 1)
-        return fell
+        """Whether it is better than the best before it."""
+        self.last, better = evaluation, evaluation.is_better_than(self.best)
+        self.best, self.stale = (evaluation, 0) if better else (self.best, self.stale + 1)
+        return better
 
 
 @torch.no_grad()
@@ -75,6 +83,11 @@ def evaluate(
     figures = recipe.summary(sums)
     if "nan" in str(figures).lower():
         total = math.nan
+    by_position = [sums[name] / sums["accepted_of"] for name in sums if name.startswith("accepted.")]
     # The same in all processes, which must agree on when to stop.
-    totals = processes.reduce(torch.tensor(total, dtype=torch.float64, device=processes.device), "sum")
-    return Evaluation(step=step, loss=float(totals) / processes.num_processes, figures=figures)
+    totals = torch.tensor([total, sum(by_position)], dtype=torch.float64, device=processes.device)
+    loss, accepted = (processes.reduce(totals, "sum") / processes.num_processes).tolist()
+    if not by_position:
+        return Evaluation(step=step, loss=loss, figures=figures)
+    figures |= {"accepted_a_step": round(accepted, 4), "accepted_by_position": [round(x, 4) for x in by_position]}
+    return Evaluation(step=step, loss=loss, figures=figures, accepted=accepted)

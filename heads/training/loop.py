@@ -176,7 +176,7 @@ class _Run:
                 if stops:
                     raise Stopped(facts.step, self.steps)
                 self._update(loss)
-                progress.set_postfix(step=f"{facts.step}/{self.steps}", loss=f"{loss:.4f}")
+                progress.set_postfix(step=f"{facts.step}/{self.steps}", loss=f"{loss:.4f}", **self._held_out())
                 if options.evaluate_every and facts.step % options.evaluate_every == 0:
                     self._evaluate(f"step {facts.step}")
         facts.seconds = time.monotonic() - started
@@ -193,6 +193,11 @@ class _Run:
             "held_out_after": after.figures,
             "held_out_after_step": after.step,
         }
+
+    def _held_out(self) -> dict[str, str]:
+        """Drafts accepted a step by the last evaluation, for the line of progress."""
+        last = self.facts.held_out.last
+        return {} if last is None or last.accepted is None else {"accepted": f"{last.accepted:.3f}"}
 
     def _loss_and_gradient(self, progress: tqdm, stop: list[int]) -> tuple[float, bool]:
         """The gradient of the step's windows.

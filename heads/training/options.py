@@ -52,8 +52,8 @@ class TrainingOptions(BaseModel):
     evaluation_tokens: int = Field(65_536, ge=1, description="held-out tokens the evaluation reads")
     evaluate_every: int | None = Field(None, ge=1, description="steps between evaluations, beside the first and last")
     patience: int | None = Field(
-        None, ge=1, description="stop after so many evaluations in which the held-out loss did not fall by 0.1 %, and "
-        "keep the best weights",
+        None, ge=1, description="stop after so many evaluations in which no more held-out drafts were accepted (by "
+        "0.1 %), and keep the best weights",
     )  # fmt: skip
     states_cache: str | None = Field(
         None, description="folder that keeps the frozen target's states for further epochs and trainings on the data"

@@ -19,8 +19,18 @@ from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
+from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
 Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches and processes
+
+
+def accepted_counts(right: torch.Tensor) -> Counts:
+    """Held-out counts of drafts that are right and after none that is wrong.
+
+    Args:
+        right: [rows, drafts] bool: whether each draft of a step is what the target chooses there.
+    """
+    return {"accepted": right.long().cumprod(1).sum(0), "accepted_of": torch.tensor(len(right), device=right.device)}
 
 
 class Recipe(nn.Module, ABC):
@@ -71,9 +81,19 @@ class Recipe(nn.Module, ABC):
             rows = rows[torch.randperm(len(rows), device=rows.device)[: max(1, round(share * len(rows)))]]
         return rows
 
+    def greedy_tokens(self, states: TargetStates, at: torch.Tensor) -> torch.Tensor:
+        """The target's likeliest token after each of some rows [...]."""
+        if states.top_ids is not None:
+            return states.top_ids[at, 0]
+        target = self.target
+        return top_log_probs(states.final[at.flatten()], 1, target.unembedding, target.bias)[0].view(at.shape)
+
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        """The loss to minimise (a mean over the tokens that count), and counts of what was seen."""
+        """The loss to minimise (a mean over the tokens that count), and counts of what was seen.
+
+        Held out, that is while not training, accepted_counts are among them.
+        """
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         return self.loss(batch)

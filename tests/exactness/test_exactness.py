@@ -21,10 +21,11 @@ PARALLEL = {"method": "paradecode", "schedule": "parallel"}
 CUT_OFF = {"max_drafting_requests": 3, "disable_by_batch_size": 9}
 LOOKUP = {"prompt_lookup_min": 1, "adaptive": True}
 CLASSIFIERS, HAND_MADE = ("early", {"head": "classifier"}), ("hand-made", {"exit_layers": (4,), "noise": 0.05})
-# CP heads of experts without a condition, of experts that read the drafts, and of whole classifiers.
-PLAIN, CHAIN, WHOLE = (
+# CP heads of experts without a condition, of experts that read the drafts or a state that does, and whole classifiers.
+PLAIN, CHAIN, RECURRENT, WHOLE = (
     ("cp", {"rank": 3, "condition": "none"}),
     ("cp", {"rank": 3, "condition": "chain"}),
+    ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4}),
     ("cp", {"rank": 2, "factorised": False, "condition": "none"}),
 )
 DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
@@ -43,6 +44,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cp-token": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "token"})},
     "cp-chain": {"method": "cp", "heads": CHAIN},
     "cp-chain-short": {"method": "cp", "num_speculative_tokens": 2, "draft_vocab_size": 100, "heads": CHAIN},
+    "cp-recurrent": {"method": "cp", "heads": RECURRENT},
+    "cp-recurrent-longer": {"method": "cp", "num_speculative_tokens": 5, "draft_vocab_size": 100, "heads": RECURRENT},
     "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": WHOLE},
     "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": PLAIN},
     "cp-full-short": {"method": "cp", "draft_vocab_size": 60, "heads": WHOLE},
@@ -68,6 +71,7 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
     ("cp-token", "batch_16"), ("cp-token", "arrivals_and_aborts"), ("cp-chain", "batch_1"), ("cp-chain", "batch_16"),
     ("cp-chain", "model_length"), ("cp-chain-short", "more_than_fit"),
+    ("cp-recurrent", "batch_16"), ("cp-recurrent", "arrivals_and_aborts"), ("cp-recurrent-longer", "model_length"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip
 
@@ -99,7 +103,7 @@ def test_drafts_were_made_and_deferred(engine: Factory) -> None:
     assert accepted > 0
 
 
-@pytest.mark.parametrize("name", ["cp-short", "cp-chain-short", "cp-full-short", "dynamo-short"])
+@pytest.mark.parametrize("name", ["cp-short", "cp-chain-short", "cp-recurrent-longer", "cp-full-short", "dynamo-short"])
 def test_draft_vocabulary_is_a_part_of_the_lm_head(
     engine: Factory, variant: Factory, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -124,6 +128,7 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
 
 
 HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"]
+HEADS += ["cp-recurrent", "cp-recurrent-longer"]
 
 
 @pytest.mark.parametrize("name", HEADS)

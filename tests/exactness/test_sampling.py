@@ -81,7 +81,7 @@ def heads(
     def get(kind: str) -> str:
         folder = tmp_path_factory.mktemp(kind) / "heads"
         name, _, condition = kind.partition("-")
-        how = {"condition": condition or "none"} if name == "cp" else {}
+        how = {"condition": condition or "none", "expert_rank": 4} if name == "cp" else {}
         return str(overfitted.fit(tiny_model(), name, sequences[:1200], folder, **how))
 
     return get
@@ -97,6 +97,7 @@ DRAFTERS: dict[str, tuple[str | None, dict[str, Any], tuple[str, ...]]] = {
     "cp-token": ("cp-token", {}, ("greedy",)),
     "cp-chain": ("cp-chain", {}, ()),
     "cp-chain-short": ("cp-chain", {"draft_vocab_size": 150}, ("probabilistic",)),
+    "cp-recurrent": ("cp-recurrent", {"draft_vocab_size": 150}, ("probabilistic",)),
     "dynamo": ("dynamo", {"eps_b": 0.0}, ("greedy",)),
     "dynamo-backing-off": ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}, ("probabilistic",)),
 }
@@ -129,7 +130,7 @@ def test_distribution(drafting: Factory, expected: list[tuple[int, ...]], name: 
     assert 20 < seen["accepted"] < 0.98 * seen["drafted"]
 
 
-@pytest.mark.parametrize("name", ["early", "cp", "cp-chain", "dynamo"])
+@pytest.mark.parametrize("name", ["early", "cp", "cp-chain", "cp-recurrent", "dynamo"])
 def test_distribution_with_top_k_and_top_p(drafting: Factory, limited: list[tuple[int, ...]], name: str) -> None:
     """Drafts and q(x) are cut as the request asks; the output's distribution stays the target's."""
     llm = drafting(name)

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import overfitted
 import pytest
 from cases import CASES, after_a_prefix, generate, greedy, prompts
-from conftest import Factory, counting, full_but
+from conftest import DEMO, Factory, counting, full_but
 from small import METHODS, Small
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
@@ -41,6 +44,19 @@ def test_drafts_are_accepted(v2_engine: Factory, name: str) -> None:
     with counting(llm) as seen:
         generate(Small(llm, 3, 24), prompts(3), greedy())
     assert 0.04 < seen["accepted"] / seen["drafted"] < 1
+
+
+def test_cp_heads_with_a_recurrent_state(v2_engine: Factory, tmp_path: Path) -> None:
+    """More drafts than positions were trained, in the graph of drafts; fitted to what the model says."""
+    requests = prompts(4)
+    params = [*[greedy(24)] * 3, SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)]
+    expected = generate(v2_engine(), requests, params)
+    said = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(requests, expected, strict=True)]
+    heads = overfitted.fit(DEMO, "cp", said, tmp_path / "heads", 60, rank=2, condition="recurrent", expert_rank=4)
+    llm = v2_engine({"method": "cp", "model": str(heads), "num_speculative_tokens": 5, "draft_vocab_size": 1024})
+    with counting(llm) as seen:
+        assert generate(llm, requests, params) == expected
+    assert 0.2 < seen["accepted"] / seen["drafted"] < 1
 
 
 @pytest.mark.full

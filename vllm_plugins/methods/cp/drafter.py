@@ -6,7 +6,8 @@
     chain    b moves the experts' weights, their mixture gives d1, d1 moves the weights, ... (CP heads, section 2.4)
 
 Heads with a condition add U^(s) E[b] to the states, and W_b E[b] to the gate in place of b's move of the weights; with
-condition chain V^(s) E[d_{s-1}] as well, so that each position's logits wait for the draft before.
+condition chain V^(s) E[d_{s-1}] as well, so that each position's logits wait for the draft before. With condition
+recurrent a state reads b and each draft, by the same matrices whatever the number of drafts (heads/cp/recurrence.py).
 
 No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of the target.
 """
@@ -20,6 +21,7 @@ import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import draft_in_sequence, log_gate
+from vllm_ppd.heads.cp.recurrence import advance, of_experts
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -32,6 +34,24 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
+ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]  # as draft_in_sequence's
+
+
+class _Recurrence:
+    """The matrices of a recurrent state (heads/cp/recurrence.py) beside the target's."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
+        read = {name.removeprefix("cp.recurrence."): matrix for name, matrix in tensors.items()}
+        self.token, self.inner, self.outer = (target.linear(read[name]) for name in ("token", "inner", "outer"))
+        self.down = target.linear(read["down"].flatten(0, 1)) if "down" in read else None
+        self.up = read["up"].to(device=target.device, dtype=target.dtype) if "up" in read else None
+
+    def advance(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return advance(state, embedded, self.token, self.inner, self.outer)
+
+    def experts(self, state: torch.Tensor) -> torch.Tensor:
+        return of_experts(state, self.down, self.up)
+
 
 class CPDrafter(Drafter):
     """Drafts with a CP head over the target's last hidden state."""
@@ -43,24 +63,28 @@ class CPDrafter(Drafter):
         drafts = config.num_speculative_tokens
         self.lead = heads.positions - heads.factors  # positions that have no factors
         factors = drafts + 1 - self.lead
+        self.factorised, self.rank, self.factors = heads.factorised, heads.rank, factors
+        self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
+        self.token_gate = tensors["cp.token_gate"].to(self.gate) if self.lead else None
+        self.recurrence = _Recurrence(tensors, target) if heads.condition == "recurrent" else None
+        if self.recurrence is None:
+            self._load_matrices(heads, tensors, drafts)
+        size = config.draft_vocab_size or target.vocab_size
+        self.requests_at_once = max(1, LOGITS_AT_ONCE // (factors * heads.rank * size))
+
+    def _load_matrices(self, heads: CPConfig, tensors: dict[str, torch.Tensor], drafts: int) -> None:
+        """The matrices of each draft, and those that read tokens."""
+        target, factors = self.target, self.factors
         if heads.factorised:
             weights = tensors["cp.transforms"][:factors]
         elif self.vocabulary is not None:
             weights = tensors["cp.classifiers"][:factors, :, self.vocabulary.token_ids.cpu()]
         else:
             weights = target.lm_head.shard(tensors["cp.classifiers"][:factors])
-        self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
         self.weights = target.linear(weights.flatten(0, 2))
-        self.factorised, self.rank, self.factors = heads.factorised, heads.rank, factors
-        self.token_gate: torch.Tensor | None = None
-        self.previous: list[Callable[[torch.Tensor], torch.Tensor]] = []
-        if self.lead:
-            self.token_gate = tensors["cp.token_gate"].to(device=target.device, dtype=target.dtype)
-            self.token = target.linear(tensors["cp.token"][:drafts].flatten(0, 1))
-        if heads.condition == "chain":
-            self.previous = [target.linear(matrix) for matrix in tensors["cp.previous"][: drafts - 1]]
-        size = config.draft_vocab_size or target.vocab_size
-        self.requests_at_once = max(1, LOGITS_AT_ONCE // (factors * heads.rank * size))
+        self.token = target.linear(tensors["cp.token"][:drafts].flatten(0, 1)) if self.lead else None
+        chain = heads.condition == "chain"
+        self.previous = [target.linear(matrix) for matrix in tensors["cp.previous"][: drafts - 1]] if chain else []
 
     def propose(self, step: DraftInputs) -> Drafts:
         requests = len(step.newest_ids)
@@ -93,17 +117,44 @@ class CPDrafter(Drafter):
             None if vocabulary is None else vocabulary.token_ids,
             step.with_probs or step.with_confidence,
         )
-        product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
         embedded = self.target.embed(first) if self.lead else None
-        if embedded is not None:
-            product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
+        if self.recurrence is not None:
+            assert embedded is not None
+            read = self._recurrent(self.recurrence, hidden, embedded)
+            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, with_probs)
+        product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
+        if self.token is not None and embedded is not None:
+            product = product + self.token(embedded).view(len(hidden), self.factors, 1, -1)
         if self.previous:
-            return draft_in_sequence(log_weights, product, self._logits, self._shift, sampling, token_ids, with_probs)
+            read = self._chain(product)
+            return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, with_probs)
         known = first if vocabulary is None else vocabulary.place_of[first]
         logits = self._logits(product)
         first_entry = None if self.lead else known
         return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)[:2]
+
+    def _recurrent(self, recurrence: _Recurrence, hidden: torch.Tensor, first: torch.Tensor) -> ReadLogits:
+        """Reads each draft's logits from a state that begins at hidden [rows, d] and has E of the newest token next."""
+        state = hidden
+
+        def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
+            nonlocal state
+            state = recurrence.advance(state, first if before is None else self._embedded(before))
+            return self._logits(recurrence.experts(state))
+
+        return read
+
+    def _chain(self, product: torch.Tensor) -> ReadLogits:
+        """Reads each draft's logits from its states in product [rows, n, r, d], and from the draft before."""
+
+        def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
+            states = product[:, position]
+            if before is not None:
+                states = states + self.previous[position - 1](self._embedded(before))[:, None]
+            return self._logits(states)
+
+        return read
 
     def _logits(self, product: torch.Tensor) -> torch.Tensor:
         """Of the heads' own products [requests, ..., r, out]: [requests, ..., r, draft vocabulary]."""
@@ -112,9 +163,9 @@ class CPDrafter(Drafter):
             return read(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
         return self.target.lm_head.gather(product) if self.vocabulary is None else product
 
-    def _shift(self, position: int, drafts: torch.Tensor) -> torch.Tensor:
-        """What the states of the next position read of the drafts [requests]: [requests, hidden]."""
-        return self.previous[position](self.target.embed(self._ids(drafts).clamp(min=0)))
+    def _embedded(self, drafts: torch.Tensor) -> torch.Tensor:
+        """E of drafts [requests], entries of the draft vocabulary: [requests, hidden]."""
+        return self.target.embed(self._ids(drafts).clamp(min=0))
 
     def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """Entries of the draft vocabulary as token IDs."""

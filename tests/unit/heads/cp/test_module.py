@@ -20,7 +20,7 @@ from vllm_ppd.kernels.sampling import Sampling
 ROWS, POSITIONS, RANK, VOCAB, SIZE = 7, 4, 2, 5, 6
 F64 = torch.float64
 # Whole classifiers, and factorised heads by what they read.
-FORMS = pytest.mark.parametrize("form", ["full", "none", "token", "chain"])
+FORMS = pytest.mark.parametrize("form", ["full", "none", "token", "chain", "recurrent"])
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Made:
 
     def __init__(self, form: str, positions: int = POSITIONS) -> None:
         self.factorised, condition = form != "full", "none" if form == "full" else form
-        self.head = CPHead(SIZE, positions, RANK, VOCAB, self.factorised, F64, condition=condition)  # type: ignore
+        self.head = CPHead(SIZE, positions, RANK, VOCAB, self.factorised, F64, 0, condition, 5, 2)  # type: ignore
         for seed, parameter in enumerate(self.head.parameters()):
             parameter.data.copy_(seeded(*parameter.shape, seed=seed, scale=0.6))
         self.unembedding = seeded(VOCAB, SIZE, seed=20) if self.factorised else None
@@ -55,11 +55,16 @@ class Made:
         read = self.embeddings[before[0]] if head.lead else None
         if head.token_gate is not None and read is not None:
             weights = weights + head.token_gate @ read
-        weights = weights.softmax(0)
+        weights, recurrent = weights.softmax(0), hidden
         for s, token in enumerate((*before[head.lead :], None)):
             factors = []
+            if head.recurrence is not None:
+                recurrent = recurrent_state(head.recurrence, recurrent, self.embeddings[before[s]])
             for expert in range(RANK):
-                if head.transforms is None or self.unembedding is None:
+                if head.recurrence is not None and self.unembedding is not None:
+                    thin = head.recurrence.up[expert] @ head.recurrence.down[expert]
+                    logits = self.unembedding @ (recurrent + thin @ recurrent)
+                elif head.transforms is None or self.unembedding is None:
                     assert head.classifiers is not None
                     logits = head.classifiers[s, expert] @ hidden
                 else:
@@ -76,6 +81,16 @@ class Made:
             weights = weights * mixed[:, token]
             weights = weights / weights.sum()
         raise AssertionError
+
+
+def recurrent_state(recurrence: Any, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    """s + V x + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); x], x = RMSNorm(embedded): [d]."""
+    normed = [vector / (vector.square().mean() + 1e-6).sqrt() for vector in (state, embedded)]
+    of_token = recurrence.token[SIZE:]
+    matrix = torch.cat([recurrence.inner, of_token], dim=1)
+    gate, value = (matrix @ torch.cat(normed)).chunk(2)
+    gated = gate * gate.sigmoid() * value
+    return state + recurrence.token[:SIZE] @ normed[1] + recurrence.outer @ gated
 
 
 @FORMS
@@ -122,6 +137,7 @@ def test_the_joint_sums_to_one(form: str) -> None:
     [
         ("full", 1.0, {}), ("none", 0.5, {}), ("token", 0.7, {}), ("chain", 0.7, {}), ("none", 0.7, {"top_k": 3}),
         ("token", 0.7, {"top_p": 0.8}), ("chain", 0.7, {"top_k": 3}), ("chain", 0.7, {"top_p": 0.8}),
+        ("recurrent", 3.0, {}),
     ],
 )  # fmt: skip
 def test_sampled_drafts_follow_what_they_claim(form: str, temperature: float, limits: dict[str, Any]) -> None:
@@ -249,11 +265,11 @@ def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
     target = TargetLayers(model_type="llama", hidden_size=SIZE, vocab_size=VOCAB, num_hidden_layers=2)
     config = CPConfig(
         verifier="m", positions=POSITIONS, rank=RANK, condition=head.condition, factorised=made.factorised,
-        num_speculative_tokens=3, target=target,
+        num_speculative_tokens=3, target=target, inner_size=5, expert_rank=2,
     )  # fmt: skip
     tensors = head.tensors()
     assert {name: [*tensor.shape] for name, tensor in tensors.items()} == config.shapes()
-    again = CPHead.from_tensors(tensors)
+    again = CPHead.from_tensors(config, tensors)
     assert (again.positions, again.condition, again.factors) == (POSITIONS, head.condition, config.factors)
     assert all(torch.equal(value, tensors[name]) for name, value in again.tensors().items())
     made.head, made.embeddings = again, made.embeddings.to(dtype)

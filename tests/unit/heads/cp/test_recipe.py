@@ -41,13 +41,15 @@ def test_cost_of_a_condition() -> None:
     acceptance = {name: {"by_drafts": counts} for name in ("greedy", "T 0.8")}
     parts = CPParts.model_validate({"timing": timing, "acceptance": acceptance})
     costs = {}
-    for condition in ("none", "token", "chain"):
+    for condition in ("none", "token", "chain", "recurrent"):
         config = CPConfig(
-            verifier="m", positions=4, rank=2, condition=condition, num_speculative_tokens=3, target=target
-        )
+            verifier="m", positions=4, rank=2, condition=condition, num_speculative_tokens=3, target=target,
+            inner_size=2 * SIZE, expert_rank=SIZE,
+        )  # fmt: skip
         three = list(config.settings(parts, greedy=True))[2]
         costs[condition] = (three.layers, three.reads, three.rows)
-    assert costs == {"none": (8, 1, 8), "token": (6 + 3, 1, 6), "chain": (6 + 3 + 2, 3, 2)}
+    recurrent = (3 * (1 + 5 * 2 + 2 * 2), 3, 2)  # a draft: V, the gated layer, and two matrices an expert
+    assert costs == {"none": (8, 1, 8), "token": (6 + 3, 1, 6), "chain": (6 + 3 + 2, 3, 2), "recurrent": recurrent}
 
 
 @CONDITIONS
@@ -93,10 +95,13 @@ def windows(count: int = 3, length: int = 40) -> Batch:
     return Batch(ids, torch.arange(length).expand(count, -1))
 
 
-@CONDITIONS
+@pytest.mark.parametrize("condition", ["none", "token", "chain", "recurrent"])
 @pytest.mark.parametrize("vocabulary", [0, 120])
 def test_loss_is_the_formula(tiny_model: Callable[..., Path], condition: Condition, vocabulary: int) -> None:
-    """Cross-entropy to the target's top-k at each position, the text's likelihood and the balance; and its gradient."""
+    """Cross-entropy to the target's top-k at each position, the text's likelihood and the balance; and its gradient.
+
+    Held out, a draft is accepted where it and those before it are the target's own choice.
+    """
     recipe = recipe_of(
         tiny_model(), condition=condition, distillation=0.7, distillation_top_k=5, train_vocab_size=vocabulary
     )
@@ -113,30 +118,38 @@ def test_loss_is_the_formula(tiny_model: Callable[..., Path], condition: Conditi
     gradients = [parameter.grad.clone() for parameter in recipe.parameters() if parameter.grad is not None]
     assert len(gradients) == len(list(recipe.parameters()))
     recipe.zero_grad()
+    assert "accepted" not in figures
+    recipe.eval()
+    accepted = recipe.loss(batch)[1]["accepted"].tolist()
 
     place = {int(token): index for index, token in enumerate(vocabulary_ids)}
     final = target.run(batch).final.view(3, 40, -1)
     log_p = functional.log_softmax(final @ target.unembedding.T, -1)
     total: torch.Tensor = torch.zeros(())
     nll = torch.zeros(())
-    gates = []
+    gates, right = [], torch.zeros(3, dtype=torch.int64)
     for row, t in itertools.product(range(3), range(40 - 4)):
         text = batch.input_ids[row, t + 1 : t + 5]
         context = target.embed(text[None, :-1])
         factors = head.logits(final[row, t][None], target.unembedding[vocabulary_ids], None, context)[0].log_softmax(-1)
         weights = head.log_weights(final[row, t][None], context)[0]
         gates.append(weights)
+        alive = True
         for index, s in enumerate(range(1 + head.lead, 5)):
             mixed = torch.logsumexp(weights[:, None] + factors[index], 0)
             best = log_p[row, t + s - 1].topk(5)
+            if s > 1:
+                alive = alive and bool(vocabulary_ids[mixed.argmax()] == best.indices[0])
+                right[s - 2] += alive
             for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
                 if token in place:
-                    total = total - 0.7 * torch.tensor(value).exp() * mixed[place[token]]
+                    total = total - 0.8**index * 0.7 * torch.tensor(value).exp() * mixed[place[token]]
             if (token := int(text[s - 1])) in place:
                 nll = nll - mixed[place[token]]
                 weights = torch.log_softmax(weights + factors[index, :, place[token]], 0)
     expected = (total + 0.3 * nll) / (3 * 36) + 0.1 * balance_loss(torch.stack(gates))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    assert accepted == right.tolist()
     torch.testing.assert_close(figures["joint"], nll.detach(), rtol=1e-4, atol=1e-4)
     expected.backward()
     for gradient, parameter in zip(gradients, recipe.parameters(), strict=True):

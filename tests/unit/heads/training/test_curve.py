@@ -47,7 +47,13 @@ def test_curve(train: Train) -> None:
     # The held-out loss is the figures' sum over the exits, up to their rounding.
     for point in held_out:
         assert point.held_out is not None
-        assert point.held_out_loss == pytest.approx(sum(x["kl_nats"] for x in point.held_out.values()), abs=1e-3)
+        exits = [figures for name, figures in point.held_out.items() if name.startswith("exit")]
+        assert point.held_out_loss == pytest.approx(sum(x["kl_nats"] for x in exits), abs=1e-3)
+        by_position = point.held_out["accepted_by_position"]
+        assert point.held_out["accepted_a_step"] == pytest.approx(sum(by_position), abs=1e-3)
+        assert by_position == sorted(by_position, reverse=True) and len(by_position) == 3
+        # A draft is right where an exit and the target choose the same token.
+        assert by_position[0] == pytest.approx(sum(x["match"] for x in exits) / len(exits), abs=0.02)
 
 
 def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Callable[..., Any]) -> None:
@@ -90,16 +96,27 @@ def test_progress_counts_evaluations_since_the_loss_fell() -> None:
     assert progress.best is not None and progress.best.step == 5 and progress.stale == 0
 
 
+def test_progress_counts_evaluations_since_more_drafts_were_accepted() -> None:
+    """Whatever the loss does, as long as it is a number."""
+    progress, accepted = Progress(), [0.3, 0.4, 0.4003, 0.39, 0.5, 0.45]
+    losses = [3.0, 4, 1, 1, math.nan, 9]
+    better = [
+        progress.take(Evaluation(step=i, loss=loss, figures={}, accepted=share))
+        for i, (loss, share) in enumerate(zip(losses, accepted, strict=True))
+    ]
+    assert better == [True, True, False, False, False, True] and progress.stale == 0
+
+
 def test_a_flat_run_stops_and_keeps_its_best_weights(train: Train, tmp_path: Path, monkeypatch: Any) -> None:
-    """Held-out losses that rise from step 4 on: the run ends two evaluations later with the heads of step 4."""
+    """Accepted drafts that fall from step 4 on: the run ends two evaluations later with the heads of step 4."""
     real, weights = loop.evaluate, {}
 
-    def rising(recipe: Any, *args: Any) -> Evaluation:
+    def falling(recipe: Any, *args: Any) -> Evaluation:
         evaluation, step = real(recipe, *args), args[3]
         weights[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
-        return evaluation.model_copy(update={"loss": 1.0 + abs(step - 4)})
+        return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - 4))})
 
-    monkeypatch.setattr(loop, "evaluate", rising)
+    monkeypatch.setattr(loop, "evaluate", falling)
     folder = train(steps=40, evaluate_every=2, patience=2)
     assert sorted(weights) == [0, 2, 4, 6, 8]
     facts = facts_of(folder)
@@ -109,7 +126,9 @@ def test_a_flat_run_stops_and_keeps_its_best_weights(train: Train, tmp_path: Pat
         assert not torch.equal(tensor, weights[8][name])
 
 
-def test_a_run_that_improves_is_not_stopped(train: Train) -> None:
+def test_a_run_that_improves_is_not_stopped(train: Train, monkeypatch: Any) -> None:
+    real = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", lambda *args: real(*args).model_copy(update={"accepted": 1.0 + args[4]}))
     facts = facts_of(train(evaluate_every=3, patience=1))
     assert facts["steps"] == 12 and not facts["stopped_flat"] and facts["held_out_after_step"] == 12
 
@@ -117,11 +136,11 @@ def test_a_run_that_improves_is_not_stopped(train: Train) -> None:
 def test_patience_survives_a_stop(train: Train, stop_at: Callable[..., Any], monkeypatch: Any) -> None:
     real, steps = loop.evaluate, []
 
-    def rising(*args: Any) -> Evaluation:
+    def falling(*args: Any) -> Evaluation:
         steps.append(args[4])
-        return real(*args).model_copy(update={"loss": 1.0 + args[4]})
+        return real(*args).model_copy(update={"accepted": 1 / (1 + args[4])})
 
-    monkeypatch.setattr(loop, "evaluate", rising)
+    monkeypatch.setattr(loop, "evaluate", falling)
     train = partial(train, steps=40, evaluate_every=2, patience=2)
     stop_at(4)
     with pytest.raises(loop.Stopped):

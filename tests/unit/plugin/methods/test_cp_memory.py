@@ -75,6 +75,7 @@ def drafter_of(size: int | None) -> CPDrafter:
     drafter.token = lambda hidden: functional.linear(hidden, square).repeat(1, DRAFTS)
     drafter.previous = [lambda hidden: functional.linear(hidden, square)] * (DRAFTS - 1)
     drafter.factorised, drafter.rank, drafter.factors, drafter.lead = True, RANK, DRAFTS, 1
+    drafter.recurrence = None
     drafter.vocabulary = None if size is None else Unembedding(size)
     embeddings = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
     drafter.target = SimpleNamespace(

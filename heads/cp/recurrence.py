@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recurrent state of CP heads, which reads the sampled token and every draft: cheap, nonlinear, shared by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from vllm_ppd.kernels.batched_linear import batched_linear
+
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] to [rows, out]
+
+
+def advance(state: torch.Tensor, embedded: torch.Tensor, token: Linear, inner: Linear, outer: Linear) -> torch.Tensor:
+    """The state after another token: s + V x + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); x], x = RMSNorm(E[token]).
+
+    Args:
+        state: s [rows, d] before it.
+        embedded: E[token] [rows, d].
+        token: [V; W_g and W_i's columns of x], [d + 2 m, d].
+        inner: W_g and W_i's columns of s, [2 m, d].
+        outer: W_o [d, m].
+    """
+    size = state.shape[-1]
+    read = token(functional.rms_norm(embedded, (size,), eps=1e-6))
+    gate, value = (read[:, size:] + inner(functional.rms_norm(state, (size,), eps=1e-6))).chunk(2, dim=-1)
+    return state + read[:, :size] + outer(functional.silu(gate) * value)
+
+
+def of_experts(state: torch.Tensor, down: Linear | None, up: torch.Tensor | None) -> torch.Tensor:
+    """What each expert hands to the LM head, s + A_a B_a s: [rows, r, d]; the state alone for rank 1.
+
+    Args:
+        state: s [rows, d].
+        down: every B_a, [r R, d]; None for rank 1.
+        up: A [r, d, R]; None for rank 1.
+    """
+    if down is None or up is None:
+        return state[:, None]
+    thin = down(state).unflatten(-1, (len(up), -1)).transpose(0, 1)
+    return state[:, None] + batched_linear(thin, up.to(thin.dtype)).transpose(0, 1)
+
+
+class Recurrence(nn.Module):
+    """s_t from s_{t-1} and the t-th token, and the thin experts on it; it starts as the identity.
+
+    Args:
+        size: d.
+        inner_size: m, the width of the gated layer.
+        rank: r, experts; a single expert is the state itself.
+        expert_rank: R, the rank of what tells experts apart.
+        dtype: of the parameters.
+        seed: of the matrices that are not zero; None leaves all zero, for those who load them.
+        dropout: share of the gated layer that each training step leaves out.
+    """
+
+    def __init__(
+        self, size: int, inner_size: int, rank: int, expert_rank: int, dtype: torch.dtype, seed: int | None,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.dropout = dropout
+
+        def zeros(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+        self.token, self.inner, self.outer = (
+            zeros(size + 2 * inner_size, size), zeros(2 * inner_size, size), zeros(size, inner_size)
+        )  # fmt: skip
+        self.down = zeros(rank, expert_rank, size) if rank > 1 else None
+        self.up = zeros(rank, size, expert_rank) if rank > 1 else None
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+            random = [self.token[size:], self.inner, *([] if self.down is None else [self.down])]
+            for matrix in random:
+                matrix.detach().normal_(std=(2 * size) ** -0.5, generator=generator)
+
+    def forward(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The state [rows, d] after a token of embeddings [rows, d]."""
+
+        def outer(gated: torch.Tensor) -> torch.Tensor:
+            return functional.linear(functional.dropout(gated, self.dropout, self.training), self.outer)
+
+        dtype = self.token.dtype
+        return advance(
+            state.to(dtype), embedded.to(dtype), lambda x: functional.linear(x, self.token),
+            lambda x: functional.linear(x, self.inner), outer,
+        )  # fmt: skip
+
+    def experts(self, state: torch.Tensor) -> torch.Tensor:
+        """[rows, r, d]"""
+        thin = None if self.down is None else self.down.flatten(0, 1)
+        return of_experts(state, None if thin is None else lambda s: functional.linear(s, thin), self.up)
