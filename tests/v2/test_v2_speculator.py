@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -85,6 +86,37 @@ def test_asynchronous_scheduling_gives_the_same(
     llm = v2_engine(METHODS[name], asynchronous=True)
     core = llm.llm_engine.engine_core.engine_core
     assert type(core.scheduler).__name__ == "AsyncScheduler" and core.batch_queue_size == 2
+    with counting(llm) as seen:
+        assert generate(llm, requests, params) == expected
+    assert seen["accepted"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "limit"),
+    [("cp", 3, None), ("cp", 3, 2), ("early", 0, None), ("early", 3, None), ("early", 4, None), ("dynamo", 3, None)],
+)
+def test_a_step_that_failed_changes_nothing_of_those_to_come(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str, failing: int, limit: int | None
+) -> None:
+    """vLLM's sampler raises before the drafts of a step: of prompts, of drafts, of both, or one that drafts nothing."""
+    requests, params = prompts(5, 60), [greedy(max_tokens=n) for n in (4, 16, 12, 16, 8)]
+    options = METHODS[name] | ({"disable_by_batch_size": limit} if limit else {})
+    llm, expected = v2_engine(options), generate(v2_engine(), requests, params)
+    runner, steps = runner_of(llm), itertools.count()
+    stock = runner.sampler.apply_sampling_params
+
+    def fails_once(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) == failing:
+            raise RuntimeError("sampler of a test")
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(runner.sampler, "apply_sampling_params", fails_once)
+    try:
+        with pytest.raises(RuntimeError, match="sampler of a test"):
+            generate(llm, requests, params)
+    finally:
+        llm.llm_engine.abort_request(list(llm.llm_engine.output_processor.request_states), internal=True)
+    runner._dummy_run(8)  # as between other ranks' requests
     with counting(llm) as seen:
         assert generate(llm, requests, params) == expected
     assert seen["accepted"] > 0

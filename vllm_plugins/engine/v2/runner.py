@@ -7,6 +7,7 @@ Overrides, each of which calls vLLM's:
     load_model        RejectionSampler, a global of vLLM's module, is ours for that moment
     initialize_kv_cache   a speculator may run graphs of its own in place of the target's
     add_requests      options of a request that drafting reads
+    execute_model     what the speculator decided of the step ends with it, also by an exception
     sample_tokens     our counters travel with the step's output; a step without drafts is vLLM's own
     take_draft_token_ids  none behind such a step
     prepare_inputs    what the speculator decides from the schedule, before the target runs
@@ -74,6 +75,12 @@ class DraftingRunnerMixin:
         self.speculator.begin_step(batch)
         return batch
 
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().execute_model(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.speculator.end_step()
+
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         state = self.execute_model_state
         if state is None or state.num_spec_tokens_to_schedule:
@@ -90,7 +97,6 @@ class DraftingRunnerMixin:
         """vLLM's sample_tokens of an engine without speculation, but for drafts that are to be verified."""
         self._drafted = False
         speculator, drafts, stock = self.speculator, self.num_speculative_steps, self.sample
-        speculator.skip()
 
         def sample(*arguments: Any) -> Any:
             self.speculator = speculator

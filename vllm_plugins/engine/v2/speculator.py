@@ -129,8 +129,8 @@ class Speculator(DraftModelSpeculator):
     def begin_step(self, batch: Any) -> None:
         """The step's inputs are prepared, and the target is about to run."""
 
-    def skip(self) -> None:
-        """No drafts follow the step that has just run."""
+    def end_step(self) -> None:
+        """The target has run, a step or a dummy one, or has raised an exception."""
 
     def propose(
         self,

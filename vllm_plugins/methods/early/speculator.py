@@ -121,11 +121,10 @@ class DeferredKVSpeculator(Speculator):
         if self.deferred.mode == "mixed":
             self.passes.begin_step(batch)
 
-    def skip(self) -> None:
+    def end_step(self) -> None:
         self.deferred.end_step()
 
     def propose(self, input_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.deferred.end_step()
         self.passes.begin_drafting(input_batch, bool(kwargs.get("skip_attn_for_dummy_run")))
         drafts = super().propose(input_batch, *args, **kwargs)
         if not kwargs.get("dummy_run"):
