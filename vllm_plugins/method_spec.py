@@ -27,6 +27,7 @@ class MethodSpec:
     speculator: str | None = None  # drives it on runner V2; None: the method runs on V1 alone
     heads: str | None = None  # the kind of heads folder that it reads
     needs_heads: bool = False
+    looks_up_alone: bool = False  # makes no drafts beside those that stand in the requests' own texts
     cuts: bool = False  # runs parts of the target by themselves, so its family must have an adapter
     adds_layers: bool = False  # adds layers to the target, which not every family takes
     writes_ahead: bool = False  # writes KV of drafted positions before they are scheduled

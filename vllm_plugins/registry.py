@@ -6,13 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_ppd.vllm_plugins.method_spec import MethodSpec
-from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group
+from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group, lookup
 
 METHODS: dict[str, MethodSpec] = {
     "ppd": replace(early.METHOD, options=(*early.METHOD.options, "candidates"), group=group.GROUP),
     "paradecode": replace(early.METHOD, options=(*early.METHOD.options, "schedule"), parallel=early.PARALLEL),
     "cp": cp.METHOD,
     "dynamo": dynamo.METHOD,
+    "lookup": lookup.METHOD,
 }
 
 

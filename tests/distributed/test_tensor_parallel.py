@@ -101,7 +101,7 @@ def test_two_ranks(tiny_model: Factory, with_heads: Factory, alone: Factory, tmp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_min": 1, "prompt_lookup_drafts": 6}], ids=["", "lookup"])
+@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup_min": 1}], ids=["", "lookup"])
 def test_two_ranks_adaptive(tiny_model: Factory, alone: Factory, tmp_path: Path, lookup: dict[str, Any]) -> None:
     """Two clocks, one choice: ranks that drafted differently would hang or say something else."""
     cases = ("batch_16", "more_than_fit", "arrivals_and_aborts")
@@ -112,7 +112,9 @@ def test_two_ranks_adaptive(tiny_model: Factory, alone: Factory, tmp_path: Path,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"method": "ppd"}, {"method": "ppd", "draft_sample_method": "greedy"}])
+@pytest.mark.parametrize(
+    "options", [{"method": "ppd", "exit_layer": 3}, {"method": "ppd", "exit_layer": 3, "draft_sample_method": "greedy"}]
+)
 def test_two_ranks_all_cases(tiny_model: Factory, tmp_path: Path, options: dict[str, Any]) -> None:
     expected, _ = two_ranks(tmp_path, tiny_model(), None, CASES)
     said, counts = two_ranks(tmp_path, tiny_model(), options, CASES)

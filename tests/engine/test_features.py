@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.engine.v1.worker import DraftingWorker, set_draft_len
 pytestmark = pytest.mark.engine
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "early": {"method": "ppd"},
+    "early": {"method": "ppd", "exit_layer": 3},
     "cp": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "none"})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }

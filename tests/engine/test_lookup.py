@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup before the method: what is found, which source drafts, and that the output stays the target's."""
+"""Prompt lookup beside the method: what is found, which source drafts, and that the output stays the target's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, generate, greedy
+from cases import CASES, generate, greedy, prompts
 from conftest import Factory, counting
 from test_draft_length import MOST, Cost, Simulation, costs_of, predicted, shallow
 
-from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
-from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, LONGEST_LOOKUP, PRIOR_WEIGHT, DraftSources, Lookup, find
+from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, Acceptance, DraftLengthController
+from vllm_ppd.vllm_plugins.drafting import prompt_lookup
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import ALL_KINDS, LONGEST_LOOKUP, DraftSources, Lookup, find
 
 
 def drafts_of(texts: list[list[int]], shortest: int, most: int = 3) -> list[list[int]]:
@@ -47,30 +48,33 @@ class Sources(Simulation):
 
     def __init__(self, cost: Cost, lookup_cost: Cost, chance: float, right: float, **settings: Any) -> None:
         super().__init__(cost, **settings)
-        self.lookup_cost, self.chance, self.right = lookup_cost, chance, right
-        lookup = DraftLengthController(costs_of(lookup_cost), KINDS, PRIOR_WEIGHT)
-        self.sources = DraftSources(1, MOST, self.controller, lookup)
-        self.sources.find = self.find  # type: ignore[method-assign]
-        self.looked_up, self.lookups = False, 0
+        self.lookup_cost, self.chance, self.right, self.lengths = lookup_cost, chance, right, [5]
+        self.controller = DraftLengthController(costs_of(cost), ALL_KINDS, lookups=costs_of(lookup_cost))
+        self.sources = DraftSources(1, MOST)
+        self.looked_up, self.lookups = np.zeros(self.requests, dtype=bool), 0
 
     def find(self, *_: Any) -> Lookup:
         has = self.rng.random(self.requests) < self.chance
-        return Lookup(np.zeros((self.requests, MOST), dtype=np.int64), np.where(has, MOST, 0), np.where(has, 5, 0))
+        lengths = np.where(has, self.rng.choice(self.lengths, self.requests), 0)
+        return Lookup(np.zeros((self.requests, MOST), dtype=np.int64), np.where(has, MOST, 0), lengths)
 
     def run(self, steps: int, acceptance: float | list[float]) -> list[int]:
         most, sampled = [], np.zeros(self.requests, dtype=bool)
-        names = [f"r{i}" for i in range(self.requests)]
+        names, allowed = [f"r{i}" for i in range(self.requests)], np.full(self.requests, MOST)
+        batch = SimpleNamespace(lengths=allowed, token_ids=None)
         for _ in range(steps):
-            cost, rate = (self.lookup_cost, self.right) if self.looked_up else (self.cost, acceptance)
+            rate = np.where(self.looked_up[:, None], self.right, acceptance)
             right = self.rng.random((self.requests, MOST)) < rate
             accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), self.drafts)
             self.tokens += int((1 + accepted).sum())
+            cost = self.cost if self.drafts[~self.looked_up].any() else self.lookup_cost
             self.seconds += cost(self.requests, int(self.drafts.max()))
-            self.sources.observe(names, 1 + accepted)
-            allowed = np.full(self.requests, MOST)
-            self.drafts, tokens = self.sources.choose(None, allowed, allowed, self.requests, sampled)
-            self.looked_up = tokens is not None
-            self.lookups += self.looked_up
+            self.controller.observe(names, 1 + accepted)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(prompt_lookup, "find", self.find)
+                found, drafts, kinds = self.sources.choose(batch, allowed, allowed, sampled, self.controller.acceptance)
+            self.drafts, self.looked_up = self.controller.choose(drafts, self.requests, kinds), found.counts > 0
+            self.lookups += int((self.drafts[self.looked_up] > 0).any())
             most.append(int(self.drafts.max()))
         return most
 
@@ -100,7 +104,16 @@ def test_both_are_better_than_either(chance: float, right: float) -> None:
     assert np.mean(speeds) > max(0.95 * both, 0.985 * method_alone, 0.985 * lookups_alone)
 
 
-def test_a_method_with_a_higher_expected_speed_up_drafts() -> None:
+def test_requests_of_a_step_take_drafts_of_either_source() -> None:
+    """Each takes its match, and the others keep the method's drafts: more tokens than a step of either source has."""
+    engine = Sources(shallow(0.02), shallow(0.02), 0.5, 0.9, requests=8)
+    engine.run(500, 0.6)
+    speed = engine.speed(2000, 0.6)
+    both = [np.mean([predicted(0.9, 0.02), predicted(0.6, 0.02)], axis=0)[n] for n in range(MOST + 1)]
+    assert speed > 0.97 * max(both) > 1.1 * max(predicted(0.6, 0.02))
+
+
+def test_a_method_whose_drafts_are_accepted_more_often_drafts() -> None:
     engine = Sources(shallow(0.05), shallow(0.05), 0.9, 0.3)
     engine.run(500, 0.9)
     lookups, steps = engine.lookups, 2000
@@ -119,59 +132,61 @@ def test_neither_pays(requests: int) -> None:
 def test_a_source_that_does_not_pay_leaves_the_other_alone(requests: int) -> None:
     engine = Sources(shallow(1.5), shallow(0.02), 0.9, 0.8, requests=requests)
     engine.run(500, 0.1)
-    share = 0.9 if requests == 1 else 1.0
-    assert engine.speed(3000, 0.1) > 0.9 * (1 + share * (max(predicted(0.8, 0.02)) - 1) * 0.9)
+    assert engine.speed(3000, 0.1) > 0.9 * (1 + 0.9 * (max(predicted(0.8, 0.02)) - 1) * 0.9)
     engine = Sources(shallow(0.2), shallow(1.5), 0.9, 0.1, requests=requests)
     engine.run(500, 0.8)
     assert engine.speed(3000, 0.8) > 0.94 * max(predicted(0.8, 0.2))
 
 
-def test_without_measurements_every_request_must_have_a_match() -> None:
-    sources = DraftSources(1, MOST, None)
-    batch = SimpleNamespace(lengths=np.array([5, 4]), token_ids=np.array([[1, 2, 3, 1, 2]] * 2))
+def test_without_measurements_every_match_is_taken() -> None:
+    batch = SimpleNamespace(lengths=np.array([5, 3]), token_ids=np.array([[1, 2, 3, 1, 2]] * 2))
     most, no = np.array([MOST, MOST]), np.zeros(2, dtype=bool)
-    for ends, expected in (([5, 4], True), ([5, 3], False), ([3, 3], False)):
-        batch.lengths = np.array(ends)
-        drafts, tokens = sources.choose(batch, most, most, 2, no)
-        assert (tokens is not None) is expected
-        assert drafts.tolist() == ([3, 3] if expected else most.tolist())
+    found, drafts, kinds = DraftSources(1, MOST).choose(batch, most, most, no, None)
+    assert found.counts.tolist() == [3, 0] and drafts.tolist() == [3, MOST]
+    assert kinds[0] >= KINDS > kinds[1]
 
 
 def test_agreements_of_different_lengths_are_known_apart() -> None:
-    """What agrees in one token is wrong here, what agrees in ten is right."""
-    method = DraftLengthController(costs_of(shallow(0.2)))
-    sources = DraftSources(1, MOST, method, DraftLengthController(costs_of(shallow(0.2)), KINDS, PRIOR_WEIGHT))
-    rng, lengths, drafts = np.random.default_rng(0), 0, np.zeros(1, dtype=np.int64)
-    chosen: tuple[list[int], list[int]] = [], []
-    no = np.zeros(1, dtype=bool)
-    for _ in range(3000):
-        sources.observe(["r"], 1 + (drafts if lengths == 10 else 0 * drafts))
-        lengths = int(rng.choice([1, 10]))
-        match = Lookup(np.zeros((1, MOST), dtype=np.int64), np.array([MOST]), np.array([lengths]))
-        sources.find = lambda *_, match=match: match  # type: ignore[method-assign]
-        drafts, _ = sources.choose(None, np.array([MOST]), np.array([0]), 1, no)
-        chosen[lengths == 10].append(int(drafts[0]))
-    assert np.mean(chosen[0][-500:]) < 0.2 and np.mean(chosen[1][-500:]) > 3.5
+    """What agrees in one token is wrong here, what agrees in eighteen is right."""
+    rng, acceptance = np.random.default_rng(0), Acceptance(MOST, ALL_KINDS)
+    acceptance.align(["r"])
+    batch, sources = SimpleNamespace(lengths=np.array([40])), DraftSources(1, MOST)
+    apart, again, one = [*range(40)], [*range(100, 118), 1, *range(100, 118)], np.array([1])
+    taken: dict[bool, list[bool]] = {False: [], True: []}
+    for _ in range(1000):
+        right = bool(rng.integers(2))
+        text = [0] * (39 - len(again) + 1) + again if right else [*apart[:39], 5]
+        batch.token_ids = np.array([text[-40:]])
+        found, _, acceptance.kinds = sources.choose(batch, one, one, np.zeros(1, dtype=bool), acceptance)
+        by_lookup = bool(found.counts[0])
+        taken[right].append(by_lookup)
+        acceptance.learn(one, np.array([right if by_lookup else rng.random() < 0.5], dtype=np.int64))
+    assert np.mean(taken[False][-200:]) < 0.05 and np.mean(taken[True][-200:]) > 0.95
 
 
 # ---- engines
 
 
-OPTIONS = {"method": "ppd", "prompt_lookup_min": 1}
+OPTIONS = {
+    "alone": {"method": "lookup", "prompt_lookup_min": 1},
+    "early": {"method": "ppd", "exit_layer": 3, "prompt_lookup_min": 1},
+}
 
 
 @pytest.mark.engine
-def test_lookups_are_drafted_and_accepted(engine: Factory) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_lookups_are_drafted_and_accepted(engine: Factory, name: str) -> None:
     """The exactness suite would pass without them; a loop is found after its first turn."""
-    llm, params = engine(OPTIONS), greedy(40)
+    llm, params = engine(OPTIONS[name]), greedy(40)
     loop = {"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}
     with counting(llm) as seen:
-        generate(llm, [loop], params)
+        generate(llm, [loop, *prompts(2)], params)
     assert seen["lookup_steps"] > 0 and seen["accepted"] > 0
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_same_tokens_with_lookups(engine: Factory, adaptive: bool) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_same_tokens_with_lookups(engine: Factory, name: str, adaptive: bool) -> None:
     case = CASES["more_than_fit"]
-    assert case(engine({**OPTIONS, "adaptive": adaptive})) == case(engine())
+    assert case(engine({**OPTIONS[name], "adaptive": adaptive})) == case(engine())

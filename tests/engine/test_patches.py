@@ -103,7 +103,7 @@ def test_unsupported_vllm(
         return patches.refuse_methods(lambda self: "stock", EngineArgs(model=str(tiny_model()), **asked))
 
     assert started(speculative_config={"method": "ngram"}) == started() == "stock"
-    for asked in ({"speculative_config": {"method": "ppd"}}, {"spec_model": "paradecode"}):
+    for asked in ({"speculative_config": {"method": "ppd", "exit_layer": 3}}, {"spec_model": "paradecode"}):
         with pytest.raises(OptionError, match=r"supports vLLM .*<0.34.* found 0\.99\.0"):
             started(**asked)
 
@@ -112,7 +112,7 @@ def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Factor
     """vLLM 0.32 starts no proposer class on V2, and grants asynchronous scheduling a closed list of methods."""
     for runner, asynchronous in (("v1", False), ("v2", True)):
         config = resolve(parse_options({"method": "cp", "runner": runner}), 6, runners=Runners(None, "v2", True))
-        vllm_config = from_dict(tiny_model(), {"method": "ppd"})
+        vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
         assert not vllm_config._get_v2_model_runner_unsupported_features()
         vllm_config.additional_config = {CONFIG_KEY: config.model_dump_json()}
         methods = start.complete_config(lambda self: get_args(vllm_module.NgramGPUTypes), vllm_config)
@@ -131,7 +131,7 @@ def test_compilation_cache_key_is_stable(tiny_model: Factory) -> None:
     """The same server started twice finds what it compiled; another exit layer does not."""
 
     def key(**options: Any) -> str:
-        return from_dict(tiny_model(), {"method": "ppd", **options}).compute_hash()
+        return from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, **options}).compute_hash()
 
     assert key() == key() != key(exit_layer=2)
 
@@ -164,7 +164,7 @@ def test_steps_without_drafts_are_prepared_as_without_speculation(
     engine: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows to sample from are those of the same requests with metadata of no drafts; steps with drafts have theirs."""
-    llm = engine({"method": "ppd", "adaptive": False})
+    llm = engine({"method": "ppd", "exit_layer": 3, "adaptive": False})
     runner = runner_of(llm)
     prepare, configured = runner._prepare_inputs, runner.speculative_config
     seen = []
@@ -219,7 +219,7 @@ def test_cpu_mend_survives_another_engine(engine: Factory) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    engine({"method": "ppd"})
+    engine({"method": "ppd", "exit_layer": 3})
     current_platform.register_triton_kernel_overrides()  # as every worker does when it starts
     for values in (torch.tensor([0.5, 0.0, 0.7]), torch.tensor([5, 0, 9], dtype=torch.int32)):
         spread = expand_batch_to_tokens(values, torch.tensor([2, 2, 3], dtype=torch.int32), 3, 0, 1)

@@ -86,7 +86,7 @@ def test_requests_repeat_from_the_prefix_cache(
     engine: Factory, caplog: pytest.LogCaptureFixture, regex: str | None
 ) -> None:
     """vLLM pads a request that has one token to compute with placeholder drafts, which would take draws."""
-    llm = engine({"method": "ppd"}, enable_prefix_caching=True, max_num_batched_tokens=512)
+    llm = engine({"method": "ppd", "exit_layer": 3}, enable_prefix_caching=True, max_num_batched_tokens=512)
     structured = {} if regex is None else {"structured_outputs": StructuredOutputsParams(regex=regex)}
     offset = 0 if regex is None else 100
     requests = [prompt(length, length + offset) for length in range(62, 69)]  # two blocks are 64 tokens

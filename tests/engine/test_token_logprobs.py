@@ -58,7 +58,7 @@ def test_as_vllm_alone_gives_them(engine: Factory, params: list[SamplingParams])
     """Alone means each request by itself: vLLM mixes up the rows of a batch."""
     requests = prompts(len(params), 60)
     alone = [answers(engine(), [request], [param])[0] for request, param in zip(requests, params, strict=True)]
-    llm = engine({"method": "ppd"})
+    llm = engine({"method": "ppd", "exit_layer": 3})
     drafted = llm.counts["drafted"]
     assert answers(llm, requests, params) == alone
     assert llm.counts["drafted"] > drafted

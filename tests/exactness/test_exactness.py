@@ -31,7 +31,7 @@ PLAIN, CHAIN, RECURRENT, WHOLE = (
 DYNAMO = {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})}
 # A case must hold for each. "heads" names what is filled in as the model: a kind of heads and how they are made.
 VARIANTS: dict[str, dict[str, Any]] = {
-    "middle": {"method": "ppd"},
+    "middle": {"method": "ppd", "exit_layer": 3},
     "heads": {"method": "ppd", "num_speculative_tokens": 2, "heads": HAND_MADE},
     "classifiers": {"method": "ppd", "exit_layer": [2, 4], "gamma": 0.02, "heads": CLASSIFIERS},
     "exits": {"method": "paradecode", **EXITS},
@@ -39,7 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "parallel-exits": PARALLEL | EXITS,
     "parallel-heads": {**PARALLEL, "exit_layer": 2, "num_speculative_tokens": 4, "heads": CLASSIFIERS},
     "last": {"method": "ppd", "exit_layer": 5, "num_speculative_tokens": 7, "draft_sample_method": "greedy"},
-    "cut-off": {"method": "ppd", **CUT_OFF},
+    "cut-off": {"method": "ppd", "exit_layer": 3, **CUT_OFF},
     "cp": {"method": "cp", "heads": PLAIN},
     "cp-token": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "token"})},
     "cp-chain": {"method": "cp", "heads": CHAIN},
@@ -53,8 +53,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynamo": DYNAMO,
     "dynamo-cut-off": DYNAMO | CUT_OFF,
     "dynamo-2": {**DYNAMO, "num_speculative_tokens": 1, "eps_b": 0.0, "heads": ("dynamo", {"mask_entries": 0})},
-    "lookup": {"method": "ppd", "prompt_lookup_min": 1, "prompt_lookup_drafts": 6},
-    "lookup-adaptive": {"method": "ppd", **LOOKUP, "prompt_lookup_drafts": 8},
+    "lookup": {"method": "ppd", "exit_layer": 3, "prompt_lookup_min": 1},
+    "lookup-adaptive": {"method": "ppd", "exit_layer": 3, **LOOKUP},
+    "lookup-alone": {"method": "ppd", "prompt_lookup_min": 1},
     "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
     "dynamo-lookup": DYNAMO | LOOKUP,
 }  # fmt: skip
@@ -67,7 +68,7 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("parallel", "structured_output"), ("parallel", "penalties"), ("parallel", "arrivals_and_aborts"),
     ("parallel-exits", "batch_16"), ("parallel-exits", "mixed_lengths"), ("parallel-heads", "batch_16"),
     ("lookup", "batch_1"), ("lookup", "structured_output"), ("lookup", "model_length"),
-    ("lookup-adaptive", "more_than_fit"),
+    ("lookup-adaptive", "more_than_fit"), ("lookup-alone", "batch_16"), ("lookup-alone", "arrivals_and_aborts"),
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
     ("cp-token", "batch_16"), ("cp-token", "arrivals_and_aborts"), ("cp-chain", "batch_1"), ("cp-chain", "batch_16"),
     ("cp-chain", "model_length"), ("cp-chain-short", "more_than_fit"),

@@ -153,9 +153,7 @@ def test_distribution_of_the_parallel_schedule(engine: Factory, expected: list[t
 
 def test_distribution_with_lookups(engine: Factory, expected: list[tuple[int, ...]]) -> None:
     """The prompt is what followed it before: a place that the model's own words may lead back to."""
-    llm = engine(
-        {"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "prompt_lookup_drafts": 6, "adaptive": True}, **BATCH
-    )
+    llm = engine({"method": "ppd", "exit_layer": 5, "prompt_lookup_min": 1, "adaptive": True}, **BATCH)
     with counting(llm) as seen:
         assert worst(sample(llm), expected) > LEVEL
     assert seen["lookup_steps"] > 0 and seen["accepted"] > 50

@@ -45,12 +45,12 @@ def test_drafts_that_never_pay_are_not_made(
     follow(llm, 100.0)
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(64, ignore_eos=True)) == expected
-    assert seen["drafts"] <= 16 and seen["drafting_off_steps"] > 50
+    assert seen["drafts"] <= 16 and seen["drafting_off_steps/cost"] > 50
     assert seen["suppressed_drafts"] > 50 * lookup_of(llm).drafts
     follow(llm, 0.001)
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(30, ignore_eos=True)) == [tokens[:30] for tokens in expected]
-    assert seen["accepted"] > 5 and not seen["drafting_off_steps"]
+    assert seen["accepted"] > 5 and not seen["drafting_off_steps/cost"]
 
 
 def test_a_step_without_drafts_is_vllms(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:

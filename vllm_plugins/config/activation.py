@@ -32,7 +32,7 @@ from vllm_ppd.vllm_plugins.config.options import (
     parse_options,
 )
 from vllm_ppd.vllm_plugins.config.refusals import of_scheduling, of_target, refuse
-from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
+from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve, with_default_method
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS, is_proposer
 
@@ -149,6 +149,7 @@ def _resolved(
     Raises:
         OptionError, HeadsError: one line each: what is wrong, where, what to do instead.
     """
+    options = with_default_method(options, parallel_config.pipeline_parallel_size)
     refuse(of_target(options, model_config, parallel_config, args))
     heads = None if options.model is None else _checked_heads(options, model_config)
     config = resolve(
@@ -196,7 +197,7 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
     args.speculative_config = {
         "method": "custom_class",
         "model": config.proposer,
-        "num_speculative_tokens": config.max_drafts,
+        "num_speculative_tokens": config.num_speculative_tokens,
         # On V2 vLLM would allocate q(x), which nothing reads there; on V1 it compiles the sampler that reads ours.
         "draft_sample_method": "greedy" if config.runner == "v2" else config.draft_sample_method,
         **config.choice_of_drafts(),

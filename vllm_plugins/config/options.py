@@ -44,7 +44,10 @@ class DraftingOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
 
     method: str = Field(
-        "ppd", description="drafting method: " + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items())
+        "ppd",
+        description="drafting method: "
+        + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items())
+        + "; ppd without heads and without an option of early drafting, such as exit_layer, is lookup",
     )
     model: str | None = Field(
         None,
@@ -53,8 +56,8 @@ class DraftingOptions(BaseModel):
     )
     num_speculative_tokens: Drafts = Field(
         3,
-        description="drafts per request and step (default 3, or what the heads recommend); with pipeline parallelism "
-        "the worker group emits up to one token more than this a step",
+        description="drafts per request and step (default 3, or what the heads recommend; 5 with method lookup); with "
+        "pipeline parallelism the worker group emits up to one token more than this a step",
     )
     exit_layer: tuple[int, ...] | None = Field(
         None,
@@ -120,19 +123,15 @@ class DraftingOptions(BaseModel):
         None,
         le=LONGEST_LOOKUP,
         description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
-        "stood before, what followed them is the draft; on runner V2 of each request that has such a place, on V1 in "
-        "steps whose expected speed-up by it is higher than by the method's drafts (default: no lookup; try 2)",
-    )
-    prompt_lookup_drafts: Drafts | None = Field(
-        None,
-        description="drafts of the prompt lookup per request and step, which may be more than the method's (default: "
-        "num_speculative_tokens)",
+        "stood before, what followed them is the draft; on runner V2 of each request that has such a place, on V1 of "
+        "each for which it is expected to be accepted more often than the method's drafts (default: no lookup, try 2; "
+        "with method lookup 3)",
     )
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
         "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, "
-        "prompt_lookup_drafts, early drafting with prompt lookup)",
+        "early drafting with prompt lookup)",
     )
     max_drafting_requests: Count | None = Field(
         None, description="soft batch cut-off on runner V1: only the first so many requests of a batch draft"

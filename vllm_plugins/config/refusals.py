@@ -186,8 +186,6 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
         f"adaptive is of no use with {final}: no token is drafted in vain there; leave it out")
     yield final and "draft_sample_method" in given and (
         f"draft_sample_method is of no use with {final}, which verifies no draft; leave it out")
-    yield options.prompt_lookup_drafts is not None and options.prompt_lookup_min is None and (
-        f"prompt_lookup_drafts={options.prompt_lookup_drafts} needs prompt_lookup_min; give both, or neither")
     without_lookup = final or ("schedule: parallel" if options.schedule == "parallel" else None)
     yield without_lookup and options.prompt_lookup_min is not None and (
         f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {without_lookup}; leave it out")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # Requests up to which a worker group runs unless told otherwise: from there on the pipeline has batches of its own.
 GROUP_CUT_OFF = 8
+# Of prompt lookup alone, unless told otherwise: tokens that must agree, and drafts.
+LOOKUP_FROM, LOOKUP_DRAFTS = 3, 5
 
 
 class Runners(NamedTuple):
@@ -34,6 +36,19 @@ class Runners(NamedTuple):
 
 
 V1_ALONE = Runners()
+
+
+def with_default_method(options: DraftingOptions, stages: int = 1) -> DraftingOptions:
+    """Options in which method ppd without heads is prompt lookup, unless an option of early drafting is given.
+
+    An exit that nobody trained or calibrated is often worth less than it costs; a lookup costs nothing where it has no
+    draft.
+    """
+    method = METHODS[options.method]
+    early = {"exit_layer", "schedule", *method.options} & options.model_fields_set
+    if options.method != "ppd" or options.model is not None or stages > 1 or early:
+        return options
+    return options.model_copy(update={"method": "lookup"})
 
 
 def resolve(
@@ -60,6 +75,10 @@ def resolve(
             values["draft_vocab_size"] = None
     if "exit_layer" in method.options and (stages > 1 or values["exit_layer"] is None) and "exit_layer" not in given:
         values["exit_layer"] = (_default_exit(num_layers, heads, stages, runners),)
+    if method.looks_up_alone:
+        defaults = {"prompt_lookup_min": LOOKUP_FROM, "num_speculative_tokens": LOOKUP_DRAFTS}
+        values |= {name: value for name, value in defaults.items() if name not in given}
+        values["draft_sample_method"] = "greedy"
     if stages > 1 and options.disable_by_batch_size is None:
         values["disable_by_batch_size"] = GROUP_CUT_OFF
 
@@ -71,7 +90,6 @@ def resolve(
         "verify: false": not options.verify,
         "several exit layers": len(exits or ()) > 1,
         "prompt_lookup_min and early drafting": options.prompt_lookup_min is not None and method.writes_ahead,
-        "prompt_lookup_drafts": options.prompt_lookup_drafts is not None,
         f"method {options.method}": method.speculator is None,
     }
     needs_v1 = next((reason for reason, holds in v1_alone.items() if holds), None)

@@ -36,18 +36,6 @@ class DraftingConfig(DraftingOptions):
         return WORKERS[self.runner]
 
     @property
-    def most_lookup_drafts(self) -> int:
-        """Drafts of the prompt lookup per request and step; 0 without it."""
-        if self.prompt_lookup_min is None:
-            return 0
-        return self.prompt_lookup_drafts or self.num_speculative_tokens
-
-    @property
-    def max_drafts(self) -> int:
-        """Drafts per request and step, of whichever source."""
-        return max(self.num_speculative_tokens, self.most_lookup_drafts)
-
-    @property
     def proposer(self) -> str:
         """Dotted path of the class that vLLM starts."""
         spec, path = self.spec, self.spec.proposer
@@ -95,11 +83,14 @@ class DraftingConfig(DraftingOptions):
             where = f"exit layer {exits} of {self.num_layers}" if exits else ""
             drafts = f"{'up to ' * self.adaptive}{self.num_speculative_tokens} drafts"
             drafts += f"{' by batch size' * bool(self.drafts_by_batch_size)} ({self.draft_sample_method})"
-        lookup = f"prompt lookup from {self.prompt_lookup_min} tokens on (up to {self.most_lookup_drafts} drafts)"
+        lookup = f"prompt lookup from {self.prompt_lookup_min} tokens on"
         about_heads, because = (f" ({text})" if text else "" for text in (self.heads_summary, self.v1_because))
+        without = "no heads (final norm and LM head of the target)"
+        if self.spec.looks_up_alone:
+            without = "no heads (train some, or give exit_layer for early drafting without)"
         parts = (
             where,
-            f"heads {self.model}{about_heads}" if self.model else "no heads (final norm and LM head of the target)",
+            f"heads {self.model}{about_heads}" if self.model else without,
             drafts,
             lookup if self.prompt_lookup_min else "",
             f"draft vocabulary {self.draft_vocab_size}" if self.draft_vocab_size else "",

@@ -15,6 +15,7 @@ EXPLORING  a step with drafts all the same: after 16, 32, 64, ... steps in OFF, 
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 MEMORY = 64  # drafts of a request that count, at each position
 PRIOR_MEMORY = 256  # and of all requests together
 PRIOR_WEIGHT = 8.0  # a request's own drafts that weigh as much as the prior
+KINDS = 2  # of the method's drafts
 GUESS, GUESS_WEIGHT = 0.6, 6.0  # acceptance before any draft was verified, and the drafts that it counts for
 DECAY = 0.5, 0.8  # of a request's counts and of all requests', when they may no longer hold
 
@@ -32,12 +34,12 @@ class Acceptance:
 
     Args:
         most: most drafts of a request, N.
-        kinds: of drafts with a prior of their own, such as those of greedy and of sampling requests.
-        prior_weight: drafts of a request that weigh as much as the prior.
+        kinds: of drafts with a prior of their own: the method's drafts of sampling and of greedy requests (KINDS), then
+            looked-up drafts, of which the prior says more than the request that they are for.
     """
 
-    def __init__(self, most: int, kinds: int = 2, prior_weight: float = PRIOR_WEIGHT) -> None:
-        self.most, self.prior_weight = most, prior_weight
+    def __init__(self, most: int, kinds: int = KINDS) -> None:
+        self.most = most
         self.hits = np.zeros((0, most))  # [rows, N] accepted drafts by position
         self.trials = np.zeros((0, most))  # [rows, N] drafts whose predecessors were accepted
         self.kinds = np.zeros(0, dtype=np.int64)  # [rows] kind of each row's drafts
@@ -73,7 +75,9 @@ class Acceptance:
         trials = (position < drafts[:, None]) & (position <= accepted[:, None])
         hits = trials & (position < accepted[:, None])
         kept = 1 - trials / MEMORY
-        self.hits, self.trials = self.hits * kept + hits, self.trials * kept + trials
+        by_method = (self.kinds < KINDS)[:, None]
+        self.hits = np.where(by_method, self.hits * kept + hits, self.hits)
+        self.trials = np.where(by_method, self.trials * kept + trials, self.trials)
         for kind in np.unique(self.kinds[drafts > 0]):
             rows = self.kinds == kind
             tried = trials[rows].sum(axis=0)
@@ -81,10 +85,20 @@ class Acceptance:
             self.prior_hits[kind] = self.prior_hits[kind] * kept + hits[rows].sum(axis=0)
             self.prior_trials[kind] = self.prior_trials[kind] * kept + tried
 
-    def probabilities(self) -> np.ndarray:
-        """s_1, s_2, ...: probability that a request's first i drafts are all accepted: [rows, N]."""
-        prior = (self.prior_hits / self.prior_trials)[self.kinds]
-        return np.cumprod((self.hits + self.prior_weight * prior) / (self.trials + self.prior_weight), axis=1)
+    def probabilities(self, kinds: np.ndarray | None = None) -> np.ndarray:
+        """s_1, s_2, ...: probability that a request's first i drafts are all accepted: [rows, N].
+
+        Args:
+            kinds: [rows] of the drafts (None: as they are).
+        """
+        kinds = self.kinds if kinds is None else kinds
+        prior = (self.prior_hits / self.prior_trials)[kinds]
+        requests = (self.hits + PRIOR_WEIGHT * prior) / (self.trials + PRIOR_WEIGHT)
+        return np.cumprod(np.where((kinds < KINDS)[:, None], requests, prior), axis=1)
+
+    def expected(self, kinds: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """Accepted drafts of each request, of drafts of these kinds and numbers: [rows]."""
+        return (self.probabilities(kinds) * (np.arange(self.most) < drafts[:, None])).sum(axis=1)
 
     def decay(self) -> None:
         """Believe less of what is known of the requests at hand and of their kinds: the text may have changed."""
@@ -116,12 +130,23 @@ class State(Enum):
     EXPLORING = auto()
 
 
+class Choice(NamedTuple):
+    """A number of drafts for a step."""
+
+    number: int  # n, at least 1
+    gain: float  # expected speed-up
+    cost: float  # of the step, in units of a step without drafts
+    allowed: np.ndarray  # [rows] drafts that each request may have; it may be fewer than n
+    drafts: np.ndarray  # [rows] those of them that are expected to pay
+
+
 class DraftLengthController:
     """Given the same table and the same steps, it chooses the same.
 
     Args:
         costs: of steps with up to N drafts.
-        kinds, prior_weight: see Acceptance.
+        kinds: see Acceptance.
+        lookups: costs of steps with looked-up drafts alone (None: as of others).
         counts: numbers of drafts beside 0 that a step may have, each of them for every request (None: any, and fewer
             for a request whose drafts do not pay).
         first_wait: choices in OFF before an exploration step.
@@ -131,14 +156,15 @@ class DraftLengthController:
     def __init__(
         self,
         costs: StepCosts,
-        kinds: int = 2,
-        prior_weight: float = PRIOR_WEIGHT,
+        kinds: int = KINDS,
+        lookups: StepCosts | None = None,
         counts: tuple[int, ...] | None = None,
         first_wait: int = FIRST_WAIT,
         explored: float = EXPLORED,
     ) -> None:
-        self.costs, self.counts, self.first_wait, self.explored = costs, counts, first_wait, explored
-        self.acceptance = Acceptance(costs.most, kinds, prior_weight)
+        self.costs, self.lookups, self.counts = costs, lookups, counts
+        self.first_wait, self.explored = first_wait, explored
+        self.acceptance = Acceptance(costs.most, kinds)
         self.state = State.WARMUP
         self.gain = 1.0  # expected speed-up of the last choice; infinite for an exploration step
         self.suppressed = 0  # drafts that the last choice left out
@@ -201,31 +227,20 @@ class DraftLengthController:
         self.suppressed = int((allowed - self._drafts).sum())
         return self._drafts
 
-    def retract(self) -> None:
-        """The next step's drafts are another's: in place of choose, or after it."""
-        self._drafts, self.suppressed = np.zeros_like(self._drafts), 0
-
-    def expected(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> float:
-        """Expected speed-up of the best number of drafts; 1 where drafting is off."""
-        if self.state is State.OFF or not allowed.any():
-            return 1.0
-        self.acceptance.kinds = kinds.astype(np.int64)
-        return self._best(allowed, emitting)[1]
-
     def _choose(self, allowed: np.ndarray, emitting: int) -> np.ndarray:
-        best, gain, drafts = self._best(allowed, emitting)
+        best = self._best(allowed, emitting)
         paused = self.state in (State.OFF, State.EXPLORING)
-        if gain >= (STARTS if paused else 1.0):
+        if best.gain >= (STARTS if paused else 1.0):
             known = self._tried.issuperset(self.acceptance.kinds.tolist())
             self.state, self._wait = State.DRAFTING if known else State.WARMUP, self.first_wait
-            self.gain = gain
+            self.gain = best.gain
             if paused:
                 self._explored = self._steps
             if self._steps - self._explored >= EXPLORE_LONGER:
                 self._explored, self.gain = self._steps, np.inf
-                return np.minimum(allowed, best + 1)
-            return drafts
-        self._cost = float(self.costs.relative(emitting)[best])
+                return np.minimum(best.allowed, best.number + 1)
+            return best.drafts
+        self._cost = best.cost
         if not paused:
             self.state, self._explored = State.OFF, self._steps
         if not self._paid and self._steps < self._explored + self._wait:
@@ -235,14 +250,19 @@ class DraftLengthController:
             self.acceptance.decay()
             self._wait = min(2 * self._wait, max(2 * self.first_wait, int((self._cost - 1) / self.explored)))
         self.state, self._explored, self.gain = State.EXPLORING, self._steps, np.inf
-        return np.minimum(allowed, best)
+        return np.minimum(best.allowed, best.number)
 
-    def _best(self, allowed: np.ndarray, emitting: int) -> tuple[int, float, np.ndarray]:
-        """The number of drafts of the highest expected speed-up: (n >= 1, speed-up, drafts [rows]).
+    def _best(self, allowed: np.ndarray, emitting: int) -> Choice:
+        """The choice of the highest expected speed-up, with all drafts or with the looked-up ones alone."""
+        choices, looked_up = [], self.acceptance.kinds >= KINDS
+        if self.lookups is not None and allowed[looked_up].any():
+            choices.append(self._best_at(self.lookups, np.where(looked_up, allowed, 0), emitting))
+        if not choices or allowed[~looked_up].any():
+            choices.append(self._best_at(self.costs, allowed, emitting))
+        return max(choices, key=lambda choice: choice.gain)
 
-        Requests may be allowed fewer than n.
-        """
-        accepted, relative = self.acceptance.probabilities(), self.costs.relative(emitting)
+    def _best_at(self, costs: StepCosts, allowed: np.ndarray, emitting: int) -> Choice:
+        accepted, relative = self.acceptance.probabilities(), costs.relative(emitting)
         accepted[np.arange(self.costs.most) >= allowed[:, None]] = 0
         if self.counts is None:
             counts = np.arange(1, int(allowed.max()) + 1)
@@ -255,4 +275,5 @@ class DraftLengthController:
         pays &= np.arange(self.costs.most) < counts[:, None, None]  # [n, rows, N]
         gains = (emitting + (accepted * pays).sum(axis=(1, 2))) / (emitting * relative[counts])
         best = int(np.argmax(gains))
-        return int(counts[best]), float(gains[best]), pays[best].sum(axis=1)
+        drafts, cost = pays[best].sum(axis=1), float(relative[counts[best]])
+        return Choice(int(counts[best]), float(gains[best]), cost, allowed, drafts)

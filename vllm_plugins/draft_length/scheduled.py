@@ -11,9 +11,15 @@ from collections import Counter
 
 import numpy as np
 
-from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController, State
+from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, DraftLengthController, State
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 
+# Counters of steps without drafts, by reason: drafts are not expected to pay; no request has a draft to look up; there
+# are more requests than disable_by_batch_size.
+COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF = tuple(
+    f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
+)
 CYCLE = 3  # steps: a draft is made behind one, verified in the next, and known when the third is scheduled
 FIRST_WAIT = 8  # cycles in OFF before an exploration, of which a cycle has one step
 EXPLORED = CYCLE / 128  # of the time in OFF goes to explorations, times the steps of a cycle
@@ -26,19 +32,27 @@ class ScheduledDrafts:
         drafts: N.
         limit: requests of the largest batch that drafts (None: any).
         max_num_seqs: the largest batch.
+        texts: tells which requests can look drafts up (None: there are no lookups).
+        lookups_alone: whether other requests have no drafts.
     """
 
-    def __init__(self, drafts: int, limit: int | None, max_num_seqs: int) -> None:
+    def __init__(
+        self, drafts: int, limit: int | None, max_num_seqs: int, texts: RepeatedText | None = None,
+        lookups_alone: bool = False,
+    ) -> None:  # fmt: skip
         self.drafts, self.limit, self.max_num_seqs = drafts, limit, max_num_seqs
+        self.texts, self.lookups_alone = texts, lookups_alone
         self.controller: DraftLengthController | None = None  # None: N drafts
         self.counts: Counter[str] = Counter()  # for our counters at /metrics
-        self._chosen, self._left = drafts, 0
+        self._chosen, self._left, self._any_allowed = drafts, 0, True
         self._req_ids: list[str] = []
-        self._kinds = np.zeros(0, dtype=np.int64)
+        self._greedy = np.zeros(0, dtype=np.int64)
 
     def follow(self, costs: StepCosts) -> None:
         """Choose by the costs of steps from here on."""
-        self.controller = DraftLengthController(costs, counts=(self.drafts,), first_wait=FIRST_WAIT, explored=EXPLORED)
+        self.controller = DraftLengthController(
+            costs, 2 * KINDS, counts=(self.drafts,), first_wait=FIRST_WAIT, explored=EXPLORED
+        )
         self._left = 0
 
     def __len__(self) -> int:
@@ -52,7 +66,7 @@ class ScheduledDrafts:
     def __getitem__(self, requests: int) -> int:
         """Drafts of each request to make behind the step that is being scheduled."""
         if self.limit is not None and requests > self.limit:
-            self.counts["drafting_off_steps"] += 1
+            self.counts[BATCH_SIZE] += 1
             return 0
         controller = self.controller
         if controller is None:
@@ -64,7 +78,7 @@ class ScheduledDrafts:
             self._chosen = 0
         self._left -= 1
         if not self._chosen:
-            self.counts["drafting_off_steps"] += 1
+            self.counts[COST if self._any_allowed else NO_MATCH] += 1
             self.counts["suppressed_drafts"] += requests * self.drafts
         elif controller.state is State.EXPLORING:
             self.counts["exploration_steps"] += 1
@@ -74,11 +88,20 @@ class ScheduledDrafts:
         if not self._req_ids:  # nothing was verified yet
             return self.drafts
         controller.acceptance.align(self._req_ids)  # others may have come since drafts were verified last
-        allowed = np.full(len(self._req_ids), self.drafts)
-        return int(controller.choose(allowed, len(self._req_ids), self._kinds).max())
+        kinds, looked_up = self._kinds_of(self._req_ids, self._greedy)
+        allowed = np.where(looked_up | (not self.lookups_alone), self.drafts, 0)
+        self._any_allowed = bool(allowed.any())
+        drafts = int(controller.choose(allowed, len(self._req_ids), kinds).max())
+        self.counts["lookup_steps"] += CYCLE * int(bool(drafts) and looked_up.any())
+        return drafts
+
+    def _kinds_of(self, req_ids: list[str], greedy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(Kind [requests] of each request's drafts, whether they are looked up [requests])."""
+        looked_up = np.array(self.texts.repeats(req_ids) if self.texts else [False] * len(req_ids), dtype=bool)
+        return greedy + KINDS * looked_up, looked_up
 
     def observe(self, req_ids: list[str], drafts: list[int], emitted: list[int], greedy: list[bool]) -> None:
-        """Count a step's verified drafts.
+        """Count a step's verified drafts, which were made behind the texts as they are known here.
 
         Args:
             req_ids: of the requests that emitted tokens.
@@ -88,8 +111,8 @@ class ScheduledDrafts:
         """
         if self.controller is None or not req_ids:
             return
-        self._req_ids, self._kinds = req_ids, np.array(greedy, dtype=np.int64)
+        self._req_ids, self._greedy = req_ids, np.array(greedy, dtype=np.int64)
         if any(drafts):
             self.controller.acceptance.align(req_ids)
-            self.controller.acceptance.kinds = self._kinds
+            self.controller.acceptance.kinds, _ = self._kinds_of(req_ids, self._greedy)
             self.controller.observe(req_ids, np.array(emitted), np.array(drafts))

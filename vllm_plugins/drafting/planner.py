@@ -9,7 +9,7 @@ import numpy as np
 
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
-from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources, Lookup
 
 
 class Plan(NamedTuple):
@@ -19,7 +19,6 @@ class Plan(NamedTuple):
     base_positions: np.ndarray  # [requests] position of the base token, the last one emitted
     base_tokens: np.ndarray  # [requests]
     max_drafts: np.ndarray  # [requests] 0 where only the base token is run, which the next step needs anyway
-    looked_up: np.ndarray | None = None  # [requests, N] the drafts themselves, where the method is to make none
 
 
 class Batch(Protocol):
@@ -54,7 +53,7 @@ class DraftPlanner:
         config: the server's options.
         batch: what is read of vLLM's batch.
         options: of the request rows.
-        sources: takes drafts from the requests' own text where that is better (None: the method makes all).
+        sources: takes drafts from the requests' own texts where these are better (None: the method makes all).
     """
 
     def __init__(
@@ -64,48 +63,54 @@ class DraftPlanner:
         self.batch, self.options = batch, options
         self.controller: DraftLengthController | None = None  # None: all drafts are made
         self.sources = sources
+        self.looked_up: Lookup | None = None  # drafts of the batch rows that the last plan leaves out
         self.forced: int | None = None  # drafts of every request while steps are timed
         self.all_emitted = False  # in the step that was planned last: no prompt was unfinished
 
     def plan(
         self, sampled_token_ids: list[list[int]], request_rows: np.ndarray, able: np.ndarray | None = None
     ) -> Plan | None:
-        """The plan, or None if nobody drafts: then the next step is vLLM's own full forward.
+        """The plan, or None if the method drafts for nobody; looked_up has drafts of the rows that it leaves out.
 
         Args:
             sampled_token_ids: what each batch row emits in the step that ends.
             request_rows: [batch rows] the permanent row of each.
             able: as for allowed_drafts.
         """
-        batch, config = self.batch, self.config
+        batch = self.batch
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_requests)
         emitted = counts > 0
         self.all_emitted = bool(emitted.all())
         # A step emits a token beyond its accepted drafts, so drafting up to the limit would waste the last one.
         drafts, remaining = self.allowed_drafts(emitted, request_rows, able=able)
-        emitting, looked_up, is_greedy = int(emitted.sum()), None, self.options.is_greedy[request_rows]
+        kinds, controller, self.looked_up = self.options.is_greedy[request_rows], self.controller, None
         if self.forced is not None:
             drafts = np.minimum(drafts, self.forced)
-        elif self.sources is not None:
-            self.sources.observe(batch.req_ids, counts)
-            every, _ = self.allowed_drafts(emitted, request_rows, most=config.most_lookup_drafts)
-            drafts, looked_up = self.sources.choose(batch, every, drafts, emitting, is_greedy)
-        elif self.controller is not None:
-            self.controller.observe(batch.req_ids, counts)
-            drafts = self.controller.choose(drafts, emitting, is_greedy)
+        else:
+            if controller is not None:
+                controller.observe(batch.req_ids, counts)
+            if self.sources is not None:
+                every, _ = self.allowed_drafts(emitted, request_rows)
+                acceptance = None if controller is None else controller.acceptance
+                self.looked_up, drafts, kinds = self.sources.choose(batch, every, drafts, kinds, acceptance)
+            if controller is not None:
+                drafts = controller.choose(drafts, int(emitted.sum()), kinds)
+        if self.looked_up is not None:
+            taken = self.looked_up.counts > 0
+            self.looked_up = self.looked_up._replace(counts=np.where(taken, drafts, 0))
+            drafts, emitted = np.where(taken, 0, drafts), emitted & ~taken
         if not drafts.any():
             return None
         rows = np.flatnonzero(emitted & (remaining > 0))
         base = batch.lengths[rows].astype(np.int64) - 1
         base_tokens = batch.token_ids[rows, base].astype(np.int64)
-        return Plan(rows, base, base_tokens, drafts[rows], None if looked_up is None else looked_up[rows])
+        return Plan(rows, base, base_tokens, drafts[rows])
 
     def allowed_drafts(
         self,
         emitted: np.ndarray,
         request_rows: np.ndarray,
         able: np.ndarray | None = None,
-        most: int | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """How many drafts each row of the batch may make; the last token of a request is never drafted.
 
@@ -113,7 +118,6 @@ class DraftPlanner:
             emitted: [batch rows] bool, whether the row emits a token in this step.
             request_rows: [batch rows] the permanent row of each.
             able: [batch rows] bool, rows that the method can draft for (None: all).
-            most: drafts of a request (None: the method's num_speculative_tokens).
 
         Returns:
             (drafts [batch rows], tokens that each row has left to its end [batch rows]).
@@ -122,7 +126,7 @@ class DraftPlanner:
         end = np.minimum(batch.prompt_lengths + options.max_tokens[request_rows], batch.max_model_len)
         remaining = end - batch.lengths.astype(np.int64)
         # Not np.clip, which takes ten times as long for a few numbers.
-        drafts = np.minimum(np.maximum(remaining - 1, 0), most or config.num_speculative_tokens)
+        drafts = np.minimum(np.maximum(remaining - 1, 0), config.num_speculative_tokens)
         drafts *= emitted & options.drafting[request_rows]
         if able is not None:
             drafts[~able] = 0

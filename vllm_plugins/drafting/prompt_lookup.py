@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup before the method: where a request's text repeats itself, what followed there is the draft.
+"""Prompt lookup beside the method: where a request's text repeats itself, what followed there is the draft.
 
-Such a draft costs next to nothing to make, so a step after which its expected speed-up exceeds that of the method's own
-drafts is left to it; every other step is the method's. In one step all drafts are of one source: the lookup's have no
-q(x).
+Each request takes the drafts of which more are expected to be accepted: by the acceptance that was counted for matches
+of this length, and for the method's drafts of this request.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_ppd.vllm_plugins.config.options import LONGEST_LOOKUP
-from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
+from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, Acceptance
 from vllm_ppd.vllm_plugins.drafting.ngram_match import longest_matches
 
 LENGTHS = np.array([3, 4, 6, 10, 18])  # of agreement from which on drafts are of another kind
-KINDS = 2 * (len(LENGTHS) + 1)  # greedy and sampling requests' drafts by length
-PRIOR_WEIGHT = 256.0  # the length of the agreement says more of a draft than the request does
+ALL_KINDS = KINDS + 2 * (len(LENGTHS) + 1)  # the method's drafts, and looked-up drafts by length
+TRY_AGAIN = 128  # steps, after which lookups that seem worse than the method's drafts are taken again
 
 
 class Lookup(NamedTuple):
@@ -48,64 +47,39 @@ def find(
 
 
 class DraftSources:
-    """Chooses between the lookup's drafts and the method's, step by step.
+    """Chooses between the lookup's drafts and the method's, request by request.
 
     Args:
         shortest: tokens that must agree with an earlier place.
-        most: looked-up drafts of a request, N; the method's may be more or fewer.
-        method: chooses the method's drafts (None: lookups are taken wherever every request that drafts has one).
-        lookup: chooses the lookup's drafts, of KINDS kinds.
+        most: drafts of a request, N.
     """
 
-    def __init__(
-        self,
-        shortest: int,
-        most: int,
-        method: DraftLengthController | None = None,
-        lookup: DraftLengthController | None = None,
-    ) -> None:
-        self.shortest, self.most, self.method, self.lookup = shortest, most, method, lookup
-
-    def observe(self, req_ids: list[str], emitted: np.ndarray) -> None:
-        """As DraftLengthController.observe."""
-        for controller in (self.method, self.lookup):
-            if controller is not None:
-                controller.observe(req_ids, emitted)
-
-    def find(self, batch: Any, allowed: np.ndarray) -> Lookup:
-        """In the prompt and the output of each request of vLLM's batch that may be given drafts."""
-        ends = np.where(allowed > 0, batch.lengths, 0).astype(np.int64)
-        return find(batch.token_ids, ends, self.shortest, self.most)
+    def __init__(self, shortest: int, most: int) -> None:
+        self.shortest, self.most = shortest, most
+        self._steps = 0
 
     def choose(
-        self,
-        batch: Any,
-        allowed: np.ndarray,
-        able: np.ndarray,
-        emitting: int,
-        greedy: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Drafts of each row for the next step.
+        self, batch: Any, allowed: np.ndarray, by_method: np.ndarray, greedy: np.ndarray, acceptance: Acceptance | None
+    ) -> tuple[Lookup, np.ndarray, np.ndarray]:
+        """Take the drafts of which more are expected to be accepted.
 
         Args:
             batch: vLLM's.
             allowed: [rows] drafts that each may be given from its text.
-            able: [rows] drafts that the method can make.
-            emitting: rows that go on decoding.
+            by_method: [rows] drafts that the method can make.
             greedy: [rows] bool, whether the request decodes greedily.
+            acceptance: what is known of drafts (None: every draft that can be looked up is taken).
 
         Returns:
-            (drafts [rows], their tokens [rows, N] where they were looked up).
+            (lookup, with no drafts where the method's are taken; drafts [rows] of either; their kinds [rows]).
         """
-        looked_up = self.find(batch, allowed)
-        drafts = np.minimum(looked_up.counts, allowed)
-        if self.lookup is None or self.method is None:
-            everyone = drafts.any() and drafts[able > 0].all()
-            return (drafts, looked_up.tokens) if everyone else (able, None)
-        kinds = greedy + 2 * np.searchsorted(LENGTHS, looked_up.lengths, side="right")
-        drafts = self.lookup.choose(drafts, emitting, kinds)
-        if drafts.any() and self.lookup.gain >= self.method.expected(able, emitting, greedy):
-            self.method.retract()
-            return drafts, looked_up.tokens
-        self.lookup.retract()
-        return self.method.choose(able, emitting, greedy), None
+        found = find(batch.token_ids, np.where(allowed > 0, batch.lengths, 0), self.shortest, self.most)
+        counts, kinds = np.minimum(found.counts, allowed), greedy.astype(np.int64)
+        of_lookup = KINDS + kinds + 2 * np.searchsorted(LENGTHS, found.lengths, side="right")
+        self._steps += 1
+        if acceptance is not None and self._steps % TRY_AGAIN and counts.any() and by_method.any():
+            worse = acceptance.expected(of_lookup, counts) < acceptance.expected(kinds, by_method)
+            counts = np.where(worse, 0, counts)
+        taken = counts > 0
+        drafts, kinds = np.where(taken, counts, by_method), np.where(taken, of_lookup, kinds)
+        return found._replace(counts=counts), drafts, kinds

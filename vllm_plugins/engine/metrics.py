@@ -17,15 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from vllm_ppd.vllm_plugins.draft_length.scheduled import DRAFTING_OFF
+
 COUNTERS = {
     "deferred_steps": "Engine steps that ran the deep pass alone, or nothing, from saved states.",
     "fallback_steps": "Engine steps that ran the full forward.",
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
     "suppressed_drafts": "Drafts suppressed because they were not expected to pay (adaptive).",
-    "drafting_off_steps": "Engine steps after which nobody drafted: drafts would not pay, or the batch was too large.",
+    **dict.fromkeys(DRAFTING_OFF, "Engine steps after which nobody drafted, by reason."),  # behind a slash
     "exploration_steps": "Engine steps with more drafts than are expected to pay, to see their acceptance (adaptive).",
     "invalid_drafts": "Times a request's drafts were dropped: logits were not finite, or q(x) no distribution.",
-    "lookup_steps": "Engine steps after which the requests' own text was drafted (prompt_lookup_min).",
+    "lookup_steps": "Engine steps after which drafts were looked up for some request (prompt_lookup_min).",
     "skipped_draft_layer_steps": "Decode steps without the heads' layers, as no drafts follow (method dynamo).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
@@ -121,12 +123,18 @@ class Published:
         for name, text in COUNTERS.items():
             if name.startswith(GROUP) and not group:
                 continue
-            if name not in self._counters:
-                self._counters[name] = Counter(f"ppd:{name}", text, labelnames=["model_name", "engine"])
+            base, _, reason = name.partition("/")
+            if base not in self._counters:
+                labels = ["model_name", "engine", *["reason"] * bool(reason)]
+                self._counters[base] = Counter(f"ppd:{base}", text, labelnames=labels)
             for engine in engines:
-                self._counters[name].labels(model_name, str(engine))  # there from the start, at 0
+                self._of(name, engine)  # there from the start, at 0
 
     def observe(self, counts: Counts, engine: int) -> None:
         for name, amount in counts.items():
-            if name in self._counters and amount > 0:
-                self._counters[name].labels(self.model_name, str(engine)).inc(amount)
+            if name.partition("/")[0] in self._counters and amount > 0:
+                self._of(name, engine).inc(amount)
+
+    def _of(self, name: str, engine: int) -> Any:
+        base, _, reason = name.partition("/")
+        return self._counters[base].labels(self.model_name, str(engine), *[reason] * bool(reason))

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.options import OptionError
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.patches.statistics import watch_acceptance
 
@@ -24,12 +25,18 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
         return
     ahead = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
     logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
-    if config.stages == 1:  # what a worker group emits in a step is scheduled as drafts, and never verified
+    # What a worker group emits in a step is scheduled as drafts, and never verified.
+    if config.stages == 1 and not config.spec.looks_up_alone:
         watch_acceptance(self)
     lookup: Any = self.dynamic_sd_lookup
     if config.runner == "v2" and config.adaptive and lookup is not None:  # with data parallelism vLLM has none
-        drafts, limit = config.num_speculative_tokens, config.disable_by_batch_size
-        self.dynamic_sd_lookup = ScheduledDrafts(drafts, limit, self.max_num_running_reqs)
+        self.dynamic_sd_lookup = ScheduledDrafts(
+            config.num_speculative_tokens,
+            config.disable_by_batch_size,
+            self.max_num_running_reqs,
+            None if config.prompt_lookup_min is None else RepeatedText(config.prompt_lookup_min),
+            config.spec.looks_up_alone,
+        )
     # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
     # placeholder drafts, unless the number of drafts follows the batch size. Having no q(x) for them, the rejection
     # sampler would take that of no request of the batch. Here the number is the same for every batch size. (Runner V2

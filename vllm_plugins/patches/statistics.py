@@ -33,11 +33,12 @@ def update_from_output(
     counts: Counts = dict(getattr(output, ATTRIBUTE, {}))
     lookup = getattr(self, "dynamic_sd_lookup", None)
     watch: AcceptanceWatch | None = getattr(self, WATCH, None)
-    with_others = isinstance(lookup, ScheduledDrafts)
-    seen = [] if watch is None else verified(self.requests, scheduler_output, output, with_others)
+    scheduled, seen = isinstance(lookup, ScheduledDrafts), []
+    if scheduled or watch is not None:
+        seen = verified(self.requests, scheduler_output, output, scheduled)
     for _, drafts, emitted, _ in seen:
-        if drafts:
-            watch.observe(drafts, emitted - 1)  # type: ignore[union-attr]
+        if drafts and watch is not None:
+            watch.observe(drafts, emitted - 1)
     if isinstance(lookup, ScheduledDrafts):
         if seen:
             lookup.observe(*map(list, zip(*seen, strict=True)))
@@ -48,7 +49,13 @@ def update_from_output(
             pending = getattr(self, PENDING, Counter())
             pending.update(counts)
             setattr(self, PENDING, pending)
-    return original(self, scheduler_output, output, *args, **kwargs)
+    result = original(self, scheduler_output, output, *args, **kwargs)
+    if isinstance(lookup, ScheduledDrafts) and lookup.texts is not None:
+        for req_id, *_ in seen:
+            if req_id in self.requests:
+                lookup.texts.extend(req_id, self.requests[req_id].all_token_ids)
+        lookup.texts.forget_others(self.requests)
+    return result
 
 
 def verified(

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
-from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
+from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
+from vllm_ppd.vllm_plugins.draft_length.scheduled import CYCLE, ScheduledDrafts
 
 DRAFTS = 3
 
@@ -92,4 +93,19 @@ def test_the_same_steps_give_the_same_choices() -> None:
 def test_large_batches_do_not_draft() -> None:
     lookup = ScheduledDrafts(DRAFTS, 8, 64)
     assert [lookup[n] for n in (1, 8, 9, 64)] == [DRAFTS, DRAFTS, 0, 0]
-    assert lookup.take_counts() == {"drafting_off_steps": 2} and lookup.take_counts() == {}
+    assert lookup.take_counts() == {"drafting_off_steps/batch_size": 2} and lookup.take_counts() == {}
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_lookups_alone_draft_where_a_text_repeats_itself(ahead: int) -> None:
+    """No exploration where no request has a match, and drafts within a choice of the first that has."""
+    engine = Engine(0.1, 2, ahead)
+    engine.lookup.texts, engine.lookup.lookups_alone = RepeatedText(2), True
+    for text, drafting in (([1, 2, 3], 0.0), ([1, 2, 3, 1, 2], 1.0), ([1, 2, 3, 1, 2, 9], 0.0)):
+        engine.lookup.texts.extend("0", text)
+        engine.run(CYCLE + ahead, 0.9)
+        before = len(engine.verified)
+        engine.run(200, 0.9)
+        assert np.mean([drafts > 0 for drafts in engine.verified[before:]]) == drafting
+    counts = engine.lookup.take_counts()
+    assert counts["drafting_off_steps/no_match"] > 380 and "drafting_off_steps/cost" not in counts

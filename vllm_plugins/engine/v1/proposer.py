@@ -21,6 +21,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ppd.kernels.sampling import Sampling, is_greedy
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.draft_length.scheduled import BATCH_SIZE, COST, NO_MATCH
 from vllm_ppd.vllm_plugins.drafting.planner import DraftPlanner, Plan
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import DraftSources
 from vllm_ppd.vllm_plugins.engine.drafter import Drafts
@@ -65,7 +66,6 @@ class Proposer:
     host: DraftingHost
     drafts_for_all = False  # whether requests that may not draft are brought to the host as well
     decoding = False  # whether the step that runs now takes no prompt in
-    looked_up = False  # whether the latest drafts stood in the requests' own text, and have no q(x)
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -86,7 +86,7 @@ class Proposer:
         self.q_rows: torch.Tensor | None = None  # [request rows, K, vocabulary] float32: q(x), where drafts are drawn
         sources = None
         if config.prompt_lookup_min is not None:
-            sources = DraftSources(config.prompt_lookup_min, config.most_lookup_drafts)
+            sources = DraftSources(config.prompt_lookup_min, config.num_speculative_tokens)
         self.planner = DraftPlanner(config, self.batch, self.host.options, sources)
 
     @property
@@ -149,7 +149,7 @@ class Proposer:
 
     def drafting_rows(self) -> np.ndarray | None:
         """Which rows of the batch have what it takes to draft: [batch rows] bool; None: all."""
-        return None
+        return np.zeros(self.batch.num_requests, dtype=bool) if self.config.spec.looks_up_alone else None
 
     def draft(self, step: Step) -> list[list[int]]:
         """Draft token ids, a list a batch row; empty where a request does not draft."""
@@ -158,23 +158,33 @@ class Proposer:
         controller, bypassed = planner.controller, self.bypass.take_steps()
         if controller is not None and bypassed:
             controller.skip(bypassed)
+            self.counters.add(COST, bypassed)
             self.counters.add("suppressed_drafts", controller.suppressed * bypassed)
         plan = planner.plan(step.sampled_token_ids, self.request_rows, self.drafting_rows())
-        self.looked_up = plan is not None and plan.looked_up is not None
         if plan is not None:
-            if plan.looked_up is None:
-                tokens, made = self.draft_plan(plan, step)
-            else:
-                tokens, made = plan.looked_up, plan.max_drafts
+            tokens, made = self.draft_plan(plan, step)
             for row, ids, count in zip(plan.rows.tolist(), tokens.tolist(), made.tolist(), strict=True):
                 drafts[row] = ids[:count]
+        if planner.looked_up is not None and (rows := np.flatnonzero(planner.looked_up.counts)).size:
+            for row in rows.tolist():
+                drafts[row] = planner.looked_up.tokens[row, : planner.looked_up.counts[row]].tolist()
+            self._store_one_hot(rows, planner.looked_up.tokens[rows])
+            self.counters.add("lookup_steps")
+        if not any(drafts):
+            limit, looked_up = self.config.disable_by_batch_size, planner.looked_up
+            no_match = self.config.spec.looks_up_alone and looked_up is not None and not looked_up.lengths.any()
+            if limit is not None and len(drafts) > limit:
+                self.counters.add(BATCH_SIZE)
+            elif no_match:
+                self.counters.add(NO_MATCH)
+            elif controller is not None and controller.off:
+                self.counters.add(COST)
         if controller is not None:
             self.counters.add("suppressed_drafts", controller.suppressed)
             self.counters.add("exploration_steps", controller.drafting and controller.gain == np.inf)
             # An unfinished prompt may end in a chunk of one token, which looks like a step of decoding.
             if self.decoding and planner.all_emitted and planner.sources is None:
                 self.bypass.begin(controller.steps_off(), self._scheduled.keys())
-        self.counters.add("lookup_steps", self.looked_up)
         self.counters.add("drafting_seconds", time.perf_counter() - started)
         return drafts
 
@@ -220,6 +230,13 @@ class Proposer:
         one_hot = columns == drafts.token_ids[..., None]
         drafted = torch.arange(made, device=columns.device)[:, None]
         self.q_rows[staging.rows[:requests, None, None], drafted, columns] = torch.where(greedy, one_hot, drafts.probs)
+
+    def _store_one_hot(self, rows: np.ndarray, tokens: np.ndarray) -> None:
+        """Store q(x) of looked-up drafts [rows, K] of batch rows."""
+        if self.q_rows is not None:
+            requests, ids = self.index(self.request_rows[rows])[:, None], self.index(tokens)
+            self.q_rows[requests[:, 0]] = 0
+            self.q_rows[requests, torch.arange(ids.shape[1], device=ids.device), ids] = 1
 
     def draft_sampling(self, plan: Plan) -> Sampling | None:
         """How drafts of a plan's requests are drawn, at temperature 0 where they must be greedy; None if all must."""
@@ -319,7 +336,7 @@ class DraftingRunnerMixin(Verification):
         drafts = self.drafter.draft(step)
         self._draft_probs = self._draft_prob_req_ids = None
         q_rows = self.drafter.q_rows
-        if q_rows is not None and not self.drafter.looked_up and not sampling_metadata.all_greedy:
+        if q_rows is not None and not sampling_metadata.all_greedy:
             self._draft_probs, self._draft_prob_req_ids = q_rows, list(self.drafter.rows.names)
         return drafts
 

@@ -18,7 +18,7 @@ from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
-from vllm_ppd.vllm_plugins.drafting.prompt_lookup import KINDS, PRIOR_WEIGHT
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import ALL_KINDS
 from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.engine.cpu.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
@@ -61,19 +61,15 @@ class WarmUpMixin:
 
 def set_draft_length(drafter: Proposer) -> None:
     """Have the number of drafts follow what pays from here on."""
-    config, planner, lookup = drafter.config, drafter.planner, drafter.config.most_lookup_drafts
+    config, counts = drafter.config, counts_of(drafter.config.num_speculative_tokens)
     # Steps with the method's drafts, and with looked-up ones where there are any.
-    counts = [counts_of(config.num_speculative_tokens), *([counts_of(lookup)] if lookup else [])]
-    steps = [(numbers, functools.partial(time_steps, drafter, bool(i))) for i, numbers in enumerate(counts)]
-    largest = min(most_requests(drafter.runner, numbers, STEPS) for numbers in counts)
+    kinds = [False] * (not config.spec.looks_up_alone) + [True] * (config.prompt_lookup_min is not None)
+    steps = [(counts, functools.partial(time_steps, drafter, looked_up)) for looked_up in kinds]
+    largest = most_requests(drafter.runner, counts, STEPS)
     costs = costs_of_engine(config, drafter.vllm_config, drafter.counters, largest, steps)
-    if costs is None:
-        return
-    planner.controller = DraftLengthController(StepCosts(costs.method))
-    if planner.sources is not None:
-        assert costs.lookup is not None
-        planner.sources.method = planner.controller
-        planner.sources.lookup = DraftLengthController(StepCosts(costs.lookup), KINDS, PRIOR_WEIGHT)
+    if costs is not None:
+        lookups = None if costs.lookup is None else StepCosts(costs.lookup)
+        drafter.planner.controller = DraftLengthController(StepCosts(costs.method), ALL_KINDS, lookups=lookups)
 
 
 if current_platform.is_cpu():

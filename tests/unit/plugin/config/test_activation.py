@@ -19,13 +19,14 @@ from vllm_ppd.vllm_plugins.config.resolved import WORKERS
 
 
 def test_ways_of_asking_are_the_same(tiny_model: Factory) -> None:
-    config = drafting(from_dict(tiny_model(), {"method": "ppd"}))
-    assert config.exit_layer == (3,)
+    config = drafting(from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3}))
+    assert config.exit_layer == (3,) and config.method == "ppd"
+    assert drafting(from_dict(tiny_model(), {"method": "ppd"})).method == "lookup"
     for flags in (
         "--speculative-model ppd", "--spec-model ppd", "--spec-method ppd", """-sc '{"method": "ppd"}'""",
         """--speculative-config '{"model": "ppd"}'""", "--speculative-config.method ppd",
     ):  # fmt: skip
-        assert drafting(from_flags(tiny_model(), flags)) == config
+        assert drafting(from_flags(tiny_model(), f"{flags} --ppd-exit-layer 3")) == config
 
 
 def test_flags_carry_every_option(tiny_model: Factory) -> None:
@@ -33,17 +34,17 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
         tiny_model(),
         "--speculative-model paradecode --spec-tokens 5 --ppd-exit-layer 2,4 --ppd-gamma 0.4 --ppd-adaptive false "
         "--ppd-draft-sample-method greedy --ppd-max-drafting-requests 3 --ppd-disable-by-batch-size 9 "
-        "--ppd-prompt-lookup-min 4 --ppd-prompt-lookup-drafts 7 --ppd-step-costs measure",
+        "--ppd-prompt-lookup-min 4 --ppd-step-costs measure",
     )
     assert drafting(config).model_dump() == {
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
-        "adaptive": False, "adaptive_verification": False, "prompt_lookup_min": 4, "prompt_lookup_drafts": 7,
+        "adaptive": False, "adaptive_verification": False, "prompt_lookup_min": 4,
         "schedule": "deferred", "step_costs": "measure", "runner": "v1", "v1_because": None,
         "drafts_by_batch_size": [],
     }  # fmt: skip
-    assert config.speculative_config.num_speculative_tokens == 7  # of whichever source
+    assert config.speculative_config.num_speculative_tokens == 5
     assert config.num_lookahead_tokens == 6
     assert config.parallel_config.worker_cls == WORKERS["v1"]
 

@@ -26,6 +26,7 @@ from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 
 PPD = "--speculative-model ppd"
+EARLY = f"{PPD} --ppd-exit-layer 3"
 GROUP = f"{PPD} --pipeline-parallel-size 2"
 PARALLEL = "--speculative-model paradecode --ppd-schedule parallel"
 LAYER_BY_LAYER = (
@@ -53,14 +54,14 @@ def refused(message: str | None) -> Iterator[None]:
     ("flags", "message"),
     [
         # What vLLM's settings rule out
-        (f"{PPD} --enable-lora", "LoRA .* is not supported"),
+        (f"{EARLY} --enable-lora", "LoRA .* is not supported"),
         (f"{PPD} --enable-prompt-embeds", "prompt embeddings"),
         (f"{PPD} --async-scheduling", "--async-scheduling is not supported"),
         (f"{PPD} --logits-processors a:B", "custom logits processors are not supported"),
         (f"{PPD} --worker-cls a.B", "worker class 'a.B' cannot be combined"),
-        (f"{PPD} --kv-transfer-config {LAYER_BY_LAYER}",
+        (f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}",
          "this KV connector moves KV a layer at a time, which is not supported with early drafting"),
-        (f"{PPD} --model-impl transformers", "Transformers backend; leave out --model-impl"),
+        (f"{EARLY} --model-impl transformers", "Transformers backend; leave out --model-impl"),
         (f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""", "watermarking"),
         (f"{PARALLEL} --tensor-parallel-size 2",
          "tensor parallelism is not supported with schedule 'parallel'; use 'deferred'"),
@@ -95,7 +96,6 @@ def refused(message: str | None) -> Iterator[None]:
         # Options that contradict each other
         (asked('{"method": "ppd", "exit_layer": 99}'), r"exit_layer=99 is outside 1\.\.5; this model has 6 layers"),
         (asked('{"method": "ppd", "exit_layr": null}'), "unknown option 'exit_layr'; did you mean 'exit_layer'"),
-        (f"{PPD} --ppd-prompt-lookup-drafts 5", "prompt_lookup_drafts=5 needs prompt_lookup_min"),
         (f"{PARALLEL} --ppd-prompt-lookup-min 2", "prompt_lookup_min=2 is not supported with schedule: parallel"),
         ("--ppd-gamma 0.5", "--ppd-gamma belongs to vllm-ppd; it needs --speculative-model"),
         (asked("[1]"), r"speculative_config=\[1\] is not a JSON object; give one, such as"),
@@ -146,7 +146,7 @@ def test_unknown_family(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)
     tiny.make_tokenizer().save_pretrained(tmp_path)
     with refused(r"GPT2LMHeadModel cannot be cut.*supported families: Llama, Mistral"):
-        from_dict(tmp_path, {"method": "ppd"})
+        from_dict(tmp_path, {"method": "ppd", "exit_layer": 1})
     # Heads that need no adapter are not asked for one.
     with refused("pipeline parallelism is not supported with method 'cp'"):
         from_dict(tmp_path, {"method": "cp", "model": "/any"}, pipeline_parallel_size=2)
@@ -219,7 +219,7 @@ def test_worker_group_in_an_environment(tiny_model: Factory, monkeypatch: pytest
     from_dict(tiny_model(), {"method": "ppd", "exit_layer": 4}, pipeline_parallel_size=2)
     monkeypatch.setattr(platform, "breakable_graphs", lambda: True)
     with refused("VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with early drafting"):
-        from_dict(tiny_model(), {"method": "ppd"})
+        from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def test_v2_where_vllm_takes_it() -> None:
         ({"method": "dynamo", "verify": False}, 1, "verify: false"),
         ({"method": "ppd", "exit_layer": [2, 4]}, 1, "several exit layers"),
         ({"method": "ppd", "prompt_lookup_min": 2}, 1, "prompt_lookup_min and early drafting"),
-        ({"method": "cp", "prompt_lookup_min": 2, "prompt_lookup_drafts": 5}, 1, "prompt_lookup_drafts"),
     ],
 )
 def test_v1_where_v2_cannot(options: dict[str, Any], stages: int, reason: str) -> None:
@@ -169,13 +168,13 @@ def test_the_parallel_schedule_has_another_proposer(tiny_model: Factory) -> None
             DraftingConfig(exit_layer=(3,), num_layers=12, model="/heads", max_drafting_requests=8),
             ("method ppd", "exit layer 3 of 12", "heads /heads", "3 drafts", "soft first 8 requests", "hard none"),
         ),
-        (resolved({"prompt_lookup_min": 2}, CPU_BUILD), ("prompt lookup from 2 tokens on (up to 3 drafts)",)),
+        (resolved({"prompt_lookup_min": 2}, CPU_BUILD), ("prompt lookup from 2 tokens on",)),
         (resolved({"method": "paradecode", "schedule": "parallel"}, CPU_BUILD), ("gamma 0, parallel schedule",)),
     ],
 )
 def test_summary_names_what_drafts(config: DraftingConfig, parts: tuple[str, ...]) -> None:
     line = config.summary()
-    assert config.max_drafts == 3 and "\n" not in line and all(part in line for part in parts)
+    assert config.num_speculative_tokens == 3 and "\n" not in line and all(part in line for part in parts)
 
 
 def test_vllm_asks_us_which_runner_it_has() -> None:

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which requests can look drafts up: the scheduler's view is that of a search through the whole text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
+from vllm_ppd.vllm_plugins.drafting.prompt_lookup import find
+
+
+@pytest.mark.parametrize("shortest", [1, 2, 3, 7])
+def test_it_is_what_a_search_finds(shortest: int) -> None:
+    rng = np.random.default_rng(shortest)
+    texts, seen = RepeatedText(shortest), set()
+    for name in "abcd":
+        text = rng.integers(0, 2, 120)
+        length = int(rng.integers(1, 9))
+        while length <= len(text):
+            texts.extend(name, text[:length].tolist())
+            match = find(text[None], np.array([length]), shortest, 1)
+            assert texts.repeats([name]) == [match.counts[0] > 0], (name, length)
+            seen.add(bool(match.counts[0]))
+            length += int(rng.integers(1, 4))
+    assert seen == {False, True}
+
+
+def test_ended_requests_are_forgotten() -> None:
+    texts = RepeatedText(2)
+    for name in "abc":
+        texts.extend(name, [1, 2, 1, 2])
+    texts.forget_others({"b": None})
+    assert texts.repeats(["a", "b", "c"]) == [False, True, False]
+    texts.extend("a", [3, 4])
+    assert texts.repeats(["a"]) == [False]
