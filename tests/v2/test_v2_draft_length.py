@@ -68,3 +68,26 @@ def test_a_step_without_drafts_is_vllms(v2_engine: Factory, monkeypatch: pytest.
     finally:
         lookup.limit = None
     assert calls == []
+
+
+@pytest.mark.parametrize("asynchronous", full_but({True}, (False, True)))
+def test_engines_with_the_same_costs_choose_the_same(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Whatever their steps take: a choice reads acceptance, texts and the table."""
+    monkeypatch.setattr(dummy_steps, "TIMED", 1)
+    options = {**METHODS["cp"], "prompt_lookup_min": 2, "adaptive": True, "step_costs": "measure"}
+    stock, chosen, said = ScheduledDrafts.__getitem__, [], []
+    for _ in range(2):
+        llm, choices = v2_engine(options, asynchronous), []
+        lookup = follow(llm, 3.0)
+
+        def choose(self: ScheduledDrafts, requests: int, to: list[int] = choices) -> int:
+            to.append(stock(self, requests))
+            return to[-1]
+
+        monkeypatch.setattr(ScheduledDrafts, "__getitem__", choose)
+        said.append(generate(llm, prompts(3), greedy(40, ignore_eos=True)))
+        chosen.append(choices)
+        lookup.texts = type(lookup.texts)(2)  # type: ignore[arg-type, misc]
+    assert chosen[0] == chosen[1] and said[0] == said[1] and len(set(chosen[0])) == 2

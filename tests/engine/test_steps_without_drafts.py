@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a thousand steps without drafts their acceptance is what it was: no state of a method goes stale."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import greedy, prompts
+from conftest import DEMO, counting, drafter_of, full_but, runner_of, start_engine
+
+HEADS = DEMO.parent / "heads"
+METHODS: dict[str, dict[str, Any]] = {
+    "cp": {"method": "cp", "model": str(HEADS / "cp")},
+    "early": {"method": "ppd", "model": str(HEADS / "early"), "exit_layer": 6, "num_speculative_tokens": 3},
+    "lookup": {"method": "lookup"},
+    "cp and lookup": {"method": "cp", "model": str(HEADS / "cp"), "prompt_lookup_min": 2},
+}
+V2 = os.environ.get("PPD_TEST_V2") == "1"  # tests/v2 runs this test, too
+STEPS, TOKENS = 1000, 1100
+
+
+def switch_of(llm: Any) -> Callable[[bool], None]:
+    """Switches drafting of an engine off and on."""
+
+    def switch(on: bool) -> None:
+        if V2:
+            llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.limit = None if on else 0
+        else:
+            drafter_of(llm).planner.forced = None if on else 0
+
+    return switch
+
+
+def accepted_late(llm: Any, params: Any, drafting_early: bool) -> int:
+    """Accepted drafts of a request's last tokens, those behind the first STEPS."""
+    switch, emitted, accepted = switch_of(llm), 0, 0
+    switch(drafting_early)
+    llm.llm_engine.add_request("request", prompts(1)[0], params)
+    while llm.llm_engine.has_unfinished_requests():
+        if emitted >= STEPS:
+            switch(True)
+        with counting(llm) as seen:
+            outputs = llm.llm_engine.step()
+        accepted += seen["accepted"] if emitted >= STEPS else 0
+        emitted = max([emitted, *(len(output.outputs[0].token_ids) for output in outputs)])
+        if not drafting_early and emitted < STEPS:
+            assert not seen["accepted"]
+    return int(accepted)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", full_but(() if V2 else {"cp and lookup"}, METHODS))
+def test_acceptance_is_what_it_was(name: str) -> None:
+    options = {**METHODS[name], **({"runner": "v2", "adaptive": True, "step_costs": "measure"} if V2 else {})}
+    llm = start_engine(DEMO, options, max_model_len=1280, hf_overrides={"max_position_embeddings": 2048})
+    assert runner_of(llm) is not None
+    if V2:
+        llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.controller = None  # every draft, or none
+    # Greedy text ends in a loop, which the heads do not know and lookups do.
+    params = greedy(TOKENS, temperature=0.0 if "prompt_lookup_min" in options or name == "lookup" else 0.8, seed=1)
+    always, late = (accepted_late(llm, params, drafting_early) for drafting_early in (True, False))
+    assert always > 10 and abs(always - late) <= 4, (always, late)  # a step may cross the border
