@@ -12,6 +12,7 @@ from conftest import Factory, counting, full_but, runner_of
 from small import METHODS
 
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine.v2 import dummy_steps
 
@@ -81,6 +82,7 @@ def test_engines_with_the_same_costs_choose_the_same(
     for _ in range(2):
         llm, choices = v2_engine(options, asynchronous), []
         lookup = follow(llm, 3.0)
+        lookup._req_ids, lookup.texts = [], RepeatedText(2)  # as in an engine that has just started
 
         def choose(self: ScheduledDrafts, requests: int, to: list[int] = choices) -> int:
             to.append(stock(self, requests))
@@ -89,5 +91,4 @@ def test_engines_with_the_same_costs_choose_the_same(
         monkeypatch.setattr(ScheduledDrafts, "__getitem__", choose)
         said.append(generate(llm, prompts(3), greedy(40, ignore_eos=True)))
         chosen.append(choices)
-        lookup.texts = type(lookup.texts)(2)  # type: ignore[arg-type, misc]
     assert chosen[0] == chosen[1] and said[0] == said[1] and len(set(chosen[0])) == 2
