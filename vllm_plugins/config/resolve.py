@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
@@ -76,9 +76,9 @@ def resolve(
     if "exit_layer" in method.options and (stages > 1 or values["exit_layer"] is None) and "exit_layer" not in given:
         values["exit_layer"] = (_default_exit(num_layers, heads, stages, runners),)
     if method.looks_up_alone:
-        defaults = {"prompt_lookup_min": LOOKUP_FROM, "num_speculative_tokens": LOOKUP_DRAFTS}
+        defaults: dict[str, Any] = {"prompt_lookup_min": LOOKUP_FROM, "num_speculative_tokens": LOOKUP_DRAFTS}
+        defaults["draft_sample_method"] = "greedy"  # there is nothing to draw from
         values |= {name: value for name, value in defaults.items() if name not in given}
-        values["draft_sample_method"] = "greedy"
     if stages > 1 and options.disable_by_batch_size is None:
         values["disable_by_batch_size"] = GROUP_CUT_OFF
 
