@@ -106,6 +106,7 @@ class Stack(nn.Module):
         if layers is not None:
             self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
         self.is_last = stop >= len(adapter.layers)
+        self.taps: tuple[int, ...] = ()  # layers before which the state is kept, in stacks that keep any
 
     def forward(
         self,

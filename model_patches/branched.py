@@ -4,11 +4,13 @@
     token ids -> [embed, layers ..L-1] -> pre-final state -> [layer L, norm] -> hidden
                                                           -> [branch: a token head's layer, norm] -> hidden
 
-The target stays in one piece, so that a forward without the branches takes as long as vLLM's own.
+The target stays in one piece, so that a forward without the branches takes as long as vLLM's own. Heads that read the
+states of several layers need no branch: the forward keeps these for them (TappedModel).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,16 +23,19 @@ from vllm_ppd.model_patches.base import CutState, FirstStack, ModelCut, Stack, c
 
 def tapped(
     stack: Stack, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(Normed hidden states, pre-final state: the sum that the last layer reads), [tokens, hidden] each."""
-    state = stack.adapter.run(stack.layers[:-1], positions, hidden, residual)
-    before = summed(state)  # vLLM's norms overwrite what they are given
-    hidden = stack.adapter.norm(*stack.adapter.run(stack.layers[-1:], positions, *state))
-    return hidden, before
+) -> tuple[torch.Tensor, ...]:
+    """Normed hidden states, and the sums that the layers at the stack's taps read, [tokens, hidden] each."""
+    state: CutState = (hidden, residual)
+    states = []
+    for start, stop in itertools.pairwise([0, *stack.taps, len(stack.layers)]):
+        state = stack.adapter.run(stack.layers[start:stop], positions, *state)
+        if stop < len(stack.layers):
+            states.append(summed(state))  # vLLM's norms overwrite what they are given
+    return stack.adapter.norm(*state), *states
 
 
 class TappedStack(FirstStack):
-    """All of the target, which also gives the state before its last layer."""
+    """All of the target, which also gives the states before some of its layers."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
         return tapped(self, positions, self.adapter.embed(input_ids), None)
@@ -41,6 +46,39 @@ class TappedEmbeddedStack(Stack):
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
         return tapped(self, positions, hidden, residual)
+
+
+class TappedModel(ModelCut):
+    """A loaded model, in one piece, whose forward keeps the states after some of its layers.
+
+    Args:
+        model: the causal LM as vLLM loaded it.
+        vllm_config: vLLM's configuration.
+        layers: ascending layer counts after which the state is kept.
+        kept: [layers, max tokens, hidden] buffer that takes the states of each forward.
+
+    Raises:
+        ValueError: if the family cannot be cut.
+    """
+
+    first_stack = TappedStack
+
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layers: Sequence[int], kept: torch.Tensor) -> None:
+        super().__init__(model, vllm_config, ())
+        self.stacks[0].taps, self.kept = tuple(layers), kept
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As ModelCut.forward; the model is in one pipeline stage."""
+        output, *states = self.start(self.stacks[0], input_ids, positions, None)
+        for buffer, tap in zip(self.kept, states, strict=True):
+            buffer[: len(tap)].copy_(tap)
+        return output
 
 
 class Branches(Stack):
@@ -69,6 +107,7 @@ class BranchedModel(ModelCut):
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig, embedded: bool = False) -> None:
         super().__init__(model, vllm_config, (), embedded=embedded)
+        self.stacks[0].taps = (len(self.adapter.layers) - 1,)
         self.branches: Stack | None = None
         self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
         self.skip_branches = False  # whether forwards leave them out

@@ -122,7 +122,7 @@ def draft(
         logits = head.logits(hidden, unembedding, bias, context)
         return chosen(draft_chain, logits)(weights, logits, None if head.lead else first, sampling)[:2]
     assert unembedding is not None and embeddings is not None
-    state = hidden
+    state = hidden if recurrence is None else recurrence.start(hidden)
 
     def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
         nonlocal state

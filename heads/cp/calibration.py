@@ -55,14 +55,15 @@ class CPMeasures:
         first = count = 0.0
         for batch in batches:
             with self.autocast():
-                hidden = target.run(batch).final
+                states = target.run(batch, head.layers)
+            final, hidden = states.final, head.read(states)
             tokens, valid = batch.ahead(n)
-            hidden, tokens = hidden[valid], tokens[valid]
+            final, hidden, tokens = final[valid], hidden[valid], tokens[valid]
             count += len(hidden)
             for rows, logits, weights in self._chunks(hidden, tokens):
                 index = tokens[rows, head.lead :, None, None].expand(-1, -1, head.rank, 1)
                 observed = logits.float().log_softmax(-1).gather(-1, index).squeeze(-1)
-                of_target = token_log_probs(hidden[rows], tokens[rows, 0], target.unembedding, target.bias)
+                of_target = token_log_probs(final[rows], tokens[rows, 0], target.unembedding, target.bias)
                 first -= float(of_target.sum())
                 chain = chain_log_likelihood(weights, observed)
                 alone = torch.logsumexp(weights[:, None] + observed, dim=-1)
@@ -92,9 +93,11 @@ class CPMeasures:
         accept = torch.zeros(len(texts.ids), steps, n)
         for some, windows in texts.batches(batch):
             with self.autocast():
-                final = target.run(windows).final
-            generated, hidden = texts.generated[some], texts.reading(final, windows)
-            log_p = log_prob_of(target, hidden, generated.flatten(), texts.temperature).view_as(generated)
+                states = target.run(windows, self.head.layers)
+            generated, hidden = texts.generated[some], texts.reading(self.head.read(states), windows)
+            log_p = log_prob_of(
+                target, texts.reading(states.final, windows), generated.flatten(), texts.temperature
+            ).view_as(generated)
             tokens = ahead(generated, range(n + 1)).flatten(0, 1)
             targets = ahead(log_p, range(1, n + 1)).flatten(0, 1)
             chances = []

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from vllm_ppd.heads.base import MOST_DRAFTS, HeadsConfig, RecommendedDrafts, Shapes
+from vllm_ppd.heads.comma_lists import Integers
 from vllm_ppd.heads.measured import ByDrafts, ByTexts, Number, Parts, Setting, Work, on_texts
 from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 
@@ -29,6 +30,9 @@ class Experts(BaseModel):
     inner_size: int | None = Field(
         None, ge=1, le=1 << 20, description="width of a recurrent state's gated layer (twice the model's where not set)"
     )
+    layers: Annotated[Integers, Field(strict=False, max_length=64)] = Field(
+        (), description="layers after which the target's states are read, too, by a recurrent state: 8,16,24"
+    )
     expert_rank: int = Field(32, ge=1, le=4096, description="rank of the matrices that tell recurrent experts apart")
     num_speculative_tokens: int
 
@@ -36,6 +40,10 @@ class Experts(BaseModel):
     def _possible(self) -> Experts:
         if self.condition == "chain" and self.positions < 3:
             raise ValueError("condition 'chain' reads the draft before and needs 3 positions at least; use 'token'")
+        if self.layers and self.condition != "recurrent":
+            raise ValueError(f"layers={self.layers} need condition 'recurrent', not {self.condition!r}")
+        if list(self.layers) != sorted({layer for layer in self.layers if layer > 0}):
+            raise ValueError(f"layers={self.layers} must be ascending, from 1 on")
         drafts = self.num_speculative_tokens
         if drafts > self.positions - 1:
             raise ValueError(f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not {self.positions}")
@@ -58,8 +66,7 @@ class CPOptions(Experts, FullOptions):
     )
     balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
     start: Literal["ridge", "identity"] = Field(
-        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head; a "
-        "recurrent state starts at the latter",
+        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head",
     )  # fmt: skip
     decay: float = Field(
         0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the draft before it"
@@ -109,12 +116,23 @@ class CPConfig(Experts, HeadsConfig):
     positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
     rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
     condition: Condition = Field("none", description="what the experts read beside the state")
+    layers: Annotated[tuple[int, ...], Field(strict=False, max_length=64)] = ()
     token_counts: bool = Field(False, description="the tokens of the training data are counted, for a draft vocabulary")
+
+    @model_validator(mode="after")
+    def _within_the_target(self) -> CPConfig:
+        if self.layers and self.layers[-1] >= self.target.num_hidden_layers:
+            raise ValueError(
+                f"layers names layer {self.layers[-1]}, and the target has {self.target.num_hidden_layers}"
+            )
+        return self
 
     def describe(self) -> str:
         form = "factorised" if self.factorised else "full"
         reads = "" if self.condition == "none" else f", condition {self.condition}"
         if self.condition == "recurrent":
+            layers = "".join(f", {layer}" for layer in self.layers)
+            reads += f" on layers {layers[2:]} and the last" if layers else ""
             return f"rank {self.rank} over {self.positions} positions{reads}, {self.inner} inner"
         return f"rank {self.rank} over {self.positions} positions, {form}{reads}"
 
@@ -142,7 +160,12 @@ class CPConfig(Experts, HeadsConfig):
         if self.condition == "recurrent":
             inner, counts = self.inner, {"token_counts": [self.target.vocab_size]} if self.token_counts else {}
             thin = {"down": [r, self.expert_rank, size], "up": [r, size, self.expert_rank]} if r > 1 else {}
-            matrices = {"token": [size + 2 * inner, size], "inner": [2 * inner, size], "outer": [size, inner]} | thin
+            thin |= {"fuse": [size, (1 + len(self.layers)) * size]} if self.layers else {}
+            matrices = {
+                "token": [size + 2 * inner, size],
+                "inner": [size + 2 * inner, size],
+                "outer": [size, inner],
+            } | thin
             recurrence = {f"cp.recurrence.{name}": shape for name, shape in matrices.items()}
             return {"cp.gate": [r, size], "cp.token_gate": [r, size]} | recurrence | counts
         name, rows = ("cp.transforms", size) if self.factorised else ("cp.classifiers", self.target.vocab_size)
@@ -163,7 +186,8 @@ class CPConfig(Experts, HeadsConfig):
         if self.condition == "recurrent":
             size = self.target.hidden_size
             thin = 2 * self.rank * self.expert_rank if self.rank > 1 else 0
-            return Work(0, drafts * (1 + (5 * self.inner + thin) / size), drafts * vocabulary, self.rank)
+            fused = 1 + len(self.layers) if self.layers else 0  # once a step
+            return Work(0, fused + drafts * (2 + (5 * self.inner + thin) / size), drafts * vocabulary, self.rank)
         lead, chain = self.positions - self.factors, self.condition == "chain"
         states = self.rank * (drafts + 1 - lead)
         if not self.factorised:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.heads.cp.config import Condition, CPConfig
 from vllm_ppd.heads.cp.recurrence import Recurrence
+from vllm_ppd.heads.training.target import TargetStates
 from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain, mixture, posterior
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
@@ -54,6 +55,7 @@ class CPHead(nn.Module):
         inner_size: int | None = None,
         expert_rank: int = 32,
         dropout: float = 0.0,
+        layers: tuple[int, ...] = (),
     ) -> None:
         """Start near E*, with noise: equal experts would get equal gradients and stay equal.
 
@@ -67,9 +69,11 @@ class CPHead(nn.Module):
             seed: of the noise; None leaves all parameters zero, for those who load them.
             condition: what the head reads beside e; what reads tokens starts at zero.
             inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None: 2 d).
+            layers: whose states it reads, too: wherever hidden is an argument, they follow e, [rows, (1 + layers) d].
         """
         super().__init__()
         self.positions, self.rank, self.factorised, self.condition = positions, rank, factorised, condition
+        self.layers = layers
         self.lead = 0 if condition == "none" else 1
         rows = hidden_size if factorised or vocab_size is None else vocab_size
 
@@ -86,7 +90,7 @@ class CPHead(nn.Module):
         self.recurrence: Recurrence | None = None
         if condition == "recurrent":
             inner_size = inner_size or 2 * hidden_size
-            self.recurrence = Recurrence(hidden_size, inner_size, rank, expert_rank, dtype, seed, dropout)
+            self.recurrence = Recurrence(hidden_size, inner_size, rank, expert_rank, dtype, seed, dropout, len(layers))
         if seed is not None:
             # Not zeros: equal weights would count every token for expert 0 in the balance loss.
             self._fill_with_noise(self.gate, seed)
@@ -109,6 +113,10 @@ class CPHead(nn.Module):
         std = NOISE * parameter.shape[-1] ** -0.5 if self.rank > 1 else 0.0
         return parameter.detach().normal_(std=std, generator=torch.Generator(parameter.device).manual_seed(seed))
 
+    def read(self, states: TargetStates) -> torch.Tensor:
+        """What the head reads of the target, [rows, (1 + layers) d]: the final states, and those after its layers."""
+        return torch.cat([states.final, *(states.layers[layer] for layer in self.layers)], dim=-1)
+
     def log_weights(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
@@ -116,7 +124,7 @@ class CPHead(nn.Module):
     ) -> torch.Tensor:
         """log w before the first factor (eq. 7): [rows, r]."""
         token = None if self.token_gate is None else self._read(context, 1)[:, 0]
-        return log_gate(hidden, self.gate, token, self.token_gate)
+        return log_gate(hidden[:, : self.gate.shape[1]], self.gate, token, self.token_gate)
 
     def states(
         self,
@@ -133,7 +141,7 @@ class CPHead(nn.Module):
             ValueError: if it lacks the tokens that it reads.
         """
         if self.recurrence is not None:
-            state, outputs = hidden, []
+            state, outputs = self.recurrence.start(hidden), []
             for embedded in self._read(context, self.factors)[:, : self.factors].unbind(dim=1):
                 state = self.recurrence(state, embedded)
                 outputs.append(self.recurrence.experts(state))
@@ -233,6 +241,7 @@ class CPHead(nn.Module):
             head = cls(
                 config.target.hidden_size, config.positions, config.rank, config.target.vocab_size, config.factorised,
                 tensors["cp.gate"].dtype, None, config.condition, config.inner_size, config.expert_rank,
+                layers=config.layers,
             )  # fmt: skip
         head.load_state_dict({name: tensors[f"cp.{name}"] for name in head.state_dict()}, assign=True)
         return head

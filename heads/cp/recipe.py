@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from vllm_ppd.heads.cp.config import CPConfig, CPOptions, Experts
 from vllm_ppd.heads.cp.module import CPHead, mixtures
+from vllm_ppd.heads.cp.recurrence import Recurrence, normed
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.training.recipe import Counts, HeadsRecipe, accepted_counts
@@ -47,12 +48,14 @@ class CPRecipe(HeadsRecipe):
             raise TrainingError(
                 f"--train-vocab-size {options.train_vocab_size} is over the model's {target.vocab_size} tokens"
             )
+        if options.layers and options.layers[-1] >= target.num_layers:
+            raise TrainingError(f"--layers {options.layers[-1]} is outside 1..{target.num_layers - 1}")
         if options.base_start == "random":
             target.forget(options.seed)
         self.head = CPHead(
             target.hidden_size, options.positions, options.rank, target.vocab_size, options.factorised,
             seed=options.seed, condition=options.condition, inner_size=options.inner_size,
-            expert_rank=options.expert_rank, dropout=options.dropout,
+            expert_rank=options.expert_rank, dropout=options.dropout, layers=options.layers,
         ).to(target.device)  # fmt: skip
         if not options.factorised:
             self.head.init_classifiers(target.unembedding)
@@ -63,7 +66,9 @@ class CPRecipe(HeadsRecipe):
 
     @property
     def reads(self) -> Reads:
-        return Reads(top_k=self.options.distillation_top_k if self.options.distillation else 0)
+        return Reads(
+            exits=self.options.layers, top_k=self.options.distillation_top_k if self.options.distillation else 0
+        )
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Choose the draft vocabulary, measure states beside embeddings, and solve the first transforms."""
@@ -93,7 +98,7 @@ class CPRecipe(HeadsRecipe):
         if self.head.lead:
             sizes = [block.float().square().mean().sqrt() for block in (states, embedded)]
             self.embedding_rate = float(sizes[0] / sizes[1].clamp(min=1e-6))
-        if fresh and self.options.start == "ridge" and self.head.transforms is not None:
+        if fresh and self.options.start == "ridge":
             ridge_start(self.head, iter([first, *rows]))
 
     def _windows(self, store: TokenStore, tokens: int) -> Iterator[Batch]:
@@ -138,7 +143,7 @@ class CPRecipe(HeadsRecipe):
         with torch.set_grad_enabled(self.full and torch.is_grad_enabled()):
             states = self.states(batch)
             rows = self.share_of(valid, options.position_share)
-            hidden, tokens = states.final[rows], tokens[rows]
+            hidden, tokens = head.read(states)[rows], tokens[rows]
         with torch.no_grad():
             context = target.embed(tokens[:, :-1]) if head.lead else None
             place, unembedding, bias = self._vocabulary or (None, target.unembedding, target.bias)
@@ -152,7 +157,7 @@ class CPRecipe(HeadsRecipe):
         loss = self.options.balance * balance_loss(log_weights) - (1 - options.distillation) * chain.sum(1).mean()
         counts: Counts = {"rows": torch.tensor(len(rows), device=rows.device), "joint": -chain.detach().sum()}
         if self.full:
-            next_token = -target.log_probs(hidden, tokens[:, 0])
+            next_token = -target.log_probs(states.final[rows], tokens[:, 0])
             loss = loss + next_token.mean()
             counts["next_token"] = next_token.detach().sum()
         if teacher is not None:
@@ -164,12 +169,12 @@ class CPRecipe(HeadsRecipe):
         counts["known"] = known.sum()
         counts["experts"] = torch.bincount(log_weights.argmax(-1), minlength=options.rank)
         if not self.training:
-            counts |= self._accepted(states, rows, tokens, log_weights, context)
+            counts |= self._accepted(states, rows, hidden, tokens, log_weights, context)
         return loss, counts
 
     def _accepted(
-        self, states: TargetStates, rows: torch.Tensor, tokens: torch.Tensor, log_weights: torch.Tensor,
-        context: torch.Tensor | None,
+        self, states: TargetStates, rows: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor,
+        log_weights: torch.Tensor, context: torch.Tensor | None,
     ) -> Counts:  # fmt: skip
         """How many greedy drafts in a row are the target's greedy tokens, the text's tokens before them taken."""
         head, target = self.head, self.target
@@ -179,9 +184,7 @@ class CPRecipe(HeadsRecipe):
         right = torch.zeros_like(wanted, dtype=torch.bool)
         chunk = max(1, rows_a_chunk(unembedding) // (head.factors * head.rank))
         for part in torch.arange(len(rows), device=rows.device).split(chunk):
-            logits = head.logits(
-                states.final[rows[part]], unembedding, bias, None if context is None else context[part]
-            )
+            logits = head.logits(hidden[part], unembedding, bias, None if context is None else context[part])
             for position, log_q in enumerate(mixtures(logits, log_weights[part], known[part])):
                 right[part, position] = log_q.argmax(-1) == wanted[part, position]
         return accepted_counts(right)
@@ -252,6 +255,8 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
     Raises:
         ValueError: if the head is not factorised.
     """
+    if head.recurrence is not None:
+        return _recurrent_start(head.recurrence, rows)
     if head.transforms is None:
         raise ValueError("whole classifiers start at the LM head; a regression gives transforms")
     d, n = head.gate.shape[1], head.positions
@@ -273,6 +278,20 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
             head.token[index] = matrices[1]
         if head.previous is not None and index:
             head.previous[index - 1] = matrices[2]
+
+
+def _recurrent_start(recurrence: Recurrence, rows: Iterable[Rows]) -> None:
+    """Set what is linear in the state and the token so that the next state is nearest to the target's own."""
+    d = len(recurrence.outer)
+    gram, product = torch.zeros(2 * d, 2 * d, dtype=torch.float64), torch.zeros(2 * d, d, dtype=torch.float64)
+    for states, embedded in rows:
+        before, after = states[:, 0].float(), states[:, 1].float()
+        read = torch.cat([normed(before), normed(embedded[:, 0].float())], dim=1)
+        gram += (read.T @ read).double().cpu()
+        product += (read.T @ (after - before)).double().cpu()
+    solved = _solve(gram, product, [0, 1], d).split(d)
+    for parameter, matrix in zip((recurrence.inner, recurrence.token), solved, strict=True):
+        parameter[:d] = matrix.T.to(parameter)
 
 
 def _solve(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:

@@ -14,20 +14,36 @@ from vllm_ppd.kernels.batched_linear import batched_linear
 Linear = Callable[[torch.Tensor], torch.Tensor]  # [rows, in] to [rows, out]
 
 
+def fused(hidden: torch.Tensor, size: int, fuse: Linear) -> torch.Tensor:
+    """The first state, s_0 = e + W [RMSNorm(e); RMSNorm(h_l) of each layer l]: [rows, d].
+
+    Args:
+        hidden: e and the states after some layers, [rows, (1 + layers) d].
+        size: d.
+        fuse: W [d, (1 + layers) d].
+    """
+    return hidden[:, :size] + fuse(normed(hidden.unflatten(-1, (-1, size))).flatten(-2))
+
+
 def advance(state: torch.Tensor, embedded: torch.Tensor, token: Linear, inner: Linear, outer: Linear) -> torch.Tensor:
-    """The state after another token: s + V x + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); x], x = RMSNorm(E[token]).
+    """The state after another token: s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(E[token])].
 
     Args:
         state: s [rows, d] before it.
         embedded: E[token] [rows, d].
-        token: [V; W_g and W_i's columns of x], [d + 2 m, d].
-        inner: W_g and W_i's columns of s, [2 m, d].
+        token: [V; W_g; W_i], the columns that read the token, [d + 2 m, d].
+        inner: the same, the columns that read the state, [d + 2 m, d].
         outer: W_o [d, m].
     """
+    read = token(normed(embedded)) + inner(normed(state))
     size = state.shape[-1]
-    read = token(functional.rms_norm(embedded, (size,), eps=1e-6))
-    gate, value = (read[:, size:] + inner(functional.rms_norm(state, (size,), eps=1e-6))).chunk(2, dim=-1)
+    gate, value = read[:, size:].chunk(2, dim=-1)
     return state + read[:, :size] + outer(functional.silu(gate) * value)
+
+
+def normed(states: torch.Tensor) -> torch.Tensor:
+    """RMSNorm without weights, which the matrices behind it have."""
+    return functional.rms_norm(states, states.shape[-1:], eps=1e-6)
 
 
 def of_experts(state: torch.Tensor, down: Linear | None, up: torch.Tensor | None) -> torch.Tensor:
@@ -55,11 +71,12 @@ class Recurrence(nn.Module):
         dtype: of the parameters.
         seed: of the matrices that are not zero; None leaves all zero, for those who load them.
         dropout: share of the gated layer that each training step leaves out.
+        layers: of the target whose states are read beside the last.
     """
 
     def __init__(
         self, size: int, inner_size: int, rank: int, expert_rank: int, dtype: torch.dtype, seed: int | None,
-        dropout: float = 0.0,
+        dropout: float = 0.0, layers: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
         self.dropout = dropout
@@ -68,15 +85,23 @@ class Recurrence(nn.Module):
             return nn.Parameter(torch.zeros(*shape, dtype=dtype))
 
         self.token, self.inner, self.outer = (
-            zeros(size + 2 * inner_size, size), zeros(2 * inner_size, size), zeros(size, inner_size)
+            zeros(size + 2 * inner_size, size), zeros(size + 2 * inner_size, size), zeros(size, inner_size)
         )  # fmt: skip
         self.down = zeros(rank, expert_rank, size) if rank > 1 else None
         self.up = zeros(rank, size, expert_rank) if rank > 1 else None
+        self.fuse = zeros(size, (1 + layers) * size) if layers else None
         if seed is not None:
             generator = torch.Generator().manual_seed(seed)
-            random = [self.token[size:], self.inner, *([] if self.down is None else [self.down])]
+            random = [self.token[size:], self.inner[size:], *([] if self.down is None else [self.down])]
             for matrix in random:
                 matrix.detach().normal_(std=(2 * size) ** -0.5, generator=generator)
+
+    def start(self, hidden: torch.Tensor) -> torch.Tensor:
+        """s_0 [rows, d] from what is read of the target [rows, (1 + layers) d]."""
+        fuse = self.fuse
+        if fuse is None:
+            return hidden
+        return fused(hidden.to(fuse.dtype), len(fuse), lambda x: functional.linear(x, fuse))
 
     def forward(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """The state [rows, d] after a token of embeddings [rows, d]."""

@@ -86,7 +86,7 @@ RUNS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         "cp": ("cp", {"rank": 3, "condition": "none"}),
         "cp, whole classifiers": ("cp", {"rank": 2, "factorised": False, "condition": "none"}),
         "cp, chain": ("cp", {"rank": 3, "condition": "chain"}),
-        "cp, recurrent": ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4}),
+        "cp, recurrent": ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4, "layers": (1, 3)}),
         "early, classifiers": ("early", {"head": "classifier"}),
     }.items()
 }  # fmt: skip

@@ -11,7 +11,7 @@ import adapters
 import pytest
 import torch
 from cases import CASES, greedy, prompts
-from conftest import Factory, counting, drafter_of, runner_of, start_engine
+from conftest import Factory, counting, drafter_of, full_but, runner_of, start_engine
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.lora.request import LoRARequest
@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 CHAIN = {"rank": 3, "condition": "chain"}  # reads input embeddings and the LM head
+LAYERS = {"rank": 3, "condition": "recurrent", "expert_rank": 4, "layers": (1, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +37,12 @@ def adapter(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Lo
     return LoRARequest("random", 1, str(folder))
 
 
-def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest) -> None:
+@pytest.mark.parametrize("how", full_but([CHAIN], [CHAIN, LAYERS]), ids=["chain", "layers"])
+def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, how: dict[str, Any]) -> None:
     """Requests with an adapter beside others without."""
     # vLLM's CPU build gives requests without an adapter the last one's place, which must be empty.
     settings = {"enable_lora": True, "max_lora_rank": adapters.RANK, "max_loras": 2}
-    options = {"method": "cp", "model": fitted_heads("cp", **CHAIN)}
+    options = {"method": "cp", "model": fitted_heads("cp", **how)}
     chosen = [adapter if i % 2 else None for i in range(16)]
 
     def said(llm: Any, draft: bool = True) -> tuple[list[list[int]], Any]:

@@ -28,6 +28,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "early": {"method": "ppd", "exit_layer": 4},
     "cp": {"method": "cp", "heads": CHAIN},
     "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": CHAIN},
+    "cp-layers": {"method": "cp", "heads": ("cp", {"rank": 3, "condition": "recurrent", "layers": (1, 3)})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
 }
 QUICK = {("w8a8", "early"), ("w8a8", "cp"), ("w8a8", "dynamo"), ("w8a8-amx", "early")}

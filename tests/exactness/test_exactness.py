@@ -45,6 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cp-chain": {"method": "cp", "heads": CHAIN},
     "cp-chain-short": {"method": "cp", "num_speculative_tokens": 2, "draft_vocab_size": 100, "heads": CHAIN},
     "cp-recurrent": {"method": "cp", "heads": RECURRENT},
+    "cp-layers": {"method": "cp", "heads": ("cp", {**RECURRENT[1], "layers": (1, 3)})},
     "cp-recurrent-longer": {"method": "cp", "num_speculative_tokens": 5, "draft_vocab_size": 100, "heads": RECURRENT},
     "cp-full": {"method": "cp", "num_speculative_tokens": 2, "heads": WHOLE},
     "cp-short": {"method": "cp", "draft_vocab_size": 100, "heads": PLAIN},
@@ -72,7 +73,8 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("cp-lookup", "batch_16"), ("dynamo-lookup", "arrivals_and_aborts"),
     ("cp-token", "batch_16"), ("cp-token", "arrivals_and_aborts"), ("cp-chain", "batch_1"), ("cp-chain", "batch_16"),
     ("cp-chain", "model_length"), ("cp-chain-short", "more_than_fit"),
-    ("cp-recurrent", "batch_16"), ("cp-recurrent", "arrivals_and_aborts"), ("cp-recurrent-longer", "model_length"),
+    ("cp-recurrent", "batch_16"), ("cp-recurrent", "arrivals_and_aborts"), ("cp-layers", "batch_16"),
+    ("cp-layers", "arrivals_and_aborts"), ("cp-recurrent-longer", "model_length"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip
 
@@ -129,7 +131,7 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
 
 
 HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"]
-HEADS += ["cp-recurrent", "cp-recurrent-longer"]
+HEADS += ["cp-recurrent", "cp-layers", "cp-recurrent-longer"]
 
 
 @pytest.mark.parametrize("name", HEADS)

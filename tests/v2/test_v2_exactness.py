@@ -52,7 +52,7 @@ def test_cp_heads_with_a_recurrent_state(v2_engine: Factory, tmp_path: Path) -> 
     params = [*[greedy(24)] * 3, SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)]
     expected = generate(v2_engine(), requests, params)
     said = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(requests, expected, strict=True)]
-    heads = overfitted.fit(DEMO, "cp", said, tmp_path / "heads", 60, rank=2, condition="recurrent", expert_rank=4)
+    heads = overfitted.fit(DEMO, "cp", said, tmp_path / "heads", 60, rank=2, condition="recurrent", layers=(2, 8))
     llm = v2_engine({"method": "cp", "model": str(heads), "num_speculative_tokens": 5, "draft_vocab_size": 1024})
     with counting(llm) as seen:
         assert generate(llm, requests, params) == expected

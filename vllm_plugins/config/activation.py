@@ -31,7 +31,7 @@ from vllm_ppd.vllm_plugins.config.options import (
     flag_name,
     parse_options,
 )
-from vllm_ppd.vllm_plugins.config.refusals import of_scheduling, of_target, refuse
+from vllm_ppd.vllm_plugins.config.refusals import of_layers_read, of_scheduling, of_target, refuse
 from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve, with_default_method
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.registry import METHODS, is_proposer
@@ -174,6 +174,7 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
         num_hidden_layers=target.num_hidden_layers, fingerprint=_fingerprint_on_disk(model_config),
     )  # fmt: skip
     check_layers(heads, folder, target)
+    refuse(of_layers_read(heads, folder, model_config))
     check_folder(folder)
     return heads
 

@@ -147,6 +147,25 @@ def of_target(
         "every step; use a connector of blocks, or CP heads")
 
 
+def of_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> Refusals:
+    """Targets that cannot give the states of the layers that CP heads read."""
+    layers = getattr(heads, "layers", ())
+    if layers:
+        reading = f"the heads in {quoted(folder)} read layers {', '.join(map(str, layers))}"
+        adapter = None
+        try:
+            adapter = adapter_path(model.architectures)
+        except ValueError:
+            family = model.architectures[0]
+            yield f"{reading}, and family {family} cannot be cut at a layer; train them without --layers"
+        yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
+            f"{reading}, which is not supported with vLLM's Transformers backend; leave out --model-impl")
+        yield platform.breakable_graphs() and (
+            f"{reading}, which is not supported with VLLM_USE_BREAKABLE_CUDAGRAPH=1; unset it")
+        yield model.is_multimodal_model and (
+            f"{reading}, which is not supported with multimodal models; train them without --layers")
+
+
 def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> Refusals:
     """What options contradict each other, or the heads, or the target's layers."""
     given, exits, folder = options.model_fields_set, config.exit_layer or (), quoted(options.model)

@@ -13,7 +13,7 @@ from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_ppd.model_patches.base import ModelCut
-from vllm_ppd.model_patches.branched import BranchedModel
+from vllm_ppd.model_patches.branched import BranchedModel, TappedModel
 from vllm_ppd.model_patches.token_heads import build_layers
 from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.engine.packed_linear import PackedLinear
@@ -79,6 +79,17 @@ class Target:
         self.cut = ModelCut(self.model, self.vllm_config, exit_layers, whole=whole, embedded=self.is_multimodal)
         self._prepare_graphs()
         return self.cut
+
+    def tapped_after(self, layers: Sequence[int]) -> torch.Tensor:
+        """Keep the states after some layers in each forward: [layers, most tokens of a step, hidden] buffer.
+
+        Raises:
+            ValueError: if the family cannot be cut.
+        """
+        kept = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        self.cut = TappedModel(self.model, self.vllm_config, layers, kept)
+        self._prepare_graphs()
+        return kept
 
     def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Run further decoder layers beside the target's last one, each with KV of its own (DynaMo's token heads).

@@ -21,7 +21,7 @@ import torch
 
 from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import draft_in_sequence, log_gate
-from vllm_ppd.heads.cp.recurrence import advance, of_experts
+from vllm_ppd.heads.cp.recurrence import advance, fused, of_experts
 from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
@@ -43,8 +43,15 @@ class _Recurrence:
     def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
         read = {name.removeprefix("cp.recurrence."): matrix for name, matrix in tensors.items()}
         self.token, self.inner, self.outer = (target.linear(read[name]) for name in ("token", "inner", "outer"))
+        self.fuse = target.linear(read["fuse"]) if "fuse" in read else None
         self.down = target.linear(read["down"].flatten(0, 1)) if "down" in read else None
         self.up = read["up"].to(device=target.device, dtype=target.dtype) if "up" in read else None
+
+    def start(self, hidden: torch.Tensor, layers: torch.Tensor | None) -> torch.Tensor:
+        """s_0 [requests, d] from the last states [requests, d] and those after some layers [layers, requests, d]."""
+        if self.fuse is None or layers is None:
+            return hidden
+        return fused(torch.cat([hidden, *layers], dim=-1), hidden.shape[-1], self.fuse)
 
     def advance(self, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         return advance(state, embedded, self.token, self.inner, self.outer)
@@ -67,6 +74,7 @@ class CPDrafter(Drafter):
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)
         self.token_gate = tensors["cp.token_gate"].to(self.gate) if self.lead else None
         self.recurrence = _Recurrence(tensors, target) if heads.condition == "recurrent" else None
+        self.tapped = target.tapped_after(heads.layers) if heads.layers else None  # [layers, tokens of the step, d]
         if self.recurrence is None:
             self._load_matrices(heads, tensors, drafts)
         size = config.draft_vocab_size or target.vocab_size
@@ -121,7 +129,8 @@ class CPDrafter(Drafter):
         log_weights = log_gate(hidden, self.gate, embedded, self.token_gate)
         if self.recurrence is not None:
             assert embedded is not None
-            read = self._recurrent(self.recurrence, hidden, embedded)
+            layers = None if self.tapped is None else self.tapped[:, step.places[part]]
+            read = self._recurrent(self.recurrence, self.recurrence.start(hidden, layers), embedded)
             return draft_in_sequence(log_weights, self.factors, read, sampling, token_ids, with_probs)
         product = self.weights(hidden).view(len(hidden), self.factors, self.rank, -1)
         if self.token is not None and embedded is not None:
@@ -134,9 +143,8 @@ class CPDrafter(Drafter):
         first_entry = None if self.lead else known
         return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)[:2]
 
-    def _recurrent(self, recurrence: _Recurrence, hidden: torch.Tensor, first: torch.Tensor) -> ReadLogits:
-        """Reads each draft's logits from a state that begins at hidden [rows, d] and has E of the newest token next."""
-        state = hidden
+    def _recurrent(self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor) -> ReadLogits:
+        """Reads each draft's logits from a state [rows, d] that has E of the newest token, first, next."""
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
             nonlocal state

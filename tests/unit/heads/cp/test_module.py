@@ -20,7 +20,7 @@ from vllm_ppd.kernels.sampling import Sampling
 ROWS, POSITIONS, RANK, VOCAB, SIZE = 7, 4, 2, 5, 6
 F64 = torch.float64
 # Whole classifiers, and factorised heads by what they read.
-FORMS = pytest.mark.parametrize("form", ["full", "none", "token", "chain", "recurrent"])
+FORMS = pytest.mark.parametrize("form", ["full", "none", "token", "chain", "recurrent", "layers"])
 
 
 def seeded(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -31,8 +31,10 @@ class Made:
     """A head of a form, far from its start, with an unembedding, a bias and the embeddings that it may read."""
 
     def __init__(self, form: str, positions: int = POSITIONS) -> None:
-        self.factorised, condition = form != "full", "none" if form == "full" else form
-        self.head = CPHead(SIZE, positions, RANK, VOCAB, self.factorised, F64, 0, condition, 5, 2)  # type: ignore
+        condition: Any = {"full": "none", "layers": "recurrent"}.get(form, form)
+        self.factorised, layers = form != "full", (1,) if form == "layers" else ()
+        self.size = SIZE * (1 + len(layers))  # of what is read of the target
+        self.head = CPHead(SIZE, positions, RANK, VOCAB, self.factorised, F64, 0, condition, 5, 2, layers=layers)
         for seed, parameter in enumerate(self.head.parameters()):
             parameter.data.copy_(seeded(*parameter.shape, seed=seed, scale=0.6))
         self.unembedding = seeded(VOCAB, SIZE, seed=20) if self.factorised else None
@@ -51,11 +53,13 @@ class Made:
     @torch.no_grad()
     def conditional(self, hidden: torch.Tensor, before: tuple[int, ...]) -> torch.Tensor:
         """P(x_s | e, x_1..x_{s-1}) of a row (eq. 2, 6 and 7) [vocabulary], from a state [d] and the tokens before."""
-        head, weights = self.head, self.head.gate @ hidden
+        head, weights = self.head, self.head.gate @ hidden[:SIZE]
         read = self.embeddings[before[0]] if head.lead else None
         if head.token_gate is not None and read is not None:
             weights = weights + head.token_gate @ read
-        weights, recurrent = weights.softmax(0), hidden
+        weights, recurrent = weights.softmax(0), hidden[:SIZE]
+        if head.layers and head.recurrence is not None:
+            recurrent = recurrent + head.recurrence.fuse @ torch.cat([normed(state) for state in hidden.split(SIZE)])
         for s, token in enumerate((*before[head.lead :], None)):
             factors = []
             if head.recurrence is not None:
@@ -83,21 +87,23 @@ class Made:
         raise AssertionError
 
 
+def normed(vector: torch.Tensor) -> torch.Tensor:
+    return vector / (vector.square().mean() + 1e-6).sqrt()
+
+
 def recurrent_state(recurrence: Any, state: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-    """s + V x + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); x], x = RMSNorm(embedded): [d]."""
-    normed = [vector / (vector.square().mean() + 1e-6).sqrt() for vector in (state, embedded)]
-    of_token = recurrence.token[SIZE:]
-    matrix = torch.cat([recurrence.inner, of_token], dim=1)
-    gate, value = (matrix @ torch.cat(normed)).chunk(2)
+    """s + V u + W_o (silu(W_g u) * W_i u), u = [RMSNorm(s); RMSNorm(embedded)]: [d]."""
+    matrix = torch.cat([recurrence.inner, recurrence.token], dim=1)
+    linear, gate, value = (matrix @ torch.cat([normed(state), normed(embedded)])).split([SIZE, 5, 5])
     gated = gate * gate.sigmoid() * value
-    return state + recurrence.token[:SIZE] @ normed[1] + recurrence.outer @ gated
+    return state + linear + recurrence.outer @ gated
 
 
 @FORMS
 def test_likelihoods_and_greedy_drafts_are_the_formula(form: str) -> None:
     """Position by position, whatever the chunk; and the gradients are those without chunks."""
     made = Made(form)
-    hidden = seeded(ROWS, SIZE, seed=5).requires_grad_()
+    hidden = seeded(ROWS, made.size, seed=5).requires_grad_()
     tokens = torch.randint(VOCAB, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(6))
     drafts, probs = made.draft(hidden, tokens[:, 0])
     almost_greedy, _ = made.draft(hidden, tokens[:, 0], Sampling(torch.full((ROWS,), 1e-6)))
@@ -128,7 +134,7 @@ def test_the_joint_sums_to_one(form: str) -> None:
     made = Made(form, 3)
     first = [2] if made.head.lead else range(VOCAB)
     tuples = torch.tensor([*itertools.product(first, range(VOCAB), range(VOCAB))])
-    joint, _ = made.likelihood(seeded(1, SIZE, seed=5).expand(len(tuples), -1), tuples)
+    joint, _ = made.likelihood(seeded(1, made.size, seed=5).expand(len(tuples), -1), tuples)
     torch.testing.assert_close(joint.exp().sum(), torch.ones((), dtype=F64))
 
 
@@ -265,7 +271,7 @@ def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
     target = TargetLayers(model_type="llama", hidden_size=SIZE, vocab_size=VOCAB, num_hidden_layers=2)
     config = CPConfig(
         verifier="m", positions=POSITIONS, rank=RANK, condition=head.condition, factorised=made.factorised,
-        num_speculative_tokens=3, target=target, inner_size=5, expert_rank=2,
+        num_speculative_tokens=3, target=target, inner_size=5, expert_rank=2, layers=head.layers,
     )  # fmt: skip
     tensors = head.tensors()
     assert {name: [*tensor.shape] for name, tensor in tensors.items()} == config.shapes()
@@ -274,7 +280,7 @@ def test_tensors_round_trip(form: str, dtype: torch.dtype) -> None:
     assert all(torch.equal(value, tensors[name]) for name, value in again.tensors().items())
     made.head, made.embeddings = again, made.embeddings.to(dtype)
     made.unembedding, made.bias = seeded(VOCAB, SIZE).to(dtype), made.bias.to(dtype)
-    tokens, probs = made.draft(seeded(2, SIZE).to(dtype), torch.tensor([0, 1]))
+    tokens, probs = made.draft(seeded(2, made.size).to(dtype), torch.tensor([0, 1]))
     assert (tokens.shape, probs.dtype) == ((2, POSITIONS - 1), torch.float32)
     assert CPConfig.model_validate(config.to_json()) == config
     old = config.to_json()

@@ -171,6 +171,25 @@ def test_targets_that_cannot_verify_drafts(
 
 
 @pytest.mark.parametrize(
+    ("fact", "value", "message"),
+    [
+        ("architectures", ["GPT2LMHeadModel"], "read layers 1, 4, and family GPT2LMHeadModel cannot be cut"),
+        ("is_multimodal_model", True, "read layers 1, 4, which is not supported with multimodal models"),
+        ("using_transformers_backend", lambda: True, "read layers 1, 4, .* leave out --model-impl"),
+    ],
+)
+def test_targets_that_cannot_give_the_states_of_layers(
+    tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fact: str, value: Any, message: str
+) -> None:
+    heads = make_heads(tmp_path / "heads", "cp", tiny_model(), condition="recurrent", layers=(1, 4))
+    given = {"method": "cp", "model": str(heads)}
+    from_dict(tiny_model(), given)
+    monkeypatch.setattr(ModelConfig, fact, property(lambda self: value))
+    with refused(message):
+        from_dict(tiny_model(), given)
+
+
+@pytest.mark.parametrize(
     ("kind", "given", "made", "message"),
     [
         ("cp", {"num_speculative_tokens": 3}, {}, "num_speculative_tokens=3 is more than the 2 drafts that the heads"),
