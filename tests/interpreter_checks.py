@@ -117,7 +117,7 @@ def heads() -> None:
     for condition in ("token", "chain", "recurrent"):
         head = CPHead(48, positions=4, rank=3, condition=condition)
         for parameter in head.parameters():
-            parameter.data += 0.3 * torch.randn(parameter.shape)
+            parameter.data += 0.1 * torch.randn(parameter.shape)
         same(lambda head=head: draft(head, hidden, first, unembedding, embeddings=unembedding), "draft_chain")
 
     scores = [3 * torch.randn(4, 200) for _ in range(2)]
