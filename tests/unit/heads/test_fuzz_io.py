@@ -90,6 +90,7 @@ def _judged_config(now: Any, was: dict[str, Any]) -> str:
         if type(after) is type(before) and after == before:
             continue
         ignored = path[0] == "architectures" or path[-1] in ("algorithm", "default_proposal_method", "proposal_type")
+        ignored |= after is _GONE and (path, before) in ((("condition",), "none"), (("layers",), []))  # the defaults
         if ignored or path[:3] == ("speculators_config", "verifier", "architectures"):
             continue
         if {*map(str, path)} & OTHERWISE:

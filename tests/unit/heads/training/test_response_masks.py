@@ -140,8 +140,10 @@ def test_losses_are_of_the_counted_tokens(recipe: Callable[[str], Any], name: st
             wanted = wanted if name != "cp" or end - start == reach else set()
             for key in wanted:
                 sums[key] = sums.get(key, torch.zeros(())) + counts[key]
-    assert sums.keys() == whole.keys()
-    for key, value in whole.items():
+    # Accepted drafts are of rows all of whose drafts are counted.
+    expected = {key: value for key, value in whole.items() if name == "cp" or not key.startswith("accepted")}
+    assert expected.keys() == {key for key in sums if name == "cp" or not key.startswith("accepted")}
+    for key, value in expected.items():
         torch.testing.assert_close(sums[key].to(value.dtype), value, msg=key)
 
 
