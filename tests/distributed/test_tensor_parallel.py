@@ -37,13 +37,14 @@ if __name__ == "__main__":
 # Each rank's clock tells another cost of drafts, and all tell that drafts pay; nothing of it is kept.
 CLOCKS = """
 import random
-from vllm_ppd.vllm_plugins.engine.v1 import warm_up
-time_steps = warm_up.time_steps
+from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.engine.v1 import worker
+time_steps = worker.time_steps
 def other_clock(*arguments):
     time_steps(*arguments)
     return [1 + 0.01 * count * random.random() for count in arguments[-1]]
-warm_up.time_steps = other_clock
-warm_up.MeasuredCosts.save = lambda costs, path: None
+worker.time_steps = other_clock
+MeasuredCosts.save = lambda costs, path: None
 """
 
 
