@@ -66,19 +66,27 @@ class Engine(BaseModel):
     runner: str
 
 
-class ServedSteps(BaseModel):
-    """Decode steps as a server runs them, the host's work and launches in its model runner included."""
+class StepTable(BaseModel):
+    """Seconds of decode steps at the batch sizes and numbers of drafts that were measured."""
 
-    engine: Engine
     sizes: list[int] = Field(min_length=1)  # requests, ascending
-    counts: list[int] = Field(min_length=2)  # drafts per request, ascending from 0
-    seconds: list[list[StepSeconds]]  # [sizes, counts]
+    counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
+    seconds: list[list[StepSeconds]]  # [sizes, counts], of the fastest round
+    second_fastest: list[list[StepSeconds]] | None = None  # [sizes, counts], of the round after it
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:
-        if [len(row) for row in self.seconds] != [len(self.counts)] * len(self.sizes):
-            raise ValueError(f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers")
+        for table in (self.seconds, self.seconds if self.second_fastest is None else self.second_fastest):
+            if [len(row) for row in table] != [len(self.counts)] * len(self.sizes):
+                raise ValueError(f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers")
         return self
+
+
+class ServedSteps(StepTable):
+    """Decode steps as a server runs them, the host's work and launches in its model runner included."""
+
+    engine: Engine
+    counts: list[int] = Field(min_length=2)
 
     @cached_property
     def _by_count(self) -> list[Callable[[float], float]]:

@@ -5,31 +5,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, Field, model_validator
-from typing_extensions import Self
+from pydantic import BaseModel
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from vllm_ppd.heads.planning.timings import Engine, StepTable
 
 LIMIT = 0.25  # of a step; a wrong number of drafts loses no more than the error of the costs that it follows
 
 
-class CostTable(BaseModel):
-    """Seconds at the batch sizes and numbers of drafts that were measured."""
-
-    sizes: list[int] = Field(min_length=1)  # requests, ascending
-    counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
-    seconds: list[list[Seconds]]  # [sizes, counts], of the fastest round
-    second_fastest: list[list[Seconds]] | None = None  # [sizes, counts], of the round after it
-
-    @model_validator(mode="after")
-    def _rectangular(self) -> Self:
-        for table in (self.seconds, self.seconds if self.second_fastest is None else self.second_fastest):
-            if [len(row) for row in table] != [len(self.counts)] * len(self.sizes):
-                raise ValueError(f"seconds must be {len(self.sizes)} x {len(self.counts)} numbers")
-        return self
+class CostTable(StepTable):
+    """Step costs of an engine, which are looked at before they are kept."""
 
     def implausible(self) -> str:
         """What shows that something else ran on the machine during the measurement; empty if nothing does.
@@ -61,7 +48,7 @@ class MeasuredCosts(BaseModel):
 
     method: CostTable
     lookup: CostTable | None = None
-    engine: dict[str, Any] = Field(default_factory=dict)  # whose steps they are, for `ppd plan --timings`
+    engine: Engine | None = None  # whose steps they are, for `ppd plan --timings`
 
     def implausible(self) -> str:
         """As of a table: the first reason."""

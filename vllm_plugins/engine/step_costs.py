@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from vllm import envs
 from vllm.distributed import get_tp_group
 
+from vllm_ppd.heads.planning.timings import Engine
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
@@ -73,12 +74,12 @@ def costs_of_engine(
     return costs
 
 
-def described(config: DraftingConfig, vllm_config: Any) -> dict[str, Any]:
+def described(config: DraftingConfig, vllm_config: Any) -> Engine:
     """What `ppd plan --timings` has to know of the engine whose steps were measured."""
     names = {"target": vllm_config.model_config.model, "heads": config.model}
     names = {key: os.path.abspath(name) if name and os.path.exists(name) else name for key, name in names.items()}
     options = {"method", "num_speculative_tokens", "exit_layer", "draft_vocab_size", "runner"}
-    return names | config.model_dump(mode="json", include=options)
+    return Engine(**names, **config.model_dump(include=options))
 
 
 def load(path: Path) -> MeasuredCosts | None:
