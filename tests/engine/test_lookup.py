@@ -185,6 +185,15 @@ def test_lookups_are_drafted_and_accepted(engine: Factory, name: str) -> None:
 
 
 @pytest.mark.engine
+def test_steps_without_a_match_are_counted(engine: Factory) -> None:
+    """Also where a few tokens agree, but fewer than the shortest match."""
+    llm = engine({"method": "lookup", "prompt_lookup_min": 8})
+    with counting(llm) as seen:
+        generate(llm, prompts(2), greedy(12))
+    assert seen["drafting_off_steps/no_match"] > 5 and not seen["drafting_off_steps/cost"]
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_tokens_with_lookups(engine: Factory, name: str, adaptive: bool) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,26 +21,22 @@ V2 = os.environ.get("PPD_TEST_V2") == "1"  # tests/v2 runs this test, too
 STEPS, TOKENS = 1000, 1100
 
 
-def switch_of(llm: Any) -> Callable[[bool], None]:
-    """Switches drafting of an engine off and on."""
-
-    def switch(on: bool) -> None:
-        if V2:
-            llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.limit = None if on else 0
-        else:
-            drafter_of(llm).planner.forced = None if on else 0
-
-    return switch
+def switch(llm: Any, on: bool) -> None:
+    """Switch drafting of an engine on or off."""
+    if V2:
+        llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.limit = None if on else 0
+    else:
+        drafter_of(llm).planner.forced = None if on else 0
 
 
 def accepted_late(llm: Any, params: Any, drafting_early: bool) -> int:
     """Accepted drafts of a request's last tokens, those behind the first STEPS."""
-    switch, emitted, accepted = switch_of(llm), 0, 0
-    switch(drafting_early)
+    emitted, accepted = 0, 0
+    switch(llm, drafting_early)
     llm.llm_engine.add_request("request", prompts(1)[0], params)
     while llm.llm_engine.has_unfinished_requests():
         if emitted >= STEPS:
-            switch(True)
+            switch(llm, True)
         with counting(llm) as seen:
             outputs = llm.llm_engine.step()
         accepted += seen["accepted"] if emitted >= STEPS else 0

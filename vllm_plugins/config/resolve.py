@@ -44,11 +44,8 @@ def with_default_method(options: DraftingOptions, stages: int = 1) -> DraftingOp
     An exit that nobody trained or calibrated is often worth less than it costs; a lookup costs nothing where it has no
     draft.
     """
-    method = METHODS[options.method]
-    early = {"exit_layer", "schedule", *method.options} & options.model_fields_set
-    if options.method != "ppd" or options.model is not None or stages > 1 or early:
-        return options
-    return options.model_copy(update={"method": "lookup"})
+    early = options.model is not None or stages > 1 or {*METHODS["ppd"].options} & options.model_fields_set
+    return options if options.method != "ppd" or early else options.model_copy(update={"method": "lookup"})
 
 
 def resolve(

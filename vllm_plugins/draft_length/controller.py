@@ -254,16 +254,16 @@ class DraftLengthController:
 
     def _best(self, allowed: np.ndarray, emitting: int) -> Choice:
         """The choice of the highest expected speed-up, with all drafts or with the looked-up ones alone."""
-        choices, looked_up = [], self.acceptance.kinds >= KINDS
+        choices, looked_up, accepted = [], self.acceptance.kinds >= KINDS, self.acceptance.probabilities()
         if self.lookups is not None and allowed[looked_up].any():
-            choices.append(self._best_at(self.lookups, np.where(looked_up, allowed, 0), emitting))
+            choices.append(self._best_at(self.lookups, accepted, np.where(looked_up, allowed, 0), emitting))
         if not choices or allowed[~looked_up].any():
-            choices.append(self._best_at(self.costs, allowed, emitting))
+            choices.append(self._best_at(self.costs, accepted, allowed, emitting))
         return max(choices, key=lambda choice: choice.gain)
 
-    def _best_at(self, costs: StepCosts, allowed: np.ndarray, emitting: int) -> Choice:
-        accepted, relative = self.acceptance.probabilities(), costs.relative(emitting)
-        accepted[np.arange(self.costs.most) >= allowed[:, None]] = 0
+    def _best_at(self, costs: StepCosts, accepted: np.ndarray, allowed: np.ndarray, emitting: int) -> Choice:
+        relative = costs.relative(emitting)
+        accepted = np.where(np.arange(self.costs.most) < allowed[:, None], accepted, 0)
         if self.counts is None:
             counts = np.arange(1, int(allowed.max()) + 1)
             # A step's cost is there however many requests draft: a draft must bring in half of its share.

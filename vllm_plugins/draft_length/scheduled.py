@@ -37,9 +37,13 @@ class ScheduledDrafts:
     """
 
     def __init__(
-        self, drafts: int, limit: int | None, max_num_seqs: int, texts: RepeatedText | None = None,
+        self,
+        drafts: int,
+        limit: int | None,
+        max_num_seqs: int,
+        texts: RepeatedText | None = None,
         lookups_alone: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.drafts, self.limit, self.max_num_seqs = drafts, limit, max_num_seqs
         self.texts, self.lookups_alone = texts, lookups_alone
         self.controller: DraftLengthController | None = None  # None: N drafts
@@ -91,9 +95,7 @@ class ScheduledDrafts:
         kinds, looked_up = self._kinds_of(self._req_ids, self._greedy)
         allowed = np.where(looked_up | (not self.lookups_alone), self.drafts, 0)
         self._any_allowed = bool(allowed.any())
-        drafts = int(controller.choose(allowed, len(self._req_ids), kinds).max())
-        self.counts["lookup_steps"] += CYCLE * int(bool(drafts) and looked_up.any())
-        return drafts
+        return int(controller.choose(allowed, len(self._req_ids), kinds).max())
 
     def _kinds_of(self, req_ids: list[str], greedy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(Kind [requests] of each request's drafts, whether they are looked up [requests])."""
@@ -114,5 +116,7 @@ class ScheduledDrafts:
         self._req_ids, self._greedy = req_ids, np.array(greedy, dtype=np.int64)
         if any(drafts):
             self.controller.acceptance.align(req_ids)
-            self.controller.acceptance.kinds, _ = self._kinds_of(req_ids, self._greedy)
+            self.controller.acceptance.kinds, looked_up = self._kinds_of(req_ids, self._greedy)
+            if looked_up.any():
+                self.counts["lookup_steps"] += 1
             self.controller.observe(req_ids, np.array(emitted), np.array(drafts))

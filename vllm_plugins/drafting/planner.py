@@ -64,6 +64,7 @@ class DraftPlanner:
         self.controller: DraftLengthController | None = None  # None: all drafts are made
         self.sources = sources
         self.looked_up: Lookup | None = None  # drafts of the batch rows that the last plan leaves out
+        self.any_allowed = False  # whether any request had drafts, before it was chosen how many pay
         self.forced: int | None = None  # drafts of every request while steps are timed
         self.all_emitted = False  # in the step that was planned last: no prompt was unfinished
 
@@ -93,6 +94,7 @@ class DraftPlanner:
                 every, _ = self.allowed_drafts(emitted, request_rows)
                 acceptance = None if controller is None else controller.acceptance
                 self.looked_up, drafts, kinds = self.sources.choose(batch, every, drafts, kinds, acceptance)
+            self.any_allowed = bool(drafts.any())
             if controller is not None:
                 drafts = controller.choose(drafts, int(emitted.sum()), kinds)
         if self.looked_up is not None:

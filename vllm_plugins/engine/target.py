@@ -86,10 +86,10 @@ class Target:
         Raises:
             ValueError: if the family cannot be cut.
         """
-        kept = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
-        self.cut = TappedModel(self.model, self.vllm_config, layers, kept)
+        states = torch.zeros(len(layers), self.max_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        self.cut = TappedModel(self.model, self.vllm_config, layers, states)
         self._prepare_graphs()
-        return kept
+        return states
 
     def with_token_heads(self, weights: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """Run further decoder layers beside the target's last one, each with KV of its own (DynaMo's token heads).

@@ -171,11 +171,10 @@ class Proposer:
             self._store_one_hot(rows, planner.looked_up.tokens[rows])
             self.counters.add("lookup_steps")
         if not any(drafts):
-            limit, looked_up = self.config.disable_by_batch_size, planner.looked_up
-            no_match = self.config.spec.looks_up_alone and looked_up is not None and not looked_up.lengths.any()
+            limit = self.config.disable_by_batch_size
             if limit is not None and len(drafts) > limit:
                 self.counters.add(BATCH_SIZE)
-            elif no_match:
+            elif self.config.spec.looks_up_alone and planner.all_emitted and not planner.any_allowed:
                 self.counters.add(NO_MATCH)
             elif controller is not None and controller.off:
                 self.counters.add(COST)
@@ -234,9 +233,9 @@ class Proposer:
     def _store_one_hot(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Store q(x) of looked-up drafts [rows, K] of batch rows."""
         if self.q_rows is not None:
-            requests, ids = self.index(self.request_rows[rows])[:, None], self.index(tokens)
-            self.q_rows[requests[:, 0]] = 0
-            self.q_rows[requests, torch.arange(ids.shape[1], device=ids.device), ids] = 1
+            requests, ids = self.index(self.request_rows[rows]), self.index(tokens)
+            self.q_rows[requests] = 0
+            self.q_rows[requests[:, None], torch.arange(ids.shape[1], device=ids.device), ids] = 1
 
     def draft_sampling(self, plan: Plan) -> Sampling | None:
         """How drafts of a plan's requests are drawn, at temperature 0 where they must be greedy; None if all must."""

@@ -63,8 +63,8 @@ def set_draft_length(drafter: Proposer) -> None:
     """Have the number of drafts follow what pays from here on."""
     config, counts = drafter.config, counts_of(drafter.config.num_speculative_tokens)
     # Steps with the method's drafts, and with looked-up ones where there are any.
-    kinds = [False] * (not config.spec.looks_up_alone) + [True] * (config.prompt_lookup_min is not None)
-    steps = [(counts, functools.partial(time_steps, drafter, looked_up)) for looked_up in kinds]
+    sources = {False: not config.spec.looks_up_alone, True: config.prompt_lookup_min is not None}
+    steps = [(counts, functools.partial(time_steps, drafter, looked_up)) for looked_up, used in sources.items() if used]
     largest = most_requests(drafter.runner, counts, STEPS)
     costs = costs_of_engine(config, drafter.vllm_config, drafter.counters, largest, steps)
     if costs is not None:
