@@ -55,7 +55,7 @@ class TappedModel(ModelCut):
         model: the causal LM as vLLM loaded it.
         vllm_config: vLLM's configuration.
         layers: ascending layer counts after which the state is kept.
-        kept: [layers, max tokens, hidden] buffer that takes the states of each forward.
+        buffers: [layers, max tokens, hidden], takes the states of each forward.
 
     Raises:
         ValueError: if the family cannot be cut.
@@ -63,9 +63,9 @@ class TappedModel(ModelCut):
 
     first_stack = TappedStack
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layers: Sequence[int], kept: torch.Tensor) -> None:
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, layers: Sequence[int], buffers: torch.Tensor) -> None:
         super().__init__(model, vllm_config, ())
-        self.stacks[0].taps, self.kept = tuple(layers), kept
+        self.stacks[0].taps, self.buffers = tuple(layers), buffers
 
     def forward(
         self,
@@ -76,8 +76,8 @@ class TappedModel(ModelCut):
     ) -> torch.Tensor:
         """As ModelCut.forward; the model is in one pipeline stage."""
         output, *states = self.start(self.stacks[0], input_ids, positions, None)
-        for buffer, tap in zip(self.kept, states, strict=True):
-            buffer[: len(tap)].copy_(tap)
+        for buffer, state_after in zip(self.buffers, states, strict=True):
+            buffer[: len(state_after)].copy_(state_after)
         return output
 
 

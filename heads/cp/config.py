@@ -66,8 +66,8 @@ class CPOptions(Experts, FullOptions):
     )
     balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
     start: Literal["ridge", "identity"] = Field(
-        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head",
-    )  # fmt: skip
+        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
+    )
     decay: float = Field(
         0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the draft before it"
     )
