@@ -12,7 +12,7 @@ from vllm_ppd.heads.io import CALIBRATION_NAME, described, load_calibration
 from vllm_ppd.heads.measured import Parts
 from vllm_ppd.heads.planning.machine import machine_of
 from vllm_ppd.heads.planning.options import PlanOptions
-from vllm_ppd.heads.planning.predict import Decoding, Drafting, Group
+from vllm_ppd.heads.planning.predict import Decoding, Group, drafting_settings
 from vllm_ppd.heads.planning.timings import ServedSteps
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target import find_target
@@ -132,10 +132,7 @@ def _settings(name: str, config: HeadsConfig, parts: Parts, target: str, options
                 served = {**({"model": name} if trained else {}), "exit_layer": layer, "candidates": k}
                 yield Group(config.method, served, machine, depth, layer, k, rate, options.new_tokens)
         return
-    for setting in config.settings(parts, greedy=options.texts == "greedy"):
-        if setting.served is not None:
-            served = {**({"model": name} if setting.trained else {}), **setting.served}
-            yield Drafting(config.method, served, machine, depth, setting)
+    yield from drafting_settings(name, config, parts, machine, options.texts == "greedy")
 
 
 def _under_load(decoding: Decoding, options: PlanOptions) -> Predicted | None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ppd.heads.measured import Setting
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.measured import Parts, Setting
 from vllm_ppd.heads.planning.machine import Machine
 
 
@@ -75,7 +77,7 @@ class Drafting(Decoding):
     @property
     def unmeasured(self) -> str:
         served = self.machine.served
-        return "" if served is None else served.missing(self.method, self.options, self.setting.drafts)
+        return "" if served is None else served.engine.missing(self.method, self.options, self.setting.drafts)
 
     def plain(self, batch: int) -> float:
         return self.full_pass(batch) if self.machine.served is None else self.machine.served.step(batch)
@@ -91,6 +93,23 @@ class Drafting(Decoding):
             return (self.num_layers + setting.layers) * machine.layer(verified) + reading
         shallow = (setting.exit_layer + setting.layers) * machine.layer(batch)
         return shallow + (self.num_layers - setting.exit_layer) * machine.layer(verified) + reading
+
+
+def drafting_settings(
+    name: str | None, config: HeadsConfig, parts: Parts, machine: Machine, greedy: bool
+) -> Iterator[Drafting]:
+    """Drafting by every calibrated setting that a server can be asked for.
+
+    Args:
+        name: of the heads, by which a server is given them.
+        config, parts: of the heads and their calibration.
+        machine: that is predicted for.
+        greedy: whether acceptance is that of greedy texts.
+    """
+    for setting in config.settings(parts, greedy):
+        if setting.served is not None:
+            options = {**({"model": name} if setting.trained else {}), **setting.served}
+            yield Drafting(config.method, options, machine, config.target.num_hidden_layers, setting)
 
 
 @dataclass(frozen=True)

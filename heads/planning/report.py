@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 
 from vllm_ppd.heads.in_words import table
+from vllm_ppd.heads.planning.gate import TRAIN, best_speedups, without_gain
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import SHOWN, Plan, Predicted, heads_of
 from vllm_ppd.heads.planning.predict import Decoding
@@ -67,9 +69,19 @@ def report(plan: Plan, options: PlanOptions) -> str:
         table(header, rows),
         "Speed-up in units of vLLM's own tokens a second on the same machine; compute of a token in its own units; "
         f"{len(plan.predicted)} settings considered. {left_out}",
+        *_warnings(plan, options),
         f"Recommended: {advice}",
         f"    {command(plan.target, best, plan.stop_at, options.stages)}",
     ])  # fmt: skip
+
+
+def _warnings(plan: Plan, options: PlanOptions) -> Iterator[str]:
+    """A line about each of the heads that gain neither under the load nor at a batch size of the table."""
+    for name in options.heads:
+        predicted = [under for under in plan.predicted if heads_of(under.decoding) == name]
+        speedups = best_speedups([under.decoding for under in predicted], SHOWN) if predicted else {}
+        if predicted and max(*speedups.values(), *(under.speedup for under in predicted)) <= 1:
+            yield f"Warning: {without_gain(name, speedups)}; {TRAIN}, or leave them out."
 
 
 def _shown(plan: Plan, options: PlanOptions) -> list[Predicted]:

@@ -65,6 +65,24 @@ class Engine(BaseModel):
     draft_vocab_size: int | None
     runner: str
 
+    def missing(self, method: str, options: dict[str, Any], drafts: int) -> str:
+        """What of a setting the server did not run, such as `exit_layer 4`; empty if these are its steps.
+
+        Args:
+            method, options: as a server takes them.
+            drafts: of a step.
+        """
+        exit_layer, *others = self.exit_layer or (None,)
+        if method != self.method:
+            return f"method {method}"
+        if not _same(options.get("model"), self.heads):
+            return f"these heads (it has {quoted(self.heads)})" if "model" in options else "no heads"
+        measured = {"exit_layer": None if others else exit_layer, "draft_vocab_size": self.draft_vocab_size}
+        for name, value in measured.items():
+            if options.get(name) != value:
+                return f"{name} {options.get(name, 'unset')}"
+        return f"num_speculative_tokens {drafts}" if drafts > self.num_speculative_tokens else ""
+
 
 class StepTable(BaseModel):
     """Seconds of decode steps at the batch sizes and numbers of drafts that were measured."""
@@ -104,24 +122,6 @@ class ServedSteps(StepTable):
             return float(seconds[0])
         drafts = setting.drafts if self.engine.runner == "v2" else setting.drafted
         return float(np.interp(drafts, self.counts[1:], seconds[1:]))
-
-    def missing(self, method: str, options: dict[str, Any], drafts: int) -> str:
-        """What of a setting the server did not run, such as `exit_layer 4`; empty if these are its steps.
-
-        Args:
-            method, options: as a server takes them.
-            drafts: of a step.
-        """
-        engine, (exit_layer, *others) = self.engine, self.engine.exit_layer or (None,)
-        if method != engine.method:
-            return f"method {method}"
-        if not _same(options.get("model"), engine.heads):
-            return f"these heads (it has {quoted(engine.heads)})" if "model" in options else "no heads"
-        measured = {"exit_layer": None if others else exit_layer, "draft_vocab_size": engine.draft_vocab_size}
-        for name, value in measured.items():
-            if options.get(name) != value:
-                return f"{name} {options.get(name, 'unset')}"
-        return f"num_speculative_tokens {drafts}" if drafts > engine.num_speculative_tokens else ""
 
 
 def served_steps(file: str, target: str) -> ServedSteps | None:

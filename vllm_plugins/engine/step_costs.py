@@ -48,7 +48,7 @@ def costs_of_engine(
         steps: numbers of drafts and what times them: the method's, and where there are any, looked-up ones.
     """
     group = get_tp_group()
-    path = cache_file(envs.VLLM_CACHE_ROOT, vllm_config, config.model_dump(exclude=NOT_STEPS))
+    path = cache_file(config, vllm_config)
     cached = group.broadcast_object(load(path) if config.step_costs == "cached" and group.is_first_rank else None)
     if cached is not None:
         logger.info("vllm-ppd: step costs from %s: %s", path, summary(cached.method))
@@ -109,14 +109,9 @@ def save(costs: MeasuredCosts, path: Path) -> None:
         logger.warning("vllm-ppd: step costs are not kept for the next start (%s)", error)
 
 
-def cache_file(folder: str, vllm_config: Any, options: dict[str, Any]) -> Path:
-    """The file for a model, its engine's settings and this machine.
-
-    Args:
-        folder: of vLLM's caches.
-        vllm_config: vLLM's.
-        options: ours, those that change what a step does.
-    """
+def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
+    """The file in vLLM's caches for a model, the settings of its engine that change what a step does, and a machine."""
+    options = config.model_dump(exclude=NOT_STEPS)
     scheduler, device = vllm_config.scheduler_config, vllm_config.device_config.device_type
     name = torch.cuda.get_device_name() if device == "cuda" else _processor()
     settings = [
@@ -124,7 +119,7 @@ def cache_file(folder: str, vllm_config: Any, options: dict[str, Any]) -> Path:
         torch.get_num_threads(), torch.__version__,
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return Path(folder) / "vllm_ppd_step_costs" / f"{key}.json"
+    return Path(envs.VLLM_CACHE_ROOT) / "vllm_ppd_step_costs" / f"{key}.json"
 
 
 def _processor() -> str:

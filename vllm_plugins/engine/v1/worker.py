@@ -16,13 +16,14 @@ from vllm.platforms import current_platform
 from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
-from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import ALL_KINDS
 from vllm_ppd.vllm_plugins.engine.cpu.plain_weights import plain_weights
 from vllm_ppd.vllm_plugins.engine.cpu.prefill_generators import PrefillGenerators
 from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
+from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin, Proposer
@@ -54,13 +55,13 @@ class WarmUpMixin:
 
     def compile_or_warm_up_model(self) -> Any:
         times, drafter = super().compile_or_warm_up_model(), self.model_runner.drafter  # type: ignore[misc]
-        if drafter.config.adaptive:
-            set_draft_length(drafter)
+        costs = set_draft_length(drafter) if drafter.config.adaptive else None
+        log_predicted_gain(drafter.config, drafter.vllm_config, costs)
         return times
 
 
-def set_draft_length(drafter: Proposer) -> None:
-    """Have the number of drafts follow what pays from here on."""
+def set_draft_length(drafter: Proposer) -> MeasuredCosts | None:
+    """Have the number of drafts follow what pays from here on; the costs of steps by which it does."""
     config, counts = drafter.config, counts_of(drafter.config.num_speculative_tokens)
     # Steps with the method's drafts, and with looked-up ones where there are any.
     sources = {False: not config.spec.looks_up_alone, True: config.prompt_lookup_min is not None}
@@ -70,6 +71,7 @@ def set_draft_length(drafter: Proposer) -> None:
     if costs is not None:
         lookups = None if costs.lookup is None else StepCosts(costs.lookup)
         drafter.planner.controller = DraftLengthController(StepCosts(costs.method), ALL_KINDS, lookups=lookups)
+    return costs
 
 
 if current_platform.is_cpu():

@@ -10,6 +10,7 @@ from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
+from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
@@ -20,13 +21,21 @@ class StepCostsMixin:
 
     model_runner: Any
 
+    def compile_or_warm_up_model(self) -> Any:
+        times, runner = super().compile_or_warm_up_model(), self.model_runner  # type: ignore[misc]
+        if not runner.speculator.config.adaptive:
+            log_predicted_gain(runner.speculator.config, runner.vllm_config, None)
+        return times
+
     def step_costs(self) -> MeasuredCosts | None:
         """Costs of steps with no drafts and with all; called by the scheduler's process, in every worker."""
         runner = self.model_runner
         config, counts = runner.speculator.config, [0, runner.speculator.config.num_speculative_tokens]
         steps = [(counts, functools.partial(time_steps, runner))]
         largest = most_requests(runner, counts, STEPS)
-        return costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, steps)
+        costs = costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, steps)
+        log_predicted_gain(config, runner.vllm_config, costs)
+        return costs
 
 
 if current_platform.is_cpu():

@@ -18,6 +18,7 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.measured import Timed
+from vllm_ppd.heads.planning.gate import without_gain
 from vllm_ppd.heads.planning.machine import Weights, measured, roofline, weights_of
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.plan import Plan, make_plan
@@ -199,7 +200,29 @@ def test_nothing_gains(folder: Callable[..., str]) -> None:
     planned = plan(heads)
     assert planned.best is None
     assert command(planned.target, planned.best, planned.stop_at, "1") == "vllm serve the/target"
-    assert "Recommended: no drafting" in report(planned, PlanOptions(heads=(heads,)))
+    text = report(planned, PlanOptions(heads=(heads,)))
+    assert "Recommended: no drafting" in text
+    assert f"Warning: the heads in {heads!r} are predicted to gain nothing at every batch size (1, 2, 4, 8" in text
+
+
+def test_heads_that_gain_nothing_are_named_beside_others(folder: Callable[..., str], early: str) -> None:
+    useless = folder(early_config(), early_parts(0.01))
+    text = report(plan(early, useless), PlanOptions(heads=(early, useless)))
+    assert text.count("Warning: ") == 1 and f"Warning: the heads in {useless!r}" in text
+
+
+@pytest.mark.parametrize(
+    ("speedups", "said"),
+    [
+        ({1: 1.5, 4: 1.01}, ""),
+        ({1: 1.5, 4: 0.834, 16: 0.5}, "gain nothing at batch sizes (4, 16): at best 0.83 of vLLM's tokens a second"),
+        ({1: 1.5, 4: 1.0}, "gain nothing at batch size (4): at best 1.00 of vLLM's"),
+        ({1: 0.9, 4: 0.8}, "gain nothing at every batch size (1, 4): at best 0.90 of vLLM's"),
+    ],
+)
+def test_batch_sizes_without_gain(speedups: dict[int, float], said: str) -> None:
+    sentence = without_gain("my-heads", speedups)
+    assert said in sentence and bool(said) == sentence.startswith("the heads in 'my-heads' are predicted to ")
 
 
 def test_rate_gives_the_batch_size(early: str) -> None:
