@@ -7,6 +7,8 @@ import pytest
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, our_log, runner_of
 from small import METHODS
+from test_request_metrics import DETAILED, check_what_requests_see
+from test_request_metrics import METHODS as WITH_LOOKUPS
 
 from vllm_ppd.vllm_plugins.drafting import acceptance_watch
 from vllm_ppd.vllm_plugins.engine.metrics import COUNTERS
@@ -50,3 +52,8 @@ def test_hardly_any_accepted_draft_is_a_warning(v2_engine: Factory, monkeypatch:
         assert not messages  # who opts out is given drafts all the same, which are rejected
         generate(llm, prompts(2), greedy(16))
     assert len(messages) == 1 and "drafted tokens were accepted" in messages[0]
+
+
+@pytest.mark.parametrize("name", WITH_LOOKUPS)
+def test_a_request_sees_its_own_accepted_drafts(v2_engine: Factory, name: str) -> None:
+    check_what_requests_see(v2_engine(WITH_LOOKUPS[name], asynchronous=True, **DETAILED))
