@@ -56,6 +56,7 @@ class ByDrafts(Stored):
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
     repeated_4_grams: Share = 0.0
     covers: Share = 1.0  # share of the training text that the draft vocabulary makes up
+    by_category: dict[str, list[Share]] = Field(default_factory=dict)  # drafts accepted a step at each position
 
 
 def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:

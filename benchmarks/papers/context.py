@@ -103,7 +103,7 @@ class Context:
     def texts(self, task: Task, temperature: float = 0.0) -> Texts:
         """What the target writes after the prompts of a task, by temperature."""
         torch.manual_seed(self.options.seed)
-        prompts, starts = task.padded(self.target.device)
+        prompts, starts, _ = task.padded(self.target.device)
         size, tokens = max(32, self.options.batch), self.options.new_tokens
         return generate(self.target, prompts, tokens, temperature, size, starts)
 

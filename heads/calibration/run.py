@@ -25,6 +25,7 @@ from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensor
 from vllm_ppd.heads.kinds import calibration_of
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
+from vllm_ppd.heads.progress import say
 from vllm_ppd.heads.quote import place, quoted
 from vllm_ppd.heads.target import check_on_disk, check_reachable, check_target, find_target, fingerprint
 from vllm_ppd.heads.training.parallel import device_of
@@ -93,10 +94,10 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
     essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
     result = unfinished(path, {"options": essence, "heads_stamp": _stamp(options.heads), "parts": {}, "digests": {}})
     if result["parts"]:
-        print(f"continues after {', '.join(result['parts'])}", flush=True)
+        say(f"continues after {', '.join(result['parts'])}", sys.stdout)
     for name, measure in calibration_of(config.kind).PARTS.items():
         if name not in result["parts"]:
-            print(f"measuring {name} ...", flush=True)
+            say(f"measuring {name} ...", sys.stdout)
             result["parts"][name] = to_jsonable_python(measure(calibration))
             result["digests"][name] = digest_of_value(result["parts"][name])
             write_text(path, json.dumps(result) + "\n")

@@ -76,7 +76,7 @@ class Calibration:
         key = (temperature, *sorted(sampling.items()))
         if key not in self._written:
             torch.manual_seed(self.options.seed)
-            size, (ids, starts) = max(32, self.options.batch), self.prompts
+            size, (ids, starts, _) = max(32, self.options.batch), self.prompts
             self._written[key] = generate(
                 self.target, ids, self.options.new_tokens, temperature, size, starts, **sampling
             )

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary, document_prompts, from_the_middle, in_turns
 from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.progress import Bar
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
@@ -26,6 +26,7 @@ class Padded(NamedTuple):
 
     ids: torch.Tensor  # [prompts, longest] int64
     starts: torch.Tensor | None  # [prompts] where each begins (None: all at 0)
+    categories: tuple[str, ...] = ()  # of the prompts' records, where they have any
 
 
 @dataclass
@@ -155,6 +156,7 @@ def record_prompts(data: Sequence[str], target: Target, count: int, longest: int
         TrainingError: if the data holds too few of at most `longest` tokens.
     """
     prompts: list[list[int]] = []
+    categories: list[str] = []
     documents = Documents(data, lambda: target.tokenizer, report=False)
     for document in document_prompts(documents, longest):
         if not document.is_asked:
@@ -163,9 +165,10 @@ def record_prompts(data: Sequence[str], target: Target, count: int, longest: int
         check_vocabulary(ids, target.vocab_size)
         if 0 < len(ids) <= longest:
             prompts.append(ids)
+            categories.append(document.category)
         if len(prompts) == count:
             documents.report_skips()
-            return padded(prompts, target.device)
+            return padded(prompts, target.device)._replace(categories=tuple(categories))
     skips = f" ({documents.skips()})" if documents.skipped else ""
     raise TrainingError(
         f"the data holds {len(prompts)} prompts of up to {longest} tokens, and {count} are needed{skips}: give "
@@ -210,7 +213,7 @@ def generate(
     outputs = []
     # Prompts of like length together: every batch is as wide as its longest.
     order = torch.arange(len(prompts)) if starts is None else starts.argsort(descending=True, stable=True)
-    for some in tqdm(order.split(batch), desc="writing texts", mininterval=2, delay=2):
+    for some in Bar(order.split(batch), desc="writing texts", mininterval=2, delay=2):
         first = 0 if starts is None else int(starts[some].min())
         chunk = prompts[some, first:]
         mask = torch.ones_like(chunk)

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from vllm_ppd.heads.calibration.replay import Drafted, replay
+from vllm_ppd.heads.calibration.replay import Drafted, accepted_by_position, replay
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import Texts, ahead, log_prob_of
 from vllm_ppd.heads.cp.config import CPParts
@@ -21,6 +21,8 @@ from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import chain_log_likelihood
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
+
+ALL = "all"  # the category of all prompts
 
 
 class CPMeasures:
@@ -110,8 +112,12 @@ class CPMeasures:
 
     def drafted(self, texts: Texts, batch: int, token_ids: torch.Tensor | None = None) -> list[Drafted]:
         """What an engine would count on these texts with 1, 2, ... n-1 drafts; arguments as of acceptance."""
-        accept = self.acceptance(texts, batch, token_ids)
-        return [replay(accept[:, :, :m], texts.lengths.cpu()) for m in range(1, self.head.positions)]
+        return replays(self.acceptance(texts, batch, token_ids), texts.lengths.cpu())
+
+
+def replays(accept: torch.Tensor, lengths: torch.Tensor) -> list[Drafted]:
+    """What an engine would count with 1, 2, ... n drafts; arguments as of replay."""
+    return [replay(accept[:, :, :m], lengths) for m in range(1, accept.shape[2] + 1)]
 
 
 def _chances(
@@ -139,23 +145,32 @@ def measures_of(calibration: Calibration) -> CPMeasures:
     return CPMeasures(target, head, calibration.autocast)
 
 
-def _counts(calibration: Calibration, texts: Texts, token_ids: torch.Tensor | None = None) -> list[Counts]:
-    counts = measures_of(calibration).drafted(texts, calibration.options.batch, token_ids)
-    return [Counts(**by.stored()) for by in counts]
+def _stored(drafted: list[Drafted]) -> list[Counts]:
+    return [Counts(**by.stored()) for by in drafted]
 
 
 def acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
-    """Expected acceptance on greedy and sampled texts."""
-    return {
-        name: ByDrafts(by_drafts=_counts(calibration, texts), repeated_4_grams=texts.repeated_4_grams())
-        for name, texts in calibration.texts()
-    }
+    """Expected acceptance on greedy and sampled texts, of all prompts and of each category of them."""
+    measures, categories = measures_of(calibration), calibration.prompts.categories
+    rows = {ALL: list(range(len(calibration.prompts.ids)))}
+    for category in dict.fromkeys(filter(None, categories)):
+        rows[category] = [row for row, other in enumerate(categories) if other == category]
+    measured = {}
+    for name, texts in calibration.texts():
+        accept, lengths = measures.acceptance(texts, calibration.options.batch), texts.lengths.cpu()
+        by_category = {key: accepted_by_position(accept[some], lengths[some]) for key, some in rows.items()}
+        measured[name] = ByDrafts(
+            by_drafts=_stored(replays(accept, lengths)), repeated_4_grams=texts.repeated_4_grams(),
+            by_category={key: [round(share, 4) for share in shares] for key, shares in by_category.items()},
+        )  # fmt: skip
+    return measured
 
 
 def vocabulary(calibration: Calibration) -> dict[int, ByDrafts]:
     """Expected acceptance on sampled texts with shorter draft vocabularies."""
+    measures, texts, batch = measures_of(calibration), calibration.sampled, calibration.options.batch
     return {
-        len(ids): ByDrafts(by_drafts=_counts(calibration, calibration.sampled, ids), covers=share)
+        len(ids): ByDrafts(by_drafts=_stored(measures.drafted(texts, batch, ids)), covers=share)
         for ids, share in calibration.vocabularies()
     }
 
@@ -166,6 +181,17 @@ PARTS = {
     "acceptance": acceptance,
     "vocabulary": vocabulary,
 }
+
+
+def category_tables(acceptance: Mapping[str, ByDrafts]) -> Iterator[str]:
+    """Markdown of the drafts that are accepted at each position, by category of the prompts where they have any."""
+    for name, by in acceptance.items():
+        if by.by_category:
+            yield f"Drafts accepted a step by position, {name if name == 'greedy' else 'sampled at ' + name}"
+            yield table(["prompts", *(f"draft {n}" for n in range(1, len(by.by_drafts) + 1)), "a step"], [
+                [category, *(f"{share:.3f}" for share in shares), f"{sum(shares):.3f}"]
+                for category, shares in by.by_category.items()
+            ])  # fmt: skip
 
 
 def tables(parts: CPParts) -> Iterator[str]:
@@ -180,4 +206,5 @@ def tables(parts: CPParts) -> Iterator[str]:
         [name, n, percent(c.rate), f"{c.length - 1:.3f}", f"{c.length:.3f}", by.repeated_4_grams]
         for name, by in parts.acceptance.items() for n, c in enumerate(by.by_drafts, start=1)
     ])  # fmt: skip
+    yield from category_tables(parts.acceptance)
     yield from vocabulary_table({size: (by.covers, by.by_drafts) for size, by in parts.vocabulary.items()})

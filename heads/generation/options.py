@@ -19,7 +19,8 @@ class DataOptions(BaseModel):
     out: str = Field(description=".jsonl file to write; a stopped run continues with the chats that it lacks")
     prompts: tuple[str, ...] = Field(
         (), description="files of prompts to answer (chats, prompts, token ids, text); without them the model writes "
-        "the user turns itself, after the beginning of its chat template (Magpie, arXiv 2406.08464)",
+        "the user turns itself, after the beginning of its chat template (Magpie, arXiv 2406.08464), or whole texts if "
+        "it has none",
     )  # fmt: skip
     number: int | None = Field(None, ge=1, description="chats to write (default 1000, or one for each prompt)")
     system: str | None = Field(None, description="system prompt of chats that have none (none: the chat template's)")

@@ -38,6 +38,18 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
         )
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """What a model without a chat template writes texts after: the token that begins one, or ends the one before.
+
+    Raises:
+        TrainingError: if the tokenizer has neither.
+    """
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return [token]
+    raise TrainingError("--model: this tokenizer has no chat template, and no token that begins a text; give --prompts")
+
+
 class UserTurn(NamedTuple):
     """How a user turn is written: the ids before it, and what ends it."""
 
@@ -52,18 +64,10 @@ class ChatTemplate:
     Args:
         tokenizer: the target's.
         system: system prompt of chats without one; None leaves that to the template.
-
-    Raises:
-        TrainingError: if the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any, system: str | None) -> None:
         self.tokenizer, self.system = tokenizer, system
-        if not getattr(tokenizer, "chat_template", None):
-            raise TrainingError(
-                "--model: this tokenizer has no chat template, so the model cannot write user turns; give --prompts "
-                "with files of text"
-            )
 
     def prompt(self, user: str) -> list[int]:
         """The token ids that vLLM's server reads for a user's words that the assistant is to answer."""

@@ -73,6 +73,7 @@ class Writer:
         self.options, self.engine, self.file, self.report = options, engine, file, report
         self.running = 0  # requests in the engine
         self.open = 0  # chats that were begun, and are neither written nor dropped
+        self.wanted = 0.0  # chats in the file; report may lower it to those that are written or open
         self.prompts: deque[tuple[int, list[int]]] = deque()  # to be answered, with their numbers
         self._answering: dict[int, list[int]] = {}
 
@@ -89,11 +90,12 @@ class Writer:
 
     def _write(self, begin: Callable[[], bool], wanted: float) -> None:
         """Write until the file has so many chats, or begin() says that there are no more to begin."""
+        self.wanted = wanted
         while True:
             while self.running < self.options.batch:
                 if self.prompts:
                     self._answer(*self.prompts.popleft())
-                elif self.file.count + self.open < wanted and begin():
+                elif self.file.count + self.open < self.wanted and begin():
                     self.open += 1
                 else:
                     break
@@ -131,7 +133,7 @@ class ChatWriter(Writer):
     A user turn is answered when all before it are known: of two equal ones the first is kept, whichever ended first.
     """
 
-    def converse(self, template: ChatTemplate, seen: set[bytes], wanted: int) -> None:
+    def converse(self, template: ChatTemplate, seen: set[bytes], wanted: float) -> None:
         """Write and answer user turns until so many chats are in the file.
 
         Args:

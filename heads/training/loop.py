@@ -6,17 +6,16 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.kinds import recipe_of
+from vllm_ppd.heads.progress import Bar, say
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import BEST, STATE, WORK, RunFacts, unfinished_run
@@ -70,7 +69,7 @@ def _prepared(
 ) -> tuple[Recipe, TokenStore]:
     """The recipe over its loaded target, and the data's tokens."""
     if processes.is_main_process:
-        print(f"vllm-ppd: loading {options.model}", file=sys.stderr, flush=True)
+        say(f"vllm-ppd: loading {options.model}")
     full = getattr(options, "recipe", None) == "full"
     # The full recipe moves the base model by less than bfloat16 can hold.
     dtype = torch.float32 if full else getattr(torch, options.precision)
@@ -152,14 +151,14 @@ class _Run:
         self.facts = saved.model_copy(update={"options": self.facts.options})
         if self.processes.is_main_process:
             where = f"step {saved.step} of {self.steps}, after {saved.step * self.tokens_a_step:,} tokens"
-            print(f"vllm-ppd: {place(self.out)} continues at {where}", file=sys.stderr, flush=True)
+            say(f"vllm-ppd: {place(self.out)} continues at {where}")
 
     def train(self) -> dict[str, Any]:
         """All remaining steps, and the evaluation before the first and after the last."""
         options, facts = self.options, self.facts
         if not facts.step:
             facts.before = self._evaluate("before").figures
-        progress = tqdm(
+        progress = Bar(
             initial=facts.step * self.tokens_a_step, total=self.steps * self.tokens_a_step, unit=" tokens",
             unit_scale=True, mininterval=1, desc=f"training {options.kind} heads",
             disable=not self.processes.is_main_process,
@@ -199,7 +198,7 @@ class _Run:
         last = self.facts.held_out.last
         return {} if last is None or last.accepted is None else {"accepted": f"{last.accepted:.3f}"}
 
-    def _loss_and_gradient(self, progress: tqdm, stop: list[int]) -> tuple[float, bool]:
+    def _loss_and_gradient(self, progress: Bar, stop: list[int]) -> tuple[float, bool]:
         """The gradient of the step's windows.
 
         A process that is alone ends after the current part of the step if it is to stop: the step is done again later.

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
-from tqdm import tqdm
 
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import FileDigest, digest_of, digest_of_value, first_damaged, write_text
+from vllm_ppd.heads.progress import Bar
 from vllm_ppd.heads.quote import place
 
 SPLITS = ("train", "held_out")
@@ -185,7 +185,7 @@ class TokenStore:
         end = tokenizer.eos_token_id
         train, held = (self.folder / name for name in FILES)
         with train.open("wb") as train_file, held.open("wb") as held_file:
-            progress = tqdm(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
+            progress = Bar(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
             for number, document in enumerate(progress):
                 ids = document.ids or []
                 # What was cut off goes on; many chat templates write a line break after the end of a turn.

@@ -43,6 +43,10 @@ class OfflineEngine:
         )  # fmt: skip
         self._engine.add_request(request.key, {"prompt_token_ids": request.prompt}, params)
 
+    def close(self) -> None:
+        """End the engine's processes, which frees their memory."""
+        self._engine.engine_core.shutdown()
+
     def step(self) -> list[Continuation]:
         ended = []
         for output in self._engine.step():

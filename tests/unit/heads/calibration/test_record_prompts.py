@@ -37,7 +37,7 @@ def test_calibration_answers_the_records_prompts(tmp_path: Path, target: Target,
     assert prompts is not None
     assert prompts.starts is not None
     short = [ids for ids in PROMPTS if len(ids) <= 20]
-    assert [row[start:].tolist() for row, start in zip(*prompts, strict=True)] == short
+    assert [row[start:].tolist() for row, start in zip(prompts.ids, prompts.starts, strict=True)] == short
     together = generate(target, prompts.ids, 12, batch=batch, starts=prompts.starts)
     for row, ids in enumerate(short):
         alone = generate(target, torch.tensor([ids]), 12)

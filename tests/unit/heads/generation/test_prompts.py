@@ -12,7 +12,7 @@ from records import templated
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
-from vllm_ppd.heads.generation.prompts import ChatTemplate, read_prompts
+from vllm_ppd.heads.generation.prompts import ChatTemplate, beginning, read_prompts
 
 END = 0
 TEMPLATE = (
@@ -52,10 +52,19 @@ def test_system_prompts(tmp_path: Path) -> None:
     assert prompts == [f"<system>{s}<|end|>\n<user>hi<|end|>\n<assistant>" for s in ("do", "hi")]
 
 
-@pytest.mark.parametrize("template", [None, "", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"])
-def test_templates_without_user_turns(template: str | None) -> None:
+@pytest.mark.parametrize("template", ["", "{% for m in messages %}{{ m.content | upper }}{% endfor %}"])
+def test_templates_without_user_turns(template: str) -> None:
     with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
         ChatTemplate(templated(template), None).user_turn()
+
+
+def test_texts_begin_with_the_token_that_begins_one_or_ends_the_one_before() -> None:
+    words = templated(None)
+    words.bos_token = None
+    assert beginning(words) == [words.eos_token_id]
+    words.eos_token = None
+    with pytest.raises(TrainingError, match=r"^--model: .* give --prompts"):
+        beginning(words)
 
 
 def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:

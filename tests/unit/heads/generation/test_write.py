@@ -22,6 +22,7 @@ from vllm_ppd.heads.generation.output import Chat, ChatFile
 from vllm_ppd.heads.generation.prompts import ChatTemplate
 from vllm_ppd.heads.generation.write import ChatWriter, Continuation, Engine, Request, Writer
 from vllm_ppd.heads.locking import InUse
+from vllm_ppd.vllm_plugins.cli import data
 from vllm_ppd.vllm_plugins.cli.data import progress_bar, reporter
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -200,6 +201,21 @@ def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
     assert all(turn and turn == turn.strip() and "\ufffd" not in turn for turn in turns)
 
 
+def test_a_model_without_a_chat_template_writes_whole_texts(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    out = options(model=str(tiny_model()), out=str(tmp_path / "a.jsonl"), number=9)
+
+    def enough(writer: Writer) -> None:
+        if writer.file.count >= 3:
+            writer.wanted = min(writer.wanted, writer.file.count + writer.open)
+
+    file = data.write_chats(out, lambda _: FakeEngine(), enough)
+    chats = chats_of(file.path, model=out.model)
+    assert [(chat.index, chat.prompt_token_ids) for chat in chats] == [(i, [END]) for i in range(len(chats))]
+    assert 3 <= len(chats) == file.count
+    file = data.write_chats(out, lambda _: FakeEngine())
+    assert file.count == 9 and chats_of(file.path, model=out.model)[: len(chats)] == chats
+
+
 def test_a_model_that_writes_nothing_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "MOST_REFUSED", 60)
     with pytest.raises(TrainingError, match=r"the last 60 user turns are not usable \(\d+ were written before"):
@@ -257,7 +273,6 @@ def test_a_file_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
 def test_bad_input_ends_with_one_line(tmp_path: Path, tiny_model: Callable[..., Path], capsys: Any) -> None:
     command = ["data", "--model", str(tiny_model()), "--out", str(tmp_path / "a.jsonl")]
     for more, message in (
-        ([], "--model: this tokenizer has no chat template"),
         (["--prompts", str(tmp_path / "none.jsonl")], "does not exist"),
         (["--top-p", "0"], "--top-p 0: input should be greater than 0"),
     ):
