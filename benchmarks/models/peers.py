@@ -22,9 +22,10 @@ from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.files import write_tensors, write_text
 from vllm_ppd.heads.training.loop import train
 from vllm_ppd.heads.training.options import TrainingOptions
-from vllm_ppd.heads.training.recipe import Counts, Recipe
+from vllm_ppd.heads.training.recipe import Counts, Recipe, accepted_counts
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
+from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
 
 class ModelOptions(TrainingOptions):
@@ -67,6 +68,8 @@ class PeerOptions(ModelOptions):
 class Peer(ModelRecipe):
     """What is trained beside a frozen target."""
 
+    DRAFTS = 3  # of a step, counted on held-out text
+
     @abstractmethod
     def config(self) -> dict[str, Any]:
         """Its config.json, as vLLM reads it."""
@@ -84,6 +87,26 @@ class Peer(ModelRecipe):
         """The target's [..., V] of states [..., hidden]."""
         unembedding = self.target.unembedding
         return functional.linear(states.to(unembedding.dtype), unembedding).float()
+
+    def likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's greedy token of each of states [..., hidden]: [...]."""
+        ids, _ = top_log_probs(states.flatten(0, -2), 1, self.target.unembedding, self.target.bias)
+        return ids.view(states.shape[:-1])
+
+    def accepted(self, batch: Batch, final: torch.Tensor, drafted: torch.Tensor) -> Counts:
+        """How many drafts in a row are the target's greedy tokens, the text's tokens before them taken.
+
+        Args:
+            batch: held out.
+            final: final_states of it.
+            drafted: [windows * length, drafts] behind each token and its successor, which the target has sampled.
+        """
+        drafts = drafted.shape[1]
+        rows = batch.ahead(drafts + 1)[1].nonzero()
+        if not len(rows):
+            return {}
+        wanted = self.likeliest(final).flatten()
+        return accepted_counts(drafted[rows[:, 0]] == wanted[rows + torch.arange(1, drafts + 1, device=rows.device)])
 
     def imitation(self, logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, Counts]:
         """Cross-entropy of logits [rows, V] to the target's distribution, and how often both choose the same token."""
@@ -130,27 +153,43 @@ class Eagle(Peer):
         self.rotary: Any = LlamaRotaryEmbedding(config)
         self.to(target.device)
 
-    def predicted(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
-        """The states of all tokens but a window's first [windows, length - 1, d], from the ones before them."""
+    def predicted(self, batch: Batch, hidden: torch.Tensor, drafts: int = 1) -> list[torch.Tensor]:
+        """The states that draft by draft follow each start, any token but a window's last ones.
+
+        A later draft reads the state that the one before it predicted, and the text's token; it attends to the target's
+        states up to its start and to the drafts behind this.
+
+        Returns:
+            [windows, length - drafts, d] of each draft.
+        """
+        starts = batch.input_ids.shape[1] - drafts
+        positions, states = batch.position_ids[:, :starts], hidden[:, :starts]
         noise = self.NOISE if self.training else 0.0
-        states = hidden[:, :-1] + noise * (2 * torch.rand_like(hidden[:, :-1]) - 1)
-        x = self.fc(torch.cat([self.target.embed(batch.input_ids[:, 1:]).float(), states], dim=-1))
-        positions = batch.position_ids[:, :-1]
-        document = (positions == 0).cumsum(1)
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        mask = (causal & (document[:, :, None] == document[:, None]))[:, None]
-        output = self.layer(
-            x, attention_mask=mask, position_embeddings=self.rotary(x, positions), position_ids=positions
-        )
-        return output[0] if isinstance(output, tuple) else output
+        states = states + noise * (2 * torch.rand_like(states) - 1)
+        document, itself = (positions == 0).cumsum(1), torch.eye(starts, dtype=torch.bool, device=states.device)
+        seen = torch.ones_like(itself).tril() & (document[:, :, None] == document[:, None])
+        inputs, outputs = [], list[torch.Tensor]()
+        for draft in range(1, drafts + 1):
+            embedded = self.target.embed(batch.input_ids[:, draft : draft + starts]).float()
+            inputs.append(self.fc(torch.cat([embedded, states], dim=-1)))
+            x, at = torch.cat(inputs, dim=1), torch.cat([positions + i for i in range(draft)], dim=1)
+            # Only the last draft's output is read, and a single layer reads no other's.
+            mask = torch.cat([seen, *[itself.expand_as(seen)] * (draft - 1)], dim=2).repeat(1, draft, 1)[:, None]
+            output = self.layer(x, attention_mask=mask, position_embeddings=self.rotary(x, at), position_ids=at)
+            states = (output[0] if isinstance(output, tuple) else output)[:, -starts:]
+            outputs.append(states)
+        return outputs
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         hidden = self.final_states(batch)
-        predicted, wanted = (states.flatten(0, 1) for states in (self.predicted(batch, hidden), hidden[:, 1:]))
+        predicted, wanted = (states.flatten(0, 1) for states in (*self.predicted(batch, hidden), hidden[:, 1:]))
         known = batch.ahead(1)[1].view(batch.input_ids.shape)[:, :-1].flatten()
         regression = functional.smooth_l1_loss(predicted[known].float(), wanted[known])
         rows = self.share_of(known, self.options.position_share)
         classification, counts = self.imitation(self.logits(predicted[rows]), self.logits(wanted[rows]))
+        if not self.training:
+            drafted = torch.stack([self.likeliest(states) for states in self.predicted(batch, hidden, self.DRAFTS)], -1)
+            counts |= self.accepted(batch, hidden, functional.pad(drafted, (0, 0, 0, self.DRAFTS)).flatten(0, 1))
         return regression + self.CLASSIFICATION * classification, counts
 
     def config(self) -> dict[str, Any]:
@@ -189,17 +228,22 @@ class Medusa(Peer):
         self.to(target.device)
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        hidden = self.final_states(batch).flatten(0, 1)
-        losses, right, known = [], [], []
+        final = self.final_states(batch)
+        hidden, losses, right, known, drafted = final.flatten(0, 1), [], [], [], []
         for head, (block, lm_head) in enumerate(zip(self.blocks, self.lm_heads, strict=True)):
             tokens, valid = batch.ahead(head + 2)
             rows = self.share_of(valid, self.options.position_share)
             states = hidden[rows] + functional.silu(functional.linear(hidden[rows], block))
             logits = functional.linear(states, lm_head).float()
             losses.append(self.DECAY ** (head + 1) * functional.cross_entropy(logits, tokens[rows, -1]))
-            right.append((logits.argmax(-1) == tokens[rows, -1]).sum())
+            likeliest = logits.argmax(-1)
+            right.append((likeliest == tokens[rows, -1]).sum())
             known.append(torch.tensor(len(rows)))
-        return torch.stack(losses).sum(), {"right": torch.stack(right), "known": torch.stack(known)}
+            drafted.append(torch.zeros_like(valid, dtype=torch.int64).index_copy(0, rows, likeliest))
+        counts = {"right": torch.stack(right), "known": torch.stack(known)}
+        if not self.training:
+            counts |= self.accepted(batch, final, torch.stack(drafted, dim=1))
+        return torch.stack(losses).sum(), counts
 
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
         heads = range(len(self.blocks))
@@ -250,9 +294,14 @@ class DraftModel(Peer):
         return [p for p in self.model.model.layers.parameters() if p.dim() == 2]
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        teacher = self.logits(self.final_states(batch)).flatten(0, 1)
+        final = self.final_states(batch)
         output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-        return self.imitation(output.logits.float().flatten(0, 1), teacher)
+        logits = output.logits.float().flatten(0, 1)
+        loss, counts = self.imitation(logits, self.logits(final).flatten(0, 1))
+        if not self.training:  # a later draft is read one token on
+            drafted = [logits.argmax(-1).roll(-draft) for draft in range(1, self.DRAFTS + 1)]
+            counts |= self.accepted(batch, final, torch.stack(drafted, dim=1))
+        return loss, counts
 
     def config(self) -> dict[str, Any]:
         return self.model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import generate, greedy
 from conftest import DEMO, start_engine, write_texts
 
 from vllm_ppd.benchmarks.models import peers
 from vllm_ppd.benchmarks.models.__main__ import COMMANDS
 from vllm_ppd.benchmarks.models.corpus import split
+from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.vllm_plugins.cli.main import main
 
 
@@ -26,6 +30,43 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("data") / "train.jsonl", split()[0][:60])
 
 
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(str(DEMO), torch.device("cpu"), torch.float32, False)
+
+
+@torch.no_grad()
+def test_eagles_drafts_are_those_of_a_chain(target: Target) -> None:
+    """Every start at once predicts what an engine does that appends a draft's state to the target's."""
+    torch.manual_seed(0)
+    eagle = peers.Eagle(peers.EagleOptions(model=str(DEMO), data=["-"], out="-"), target).eval()
+    lengths = (9, 11)  # of two documents in a window
+    batch = Batch(torch.randint(2, 4000, (1, 20)), torch.cat([torch.arange(n) for n in lengths])[None])
+    hidden = eagle.final_states(batch)
+    chains = eagle.predicted(batch, hidden, 3)
+    for begin, start in ((0, 5), (9, 9), (9, 14)):  # the document's first token, and the token whose state is read
+        states = hidden[:, begin : start + 1]
+        for draft, predicted in enumerate(chains):
+            tokens = Batch(batch.input_ids[:, begin : start + draft + 2], torch.arange(states.shape[1] + 1)[None])
+            last = eagle.predicted(tokens, states)[0][:, -1:]
+            torch.testing.assert_close(predicted[:, start : start + 1], last, rtol=1e-4, atol=1e-4)
+            states = torch.cat([states, last], dim=1)
+
+
+@torch.no_grad()
+def test_accepted_drafts_are_counted_up_to_the_first_wrong_one(target: Target) -> None:
+    medusa = peers.Medusa(peers.MedusaOptions(model=str(DEMO), data=["-"], out="-"), target).eval()
+    batch = Batch(torch.randint(2, 4000, (1, 12)), torch.arange(12)[None])
+    final = medusa.final_states(batch)
+    drafted = torch.stack([medusa.likeliest(final)[0].roll(-draft) for draft in (1, 2, 3)], dim=1)
+    assert medusa.accepted(batch, final, drafted)["accepted"].tolist() == [8, 8, 8]  # of 12 starts those with 4 tokens
+    drafted[2, 1] += 1
+    drafted[5, 0] += 1
+    counts = medusa.accepted(batch, final, drafted)
+    assert counts["accepted"].tolist() == [7, 6, 6] and int(counts["accepted_of"]) == 8
+    assert set(medusa.loss(batch)[1]) >= {"accepted", "accepted_of"} and "accepted" not in medusa.train().loss(batch)[1]
+
+
 @pytest.mark.full
 @pytest.mark.engine
 @pytest.mark.parametrize("peer", peers.PEERS)
@@ -33,6 +74,8 @@ def test_peer_drafts_in_vllm_and_inflated_the_same(peer: str, data: Path, tmp_pa
     """A few steps of training already get drafts accepted; greedy tokens are those without speculation."""
     trained = ("--model", str(DEMO), "--data", str(data), "--out", str(tmp_path / peer), "--evaluation-tokens", "4096")
     make("peer", peer, "--steps", "64", "--batch-size", "4", "--sequence-length", "256", *trained)
+    facts = json.loads((tmp_path / peer / "provenance.json").read_text())
+    assert facts["held_out_after"]["accepted_a_step"] > max(0.02, facts["held_out_before"]["accepted_a_step"])
     large = ("--peers", str(tmp_path / peer), "--times", "2", "--out", str(tmp_path / "large"))
     make("inflate", "--model", str(DEMO), *large)
     requests = [{"prompt_token_ids": [(11 * i + j * j) % 4000 + 2 for j in range(24)]} for i in range(8)]
