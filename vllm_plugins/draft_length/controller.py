@@ -194,17 +194,25 @@ class DraftLengthController:
         """Some steps in OFF passed without observe and choose."""
         self._steps += steps
 
-    def observe(self, req_ids: list[str], emitted: np.ndarray, drafts: np.ndarray | None = None) -> None:
+    def observe(
+        self,
+        req_ids: list[str],
+        emitted: np.ndarray,
+        drafts: np.ndarray | None = None,
+        kinds: np.ndarray | None = None,
+    ) -> None:
         """Count what was accepted in the step that ended.
 
         Args:
             req_ids: of the batch rows.
             emitted: [rows] tokens that each row emitted.
-            drafts: [rows] that were verified (None: those chosen last).
+            drafts, kinds: [rows] that were verified (None: those chosen last).
         """
         moved = self.acceptance.align(req_ids)
         if moved is not None:
             self._drafts = reordered(self._drafts, moved)
+        if kinds is not None:
+            self.acceptance.kinds = kinds
         self._paid = False
         verified = np.where(emitted > 0, self._drafts if drafts is None else drafts, 0)
         if verified.any():

@@ -115,8 +115,7 @@ class ScheduledDrafts:
             return
         self._req_ids, self._greedy = req_ids, np.array(greedy, dtype=np.int64)
         if any(drafts):
-            self.controller.acceptance.align(req_ids)
-            self.controller.acceptance.kinds, looked_up = self._kinds_of(req_ids, self._greedy)
+            kinds, looked_up = self._kinds_of(req_ids, self._greedy)
             if looked_up.any():
                 self.counts["lookup_steps"] += 1
-            self.controller.observe(req_ids, np.array(emitted), np.array(drafts))
+            self.controller.observe(req_ids, np.array(emitted), np.array(drafts), kinds)
