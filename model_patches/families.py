@@ -61,4 +61,5 @@ def adapter_path(architectures: list[str] | None) -> str:
             return LLAMA_LIKE
     unknown = ", ".join(architectures or ["(no architecture)"])
     known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
-    raise ValueError(f"model family {unknown} cannot be cut at a layer; supported families: {known}; or use CP heads")
+    instead = f"supported families: {known}; or use CP heads without --layers"
+    raise ValueError(f"model family {unknown} cannot be cut at a layer; {instead}")

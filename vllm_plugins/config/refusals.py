@@ -55,12 +55,8 @@ def of_target(
     yield options.model is None and method.needs_heads and (
         f"method {options.method!r} drafts with heads; give model=DIR, a folder that `ppd train {method.heads}` wrote")
     if cuts:
-        try:
-            adapter = adapter_path(model.architectures)
-        except ValueError as error:
-            yield str(error)
-        yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
-            "this family is not supported with vLLM's Transformers backend; leave out --model-impl")
+        yield from of_cut(model, title)
+        adapter = adapter_path(model.architectures)
     yield method.adds_layers and adapter == TRANSFORMERS and (
         f"{family} is served by vLLM's Transformers backend, in which {title} cannot add layers; use early or CP heads")
     yield method.adds_layers and family in NO_TOKEN_HEADS and (
@@ -89,8 +85,6 @@ def of_target(
     yield parallel.worker_cls not in ("auto", *WORKERS.values()) and (
         f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which brings its own")
     yield args.watermark_config and "watermarking (--watermark-config) is not supported with vllm-ppd"
-    yield cuts and platform.breakable_graphs() and (
-        f"VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with {title}; unset it")
     yield cuts and args.enable_lora and (
         f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM has set no adapter; "
         "merge the adapter first, or use CP heads")
@@ -147,23 +141,27 @@ def of_target(
         "every step; use a connector of blocks, or CP heads")
 
 
+def of_cut(model: ModelConfig, cutting: str) -> Refusals:
+    """Targets that cannot be cut at a layer, for what cuts them."""
+    adapter = None
+    try:
+        adapter = adapter_path(model.architectures)
+    except ValueError as error:
+        yield str(error)
+    yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
+        f"vLLM's Transformers backend is not supported with this family and {cutting}; leave out --model-impl")
+    yield platform.breakable_graphs() and (
+        f"VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with {cutting}; unset it")
+
+
 def of_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> Refusals:
     """Targets that cannot give the states of the layers that CP heads read."""
     layers = getattr(heads, "layers", ())
     if layers:
-        reading = f"the heads in {quoted(folder)} read layers {', '.join(map(str, layers))}"
-        adapter = None
-        try:
-            adapter = adapter_path(model.architectures)
-        except ValueError:
-            family = model.architectures[0]
-            yield f"{reading}, and family {family} cannot be cut at a layer; train them without --layers"
-        yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
-            f"{reading}, which is not supported with vLLM's Transformers backend; leave out --model-impl")
-        yield platform.breakable_graphs() and (
-            f"{reading}, which is not supported with VLLM_USE_BREAKABLE_CUDAGRAPH=1; unset it")
+        reading = f"heads that read layers {', '.join(map(str, layers))}, as those in {quoted(folder)}"
+        yield from of_cut(model, reading)
         yield model.is_multimodal_model and (
-            f"{reading}, which is not supported with multimodal models; train them without --layers")
+            f"multimodal models are not supported with {reading}; train them without --layers")
 
 
 def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> Refusals:

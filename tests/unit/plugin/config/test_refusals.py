@@ -61,7 +61,7 @@ def refused(message: str | None) -> Iterator[None]:
         (f"{PPD} --worker-cls a.B", "worker class 'a.B' cannot be combined"),
         (f"{EARLY} --kv-transfer-config {LAYER_BY_LAYER}",
          "this KV connector moves KV a layer at a time, which is not supported with early drafting"),
-        (f"{EARLY} --model-impl transformers", "Transformers backend; leave out --model-impl"),
+        (f"{EARLY} --model-impl transformers", "Transformers backend is not supported with this family"),
         (f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""", "watermarking"),
         (f"{PARALLEL} --tensor-parallel-size 2",
          "tensor parallelism is not supported with schedule 'parallel'; use 'deferred'"),
@@ -173,9 +173,13 @@ def test_targets_that_cannot_verify_drafts(
 @pytest.mark.parametrize(
     ("fact", "value", "message"),
     [
-        ("architectures", ["GPT2LMHeadModel"], "read layers 1, 4, and family GPT2LMHeadModel cannot be cut"),
-        ("is_multimodal_model", True, "read layers 1, 4, which is not supported with multimodal models"),
-        ("using_transformers_backend", lambda: True, "read layers 1, 4, .* leave out --model-impl"),
+        ("architectures", ["GPT2LMHeadModel"], "family GPT2LMHeadModel cannot be cut .* use CP heads without --layers"),
+        ("is_multimodal_model", True, "multimodal models are not supported with heads that read layers 1, 4"),
+        (
+            "using_transformers_backend",
+            lambda: True,
+            "family and heads that read layers 1, 4, .* leave out --model-impl",
+        ),
     ],
 )
 def test_targets_that_cannot_give_the_states_of_layers(
