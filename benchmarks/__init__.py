@@ -2,10 +2,10 @@
 """Benchmarks: `ppd bench KIND`, and `python -m vllm_ppd.benchmarks.FOLDER.NAME` for the rest.
 
 harness/  contenders, engines, turns, files of results, statistics: what every benchmark shares
+acceptance/  equal output, and accepted drafts, on all prompts of a file
 decode/   batches of fixed size; worker groups beside Theorem 4.1
 serve/    requests that arrive at real servers
 soak/     many thousand requests to real servers: equal answers, counters, memory, what is left
-papers/   the tables and figures of the four papers, and how many drafts are accepted
 models/   the demo corpus and model, the inflated models and the peers
 gpu/      times of kernels, and what a step launches
 results/  results, and the page made of them

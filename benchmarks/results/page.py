@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_ppd.benchmarks.acceptance import run as acceptance
 from vllm_ppd.benchmarks.decode import table as decode_table
+from vllm_ppd.benchmarks.harness.estimates import with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, stored
-from vllm_ppd.benchmarks.papers import acceptance
-from vllm_ppd.benchmarks.papers.table import claims, newest, render
+from vllm_ppd.benchmarks.results.claims import claims
 from vllm_ppd.benchmarks.serve import table as serve_table
 from vllm_ppd.heads.in_words import table as markdown
 
@@ -48,7 +49,7 @@ def headlines(folder: Path) -> dict[str, str]:
     """Tables of documents, by the name that these ask for them by."""
     path = folder / "acceptance.json"
     accepted = {"acceptance_headline": acceptance.headline(stored(path))} if path.exists() else {}
-    return accepted | {"claims": claims(sorted(folder.glob("tables*.json")))}
+    return accepted | {"claims": claims(folder)}
 
 
 def _source(run: dict[str, Any]) -> str:
@@ -75,17 +76,18 @@ def acceptances(path: Path, data: dict[str, Any]) -> str:
     return f"{_source(everything[-1].run)}.\n\n{acceptance.report(everything)}"
 
 
-def paper_tables(path: Path, data: dict[str, Any]) -> str:
-    return "\n\n".join(map(render, newest(path)))
-
-
 def rows(path: Path, data: dict[str, Any]) -> str:
     """Any other file: its rows as they are."""
     every = data.get("rows", [])
     columns = list(dict.fromkeys(name for row in every for name in row))
-    table = markdown(columns, [[row.get(name, "") for name in columns] for row in every])
+    table = markdown(columns, [[_cell(row.get(name)) for name in columns] for row in every])
     facts = [data[key] for key in ("model", "machine") if key in data]
     return f"{', '.join([*facts, _source(data)])}.\n\n{table}" if "command" in data else table
+
+
+def _cell(value: Any) -> Any:
+    """A value of a row; medians with their quartiles are lists."""
+    return "-" if value is None else with_quartiles(value, 2) if isinstance(value, list) else value
 
 
 # By what a file has under "benchmark".
@@ -94,7 +96,6 @@ SECTIONS: dict[str, Section] = {
     "serve": _runs(serve_table.body, serve_table.LEGEND),
     "acceptance": acceptances,
     "rows": rows,
-    "tables": paper_tables,
 }
 
 

@@ -36,15 +36,9 @@ class ExitMatches:
 
     def rate(self, form: int, layer: int, k: int, positions: slice | None = None) -> float:
         """p_correct: share of tokens among the k best of the exit."""
-        hits, tokens = self.counts(form, layer, k, positions)
-        return float(hits.sum() / tokens.sum().clamp(min=1))
-
-    def counts(
-        self, form: int, layer: int, k: int, positions: slice | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of each text among the k best of the exit, and all of its tokens: [texts] each."""
         where = slice(None), positions or slice(None)
-        return self.hits[form, self.layers.index(layer), self.ks.index(k)][where].sum(1), self.valid[where].sum(1)
+        hits = self.hits[form, self.layers.index(layer), self.ks.index(k)]
+        return float(hits[where].sum() / self.valid[where].sum().clamp(min=1))
 
     def drafted(self, form: int, layer: int, n: int) -> Drafted:
         """What an engine with n drafts at this exit would count on these texts."""

@@ -25,14 +25,10 @@ def commands() -> dict[str, Command]:
             "`vllm bench serve`, in turns.", "temperatures",
         ),
         "acceptance": _command(
-            "papers.options:AcceptanceOptions", "papers.acceptance:run",
+            "acceptance.options:AcceptanceOptions", "acceptance.run:run",
             "whether greedy text is vLLM's own on all of a file's prompts, and how many drafts are accepted",
             "Decode a file's chats with one contender after the other, drafting in every step.",
             "temperature", "rounds", "alive", "together", "group", "turn_steps",
-        ),
-        "tables": _command(
-            "papers.options:TablesOptions", "papers.run:run", "the papers' tables and figures, beside what they report",
-            "Measure the tables and figures of the four papers on a model and data, beside what they report.",
         ),
     }  # fmt: skip
 

@@ -28,7 +28,6 @@ COMMANDS = {
     "decode": ["bench", "decode", *MODEL, "--data"],
     "serve": ["bench", "serve", *MODEL, "--data"],
     "acceptance": ["bench", "acceptance", *MODEL, "--data"],
-    "tables": ["bench", "tables", *MODEL, "--heads", str(HEADS), "--task"],
 }
 BAD: dict[str, tuple[str, str | None, str]] = {
     "no file": ("none.jsonl", None, "data file 'none.jsonl' does not exist"),

@@ -12,9 +12,9 @@ import pytest
 import tiny
 from records import templated, write
 
+from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
+from vllm_ppd.benchmarks.acceptance.prompts import task_of
 from vllm_ppd.benchmarks.harness.prompts import read_prompts as bench_prompts
-from vllm_ppd.benchmarks.papers.acceptance import AcceptanceOptions, task_of
-from vllm_ppd.benchmarks.papers.tasks import read_task
 from vllm_ppd.benchmarks.serve.options import ServeOptions
 from vllm_ppd.benchmarks.serve.run import Workload
 from vllm_ppd.heads.calibration.text import record_prompts, take_prompts
@@ -78,11 +78,6 @@ def of_acceptance(path: str, tokenizer: Any) -> list[list[int]]:
     return task_of(AcceptanceOptions(model="any", data=(path,))).prompts
 
 
-def of_tables(path: str, tokenizer: Any) -> list[list[int]]:
-    target: Any = SimpleNamespace(tokenizer=tokenizer, vocab_size=tiny.VOCAB, device="cpu")
-    return read_task(f"name={path}", target, 3, 90, 5).prompts
-
-
 def of_serve(path: str, tokenizer: Any) -> list[list[int]]:
     workload = Workload(ServeOptions(model="any", data=(path,), context=128))
     return [tokenizer(text)["input_ids"] for text in workload.prompts]
@@ -90,7 +85,7 @@ def of_serve(path: str, tokenizer: Any) -> list[list[int]]:
 
 READERS: dict[str, Callable[[str, Any], list[list[int]]]] = {
     "train": of_train, "calibrate": of_calibrate, "data": of_data, "bench decode": of_decode,
-    "bench acceptance": of_acceptance, "bench tables": of_tables, "bench serve": of_serve,
+    "bench acceptance": of_acceptance, "bench serve": of_serve,
 }  # fmt: skip
 
 

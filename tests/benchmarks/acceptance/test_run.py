@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.acceptance import run as acceptance
+from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
+from vllm_ppd.benchmarks.acceptance.run import costs, fixed, headline, report, run
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import stored
 from vllm_ppd.benchmarks.harness.session import Stopped
-from vllm_ppd.benchmarks.papers import acceptance
-from vllm_ppd.benchmarks.papers.acceptance import costs, fixed, headline, report, run
-from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
 
 TOKENS = 9
 

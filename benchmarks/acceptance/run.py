@@ -19,15 +19,13 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
+from vllm_ppd.benchmarks.acceptance.prompts import task_of
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import bootstrap, cells, number, repeats
-from vllm_ppd.benchmarks.harness.options import named
 from vllm_ppd.benchmarks.harness.process import EngineProcess
-from vllm_ppd.benchmarks.harness.prompts import read_prompts as cut_prompts
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Row, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
-from vllm_ppd.benchmarks.papers.options import AcceptanceOptions
-from vllm_ppd.benchmarks.papers.tasks import Task, read_prompts
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.in_words import table as markdown
 from vllm_ppd.heads.io import load_config
@@ -73,25 +71,6 @@ def run(options: AcceptanceOptions) -> str:
     for results in runs:
         results.finish(costs=counted)
     return report(runs)
-
-
-def task_of(options: AcceptanceOptions) -> Task:
-    """The prompts of the file; of texts, pieces of up to --prompt-tokens.
-
-    Raises:
-        BenchError, TrainingError: if the file is missing or malformed, or holds no prompt.
-    """
-    from transformers import AutoTokenizer
-
-    if len(options.data) != 1:
-        raise BenchError("--data: give one file of chats, prompts or texts")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
-    task = read_prompts(options.data[0], tokenizer, options.prompts, options.prompt_tokens)
-    if task is not None:
-        return task
-    name, path = named(options.data[0])
-    limits = options.prompt_tokens, options.prompts, options.trust_remote_code
-    return Task(name, path, cut_prompts((path,), options.model, *limits), texts=True)
 
 
 def fixed(contender: Contender, drafts: int) -> Contender:

@@ -13,20 +13,21 @@ import pytest
 from conftest import ROOT, cells_of
 from pydantic import BaseModel
 
-from vllm_ppd.benchmarks.papers.options import TablesOptions
-from vllm_ppd.benchmarks.papers.run import PAPERS
+from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.heads.cp.config import CPOptions
 from vllm_ppd.heads.dynamo.config import DynaMoOptions, JointSettings
 from vllm_ppd.heads.early.config import EarlyOptions
+from vllm_ppd.heads.kinds import calibration_of
 from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 
-SUMMARY, *SECTIONS = re.split(r"^## .*\n", (ROOT / "docs" / "papers.md").read_text(), flags=re.MULTILINE)[:5]
+_, CLAIMED, SUMMARY, *SECTIONS = re.split(r"^## .*\n", (ROOT / "docs" / "papers.md").read_text(), flags=re.MULTILINE)
+PAPERS = {"ppd": "early", "paradecode": "early", "cp": "cp", "dynamo": "dynamo"}  # and their kind of heads
 ITEMS = {
     paper: cells_of(section)[1:] for paper, section in zip(PAPERS, SECTIONS, strict=True)
 }  # where, what, state, here
 STATES = ("measured", "implemented", "setting", "left out")
 OPTIONS: dict[str, type[BaseModel]] = {
-    cls.__name__: cls for cls in (TablesOptions, CPOptions, DynaMoOptions, EarlyOptions, JointSettings, DraftingOptions)
+    cls.__name__: cls for cls in (DecodeOptions, CPOptions, DynaMoOptions, EarlyOptions, JointSettings, DraftingOptions)
 }
 
 
@@ -34,8 +35,22 @@ def here(state: str) -> list[str]:
     return [item[3] for items in ITEMS.values() for item in items if item[2] == state]
 
 
-def test_every_table_is_listed() -> None:
-    assert {key.strip("`") for key in here("measured")} == {key for paper in PAPERS.values() for key in paper.TABLES}
+@pytest.mark.parametrize("paper", PAPERS)
+def test_what_is_measured_names_its_command(paper: str) -> None:
+    references = [item[3] for item in ITEMS[paper] if item[2] == "measured"]
+    assert references
+    for reference in references:
+        command, part = re.fullmatch(r"`(ppd calibrate|make evidence)`, `(\w+)`", reference).groups()  # type: ignore[union-attr]
+        assert command == "make evidence" or part in calibration_of(PAPERS[paper]).PARTS
+
+
+def test_each_paper_has_a_claim_with_our_figure_and_a_verdict() -> None:
+    header, *claims = cells_of(CLAIMED)
+    assert header == ["paper", "claim", "the paper", "here", "holds", "why"]
+    assert {claim[0].split(",")[0] for claim in claims} == {"PPD", "ParaDecode", "CP heads", "DynaMo"}
+    for *_, theirs, ours, holds, why in claims:
+        assert re.search(r"\d", theirs) and re.search(r"\d", ours) and holds in ("yes", "no", "not decided")
+        assert holds == "yes" or why
 
 
 @pytest.mark.parametrize("reference", here("implemented"))

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `ppd bench acceptance`, declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from vllm_ppd.benchmarks.decode.options import DecodeOptions
+from vllm_ppd.benchmarks.harness.options import Dtype, named
+from vllm_ppd.heads.comma_lists import COMMAS
+
+
+class AcceptanceOptions(DecodeOptions):
+    """Prompts of a file, all of them, decoded by one contender after the other."""
+
+    benchmark = "acceptance"
+    apart = DecodeOptions.apart - {"batch_sizes", "drafts"}
+
+    drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
+    temperatures: Annotated[tuple[float, ...], COMMAS] = Field((0.0, 0.8), description="measure at each of these")
+    new_tokens: int = Field(64, ge=8, description="tokens each request generates")
+    prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
+    prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
+    batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
+        (16,), min_length=1, max_length=1, description="requests decoded together"
+    )
+    dtype: Dtype = Field("float32", description="arithmetic")
+    eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
+    out: str = Field("acceptance.json", description="results; a stopped run goes on")
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(named(task)[1] for task in self.data)
+
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        cached = {"max_num_batched_tokens": 4096, "enable_prefix_caching": True}
+        return {**super().engine_arguments, **cached, **self.engine}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All prompts of a file: chats, prompts and token ids as records ask; of texts, pieces from the middle of each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
+from vllm_ppd.benchmarks.harness.options import named
+from vllm_ppd.benchmarks.harness.prompts import load_tokenizer, read_prompts
+from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.prompts import document_prompts, in_turns
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Prompts of a name: token ids, shortest first."""
+
+    name: str
+    prompts: list[list[int]]
+    left_out: int = 0  # prompts that were too long
+
+
+def task_of(options: AcceptanceOptions) -> Task:
+    """The prompts of --data, from its categories in turns; longer ones are left out, as a piece of a chat is no chat.
+
+    Raises:
+        BenchError, TrainingError: if the file is missing or malformed, or holds no prompt of up to --prompt-tokens.
+    """
+    if len(options.data) != 1:
+        raise BenchError("--data: give one file of chats, prompts or texts")
+    (name, path), longest = named(options.data[0]), options.prompt_tokens
+    tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    by_category: dict[str, list[list[int]]] = defaultdict(list)
+    left_out = 0
+    documents = Documents([path], lambda: tokenizer, report=False)
+    for document in document_prompts(documents, longest):
+        if not document.is_asked:
+            texts = read_prompts((path,), options.model, longest, options.prompts, options.trust_remote_code)
+            return Task(name, texts)
+        by_category[document.category] += [ids for ids in document.ids if len(ids) <= longest]
+        left_out += sum(len(ids) > longest for ids in document.ids)
+    documents.report_skips()
+    taken = in_turns(by_category.values())[: options.prompts]
+    if not taken:
+        raise BenchError(f"{path}: none of {left_out} prompts has up to {longest} tokens; give more --prompt-tokens")
+    return Task(name, sorted(taken, key=len), left_out=left_out)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The headline claims of the four papers: the paper's figure, and what the kept results say of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_ppd.benchmarks.acceptance.run import rows_of as accepted_rows
+from vllm_ppd.benchmarks.decode.table import rows_of
+from vllm_ppd.benchmarks.harness.results import Row, stored
+from vllm_ppd.heads.in_words import table
+
+HOLDS = {True: "yes", False: "no", None: "not decided"}
+THEOREM_SHARE = 0.92  # of Theorem 4.1's speed-up that a worker group must reach
+EARLY = "ppd early"
+
+
+class Ours(NamedTuple):
+    """What was measured here of a claim; holds: None where intervals allow both; why: not, or what it depends on."""
+
+    text: str
+    holds: bool | None
+    why: str = ""
+
+
+class Results:
+    """The kept results, and the calibrations of the heads of SmolLM2."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def decoded(self, name: str, temperature: float = 0.0) -> dict[str, list[Row]]:
+        """Rows of decoding at batch 1 by contender, a row a task: of the newest run, or as a file holds them."""
+        data = json.loads((self.folder / f"{name}.json").read_text())
+        runs = [] if "rows" in data else stored(self.folder / f"{name}.json")
+        runs = sorted((m for m in runs if m.run["options"]["temperature"] == temperature), key=lambda m: m.run["time"])
+        rows = data["rows"] if "rows" in data else rows_of(runs[-1])
+        by_name: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["batch"] == 1:
+                by_name.setdefault(row["contender"], []).append(row)
+        return by_name
+
+    def accepted(self, name: str) -> dict[str, Row]:
+        """Greedy rows of accepted drafts by contender; the newest of each."""
+        runs = [m for m in stored(self.folder / f"{name}.json") if not m.run["options"]["temperature"]]
+        return {row["contender"]: row for measured in runs for row in accepted_rows(measured)}
+
+    @property
+    def matches(self) -> dict[str, Any]:
+        """Match rates of SmolLM2's early heads, as `ppd calibrate` stores them."""
+        path = self.folder.parent / "smollm" / "heads" / "early" / "calibration.json"
+        matches: dict[str, Any] = json.loads(path.read_text())["parts"]["matches"]
+        return matches
+
+
+def group_latency(results: Results) -> Ours:
+    rows = {name: row for name, (row, *_) in results.decoded("group").items() if name.startswith("group")}
+    ratios = ", ".join(f"{1 / row['speed_up'][0]:.2f} at {name[7:]}" for name, row in rows.items())
+    return Ours(ratios, _above_one([row["speed_up"] for row in rows.values()]))
+
+
+def group_theorem(results: Results) -> Ours:
+    rows = {name: row for name, (row, *_) in results.decoded("group").items() if row.get("predicted")}
+    shares = {name: row["speed_up"][0] / row["predicted"] for name, row in rows.items()}
+    text = ", ".join(
+        f"{share:.2f} at {name[7:]} ({rows[name]['speed_up'][0]:.2f}x of {rows[name]['predicted']:.2f}x)"
+        for name, share in shares.items()
+    )
+    return Ours(
+        text, min(shares.values()) >= THEOREM_SHARE, "the stages share the machine's memory, and slow each other"
+    )
+
+
+def match_rates(results: Results) -> Ours:
+    matches = results.matches
+    at = len(matches["layers"]) // 2
+    rates = {form: [rates[form][at] for rates in matches["match"].values()] for form in "NY"}
+    untrained, trained = (", ".join(f"{rate:.0%}" for rate in rates[form]) for form in "NY")
+    better = all(after > before for before, after in zip(rates["N"], rates["Y"], strict=True))
+    holds = better and all(rate == sorted(rate) for rate in rates.values())
+    return Ours(f"layer {matches['layers'][at]}: {untrained} and {trained} at k = {', '.join(matches['match'])}", holds)
+
+
+def early_speed(results: Results) -> Ours:
+    rows, early = results.decoded("paradecode")["paradecode"], results.accepted("acceptance")[EARLY]
+    layer = results.matches["layers"][0]
+    cost = early["cost"] / early["drafted"] if early["cost"] else 0.0
+    first = results.matches["acceptance"]["greedy"]["Y"][str(layer)][0]["rate"]
+    why = (
+        f"a draft at layer {layer} reads {cost:.2f} of the target's weights, a large LM head among them, and is right "
+        f"{first:.0%} of the time; it gains where the second number is the greater: heads at a smaller share of more "
+        "and wider layers, or better heads"
+    )
+    text = ", ".join(f"{row['speed_up'][0]:.2f}x" for row in rows)
+    return Ours(text, _above_one([row["speed_up"] for row in rows]), why)
+
+
+def early_output(results: Results) -> Ours:
+    row = results.accepted("acceptance")[EARLY]
+    shares = sorted(row["consistency"] for row in results.decoded("paradecode")["paradecode"])
+    text = (
+        f"{row['same']} of {row['prompts']} texts in float32, {shares[0]:.0%} to {shares[-1]:.0%} in bfloat16, by token"
+    )
+    return Ours(text, row["same"] == row["prompts"], "bfloat16 rounds near-ties otherwise between two stacks of layers")
+
+
+def rank(results: Results) -> Ours:
+    rows = results.accepted("cp_conditions")
+    one, three = (rows[f"cp none-r{rank}"]["accepted"] for rank in (1, 3))
+    texts = (f"{1 + rank.value:.2f} ({1 + rank.low:.2f} to {1 + rank.high:.2f})" for rank in (one, three))
+    decided = three.low > one.high or None if three.value > one.value else False
+    why = "what a head reads matters more: with the drafts' tokens rank 1 gets {:.2f}"
+    return Ours(" and ".join(texts), decided, why.format(1 + rows["cp chain-r1"]["accepted"].value))
+
+
+def dynamo_speed(results: Results) -> Ours:
+    name = "smollm_decode" if "dynamo" in results.decoded("smollm_decode") else "decode"
+    greedy, sampled = (results.decoded(name, temperature)["dynamo"][0]["speed_up"] for temperature in (0.0, 0.8))
+    text = f"{greedy[0]:.2f}x greedily, {sampled[0]:.2f}x at T 0.8"
+    return Ours(text, _above_one([greedy, sampled]), "verified n-grams, and a frozen target; the paper trains it along")
+
+
+def _above_one(speed_ups: list[Sequence[float]]) -> bool | None:
+    """Whether all quartiles of speed-ups are above 1; None: some are."""
+    _, low, high = zip(*speed_ups, strict=True)
+    return True if min(low) > 1 else False if max(high) < 1 else None
+
+
+CLAIMS: tuple[tuple[str, str, str, Callable[[Results], Ours]], ...] = (
+    ("PPD, Table 3", "Latency over that of greedy decoding", "0.91 to 0.94 at k = 1, 0.91 to 0.92 at k = 3",
+     group_latency),
+    ("PPD, Theorem 4.1", "Share of the theorem's speed-up that is reached", "0.93 at k = 1, 0.84 to 0.86 at k = 3",
+     group_theorem),
+    ("PPD, Table 2", "Training the classifier raises the match rate, and so does k",
+     "layer 20 of 40, SQUAD: 39%, 54%, 60% and 53%, 68%, 74% at k = 1, 3, 5", match_rates),
+    ("ParaDecode, Table 1", "Faster than ordinary decoding", "1.15x to 1.53x", early_speed),
+    ("ParaDecode, Table 2", "The output is ordinary decoding's", "93% to 98% of tokens", early_output),
+    ("CP heads, Table 2", "Rank 3 gets more drafts accepted a step than rank 1 (the token itself counted)",
+     "1.52 and 1.64", rank),
+    ("DynaMo, Table 4", "Faster at the same quality", "2.06x to 3.00x", dynamo_speed),
+)  # fmt: skip
+
+
+def claims(folder: Path) -> str:
+    """Markdown: a row a claim."""
+    results, lines = Results(folder), []
+    for where, claim, theirs, measure in CLAIMS:
+        ours = measure(results)
+        lines.append([where, claim, theirs, ours.text, HOLDS[ours.holds], ours.why])
+    return table(["paper", "claim", "the paper", "here", "holds", "why"], lines)
