@@ -9,6 +9,7 @@ def register() -> None:
 
     Imports nothing heavy, leaves a vLLM that does not ask for us as it was, and never raises on an unsupported vLLM.
     """
-    from vllm_ppd.vllm_plugins import patches
+    from vllm_ppd.vllm_plugins import patches, platform
 
+    platform.end_with_parent()
     patches.install()

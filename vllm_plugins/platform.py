@@ -3,9 +3,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
+import sys
 from typing import Any, get_args
 
+ENDS_WITH = "PPD_ENDS_WITH"  # id of the process whose engine must not outlive it, also where that is killed
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+
+
+def end_with_parent() -> None:
+    """End this process of an engine when its parent ends, however that does, if ENDS_WITH asks for it."""
+    if os.environ.get(ENDS_WITH, str(os.getpid())) != str(os.getpid()) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
 
 
 def is_cpu() -> bool:

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,11 +27,12 @@ from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.provenance import data_files, provenance
 from vllm_ppd.heads.training.recipe import Recipe
 from vllm_ppd.heads.training.signals import Stopped, stop_signals
-from vllm_ppd.heads.training.states import StatesCache
+from vllm_ppd.heads.training.states import StatesCache, read_target
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
 DIVERGED = 3.0  # times the best smoothed loss
+TIMED = 3  # steps
 MakeRecipe = Callable[[Any, Target], Recipe]
 
 
@@ -62,6 +63,39 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
             shutil.rmtree(work)
         processes.wait_for_everyone()
     return facts
+
+
+class Speed(NamedTuple):
+    """How fast a training is."""
+
+    step: float  # seconds of an optimiser step, the target's states at hand where a cache keeps them
+    target: float  # seconds that the target takes for a step's states where a cache lacks them; 0 without a cache
+    steps: float  # of a pass over the data
+
+
+def speed_of(options: TrainingOptions) -> Speed:
+    """Do the first step of a training some times; nothing of it is left but tokens and cached states.
+
+    Raises:
+        InUse, TrainingError: as train.
+    """
+    processes = Processes(options.device)
+    with unfinished_run(options, processes) as work:
+        recipe, store = _prepared(options, recipe_of(options.kind), processes, work)
+        run, seconds = _Run(options, processes, recipe, store, work), list[float]()
+        with Bar(desc="timing training steps", total=TIMED * run.tokens_a_step, unit=" tokens") as bar:
+            for _ in range(TIMED):
+                run.facts.step = 0
+                started = time.monotonic()
+                loss, _ = run._loss_and_gradient(bar, [])
+                run._update(loss)
+                seconds.append(time.monotonic() - started)
+        started = time.monotonic()
+        if recipe.cache is not None:
+            for batch in run.order.batches(0, 1):
+                read_target(recipe.target, batch.to(processes.device), recipe.reads)
+        target = time.monotonic() - started
+    return Speed(min(seconds[1:]), target, store.num_windows() / options.batch_size)
 
 
 def _prepared(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,13 @@ def device_of(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise TrainingError(f"--device {name}: no CUDA device is available; use --device cpu")
     return device
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether the processor has instructions for it; others emulate it, which is several times slower."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 class Processes(Accelerator):

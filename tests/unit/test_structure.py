@@ -133,7 +133,8 @@ def test_registration_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
 
 
-COMMANDS = ("", "data", "train", "train early", "train cp", "train dynamo", "calibrate", "plan", "inspect", "env")
+HEADS = ("early", "cp", "dynamo")
+COMMANDS = ("", "fit", "data", "train", *(f"train {kind}" for kind in HEADS), "calibrate", "plan", "inspect", "env")
 BENCHES = ("", " decode", " serve", " acceptance")
 
 
@@ -143,7 +144,7 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     assert not loaded([*command.split(), "--help"]) & {"torch", "transformers", "vllm", "numpy"}
 
 
-@pytest.mark.parametrize("kind", ["early", "cp", "dynamo"])
+@pytest.mark.parametrize("kind", HEADS)
 def test_inspect_imports_nothing_heavy(kind: str) -> None:
     """The demo model's config.json and checkpoint say all that its heads are compared with, and numpy reads it."""
     assert not loaded(["inspect", str(ROOT / "benchmarks/demo/heads" / kind)]) & {"torch", "transformers", "vllm"}

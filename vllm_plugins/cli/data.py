@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vllm_ppd.heads.generation.options import DataOptions
     from vllm_ppd.heads.generation.output import ChatFile
     from vllm_ppd.heads.generation.write import Engine, Writer
+    from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
 
 NUMBER = 1000  # chats where neither a number nor prompts are given
 
@@ -32,14 +33,14 @@ def run(options: DataOptions) -> int:
 
 def write_chats(
     options: DataOptions, engine_of: Callable[[DataOptions], Engine] | None = None,
-    watch: Callable[[Writer], None] = lambda _: None,
+    watch: Callable[[Writer], None] | None = None,
 ) -> ChatFile:  # fmt: skip
     """Write the chats that a file lacks: answers to prompts, chats that the model begins, or texts without a template.
 
     Args:
         options: as of `ppd data`.
         engine_of: makes the engine, if there is anything to write (None: vLLM's).
-        watch: called after every step of the engine.
+        watch: called after every step of the engine; where options have no number, it says when to end.
 
     Returns:
         The file, closed again.
@@ -56,7 +57,7 @@ def write_chats(
         template = ChatTemplate(tokenizer, options.system)
     elif not options.prompts:
         prompts = itertools.repeat(beginning(tokenizer))
-    wanted = options.number or (math.inf if options.prompts else NUMBER)
+    wanted = options.number or (math.inf if options.prompts or watch else NUMBER)
     with ChatFile(Path(options.out), options.essence()) as file:
         seen = {template.key(chat.prompt_token_ids) if template else b"" for chat in file.read()}
         if file.count >= wanted:
@@ -65,7 +66,7 @@ def write_chats(
             written = f"{file.count:,} chats, {file.tokens:,} tokens with their prompts"
             say(f"vllm-ppd: {place(file.path)} continues after {written}")
         with progress_bar(file, wanted) as bar:
-            engine = _vllm_engine(options) if engine_of is None else engine_of(options)
+            engine = vllm_engine(options) if engine_of is None else engine_of(options)
             report = reporter(bar, watch)
             if template is None:
                 Writer(options, engine, file, report).answer(prompts, wanted)
@@ -74,7 +75,8 @@ def write_chats(
     return file
 
 
-def _vllm_engine(options: DataOptions) -> Engine:
+def vllm_engine(options: DataOptions) -> OfflineEngine:
+    """vLLM's engine, which takes seconds to import."""
     from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
 
     return OfflineEngine(options)
@@ -90,7 +92,7 @@ def progress_bar(file: ChatFile, wanted: float) -> Bar:
     return bar
 
 
-def reporter(bar: Bar, watch: Callable[[Writer], None] = lambda _: None) -> Callable[[Writer], None]:
+def reporter(bar: Bar, watch: Callable[[Writer], None] | None = None) -> Callable[[Writer], None]:
     """A function that shows what the engine has generated from now on, user turns included, and then calls another."""
     started, is_first = time.monotonic(), True
     bar.set_postfix_str("0 tokens")
@@ -102,6 +104,7 @@ def reporter(bar: Bar, watch: Callable[[Writer], None] = lambda _: None) -> Call
         bar.set_postfix_str(f"{tokens:,} tokens, {rate:.0f}/s, {writer.open} begun", refresh=is_first)
         is_first = False
         bar.update(writer.file.count - bar.n)
-        watch(writer)
+        if watch is not None:
+            watch(writer)
 
     return report

@@ -10,10 +10,16 @@ from collections.abc import Mapping, Sequence
 from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_MESSAGE, shortened
 from vllm_ppd.heads.training.signals import termination_as_interrupt
-from vllm_ppd.vllm_plugins.cli import bench, commands, data, inspect
+from vllm_ppd.vllm_plugins.cli import bench, commands, data, fit, inspect
 from vllm_ppd.vllm_plugins.cli.arguments import Command, CommandParser, Group, add_commands, model_of, options_from
 
 COMMANDS: dict[str, Command | Group] = {
+    "fit": Command(
+        "make heads for a model in given minutes",
+        "Write data, train and calibrate heads, and plan with them, as well as this machine can in so many minutes; a "
+        "stopped run goes on with the same command.",
+        fit.run, "heads.fitting.options:FitOptions", positional="model",
+    ),
     "data": Command(
         "let the target write training data",
         "Let the target answer prompts, or write user turns and answer them; token ids are kept.",

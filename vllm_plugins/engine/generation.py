@@ -11,6 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.write import Continuation, Request
+from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
 TOP_P = "ppd_top_p"  # extra argument of a request
@@ -30,6 +31,7 @@ class OfflineEngine:
         self.generated = 0
         self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of requests that go on
         self._on_cpu = platform.is_cpu()
+        os.environ[platform.ENDS_WITH] = str(os.getpid())
         self._engine = LLM(**engine_arguments(options)).llm_engine
 
     def submit(self, request: Request) -> None:
@@ -66,6 +68,7 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "model": options.model, "max_model_len": options.max_length, "seed": options.seed,
         "max_num_seqs": options.batch, "trust_remote_code": options.trust_remote_code, "dtype": options.precision,
+        "use_tqdm_on_load": False,
     }  # fmt: skip
     if platform.is_cpu():
         arguments |= _cpu_arguments(options)
@@ -79,25 +82,14 @@ def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     arguments: dict[str, Any] = {
         "logits_processors": [PROCESSOR],
-        "dtype": _cpu_dtype() if options.precision == "auto" else options.precision,
         "enforce_eager": True,  # compilation takes minutes, and saves little in large batches
         # A seeded request whose prompt is read in chunks ends vLLM 0.32's CPU engine.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP, options.max_length),
     }
+    if options.precision == "auto" and not cpu_computes_bfloat16():
+        arguments["dtype"] = "float32"
     if not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         arguments["kv_cache_memory_bytes"] = min(CPU_CACHE, free // 4)
     return arguments
-
-
-def _cpu_dtype() -> str:
-    """float32 on x86 processors that would emulate bfloat16, which is several times slower."""
-    import platform as machine
-
-    import torch
-
-    if machine.machine().lower() not in ("x86_64", "amd64"):
-        return "auto"
-    computes = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return "auto" if computes else "float32"

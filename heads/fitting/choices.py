@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fit chooses by measured speeds: when data is enough, which heads, how many steps, how many prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_ppd.heads.fitting.data import HELD_OUT
+from vllm_ppd.heads.fitting.state import State
+from vllm_ppd.heads.generation.write import Writer
+from vllm_ppd.heads.progress import Stage
+from vllm_ppd.heads.training.loop import Speed
+
+LEAST_CHATS = 3 * HELD_OUT  # of each file, however little time there is
+VOCABULARY = 8192  # most frequent tokens that heads of a larger vocabulary are trained over
+LEAST_PASSES, MOST_PASSES = 3.0, 16.0  # over the data: larger heads are taken if there is time for the former
+EVALUATIONS, PATIENCE = 12, 4  # of a training, and how many of them may bring nothing
+CHECKPOINT_SECONDS = 30.0  # of training that a kill may cost
+NEW_TOKENS = 128  # of the texts of the figures
+SLOWER = 3.0  # times that transformers takes longer to write a token than vLLM
+
+
+class Enough:
+    """Ends the writing of a file of chats when those that are begun take what is left of its time.
+
+    Args:
+        state: where the number of chats is kept, once it is known.
+        stage: tells the time.
+        name: of the file.
+        until: seconds of the stage when the last chat is to end.
+        longest: tokens of a response at most.
+    """
+
+    def __init__(self, state: State, stage: Stage, name: str, until: float, longest: int) -> None:
+        self._state, self._stage, self._name, self._until, self._longest = state, stage, name, until, longest
+        self._began: tuple[float, int, int] | None = None
+        self._rate = 0.0  # tokens a second
+
+    def __call__(self, writer: Writer) -> None:
+        now, generated, count = time.monotonic(), writer.engine.generated, writer.file.count
+        began, first, written = self._began = self._began or (now, generated, count)
+        if count == written:  # no chat can begin before another has ended
+            return
+        self._rate = (generated - first) / (now - began)
+        length = min(self._longest, (generated - first) / (count - written))  # at most, as others are not yet written
+        begun, left = count + writer.open, length * writer.running / self._rate
+        if LEAST_CHATS <= begun < writer.wanted and self._stage.seconds + left >= self._until:
+            writer.wanted = begun
+            self.choose(begun)
+
+    def choose(self, chats: int) -> None:
+        """Keep the number of chats, if none is kept."""
+        self._state.choose(self._name, lambda: {"chats": chats, "tokens_a_second": round(self._rate, 1)})
+
+
+def batch_of(minutes: float, on_gpu: bool) -> int:
+    """Chats at a time: as many as fill the machine, and on a CPU few enough that they end within the time."""
+    return 256 if on_gpu else 64 if minutes < 30 else 128
+
+
+def windows(tokens: int, longest: int) -> dict[str, Any]:
+    """Options of a training on so many tokens by a model of so many positions."""
+    length = max(8, min(512, longest, tokens // 32))
+    return {"sequence_length": length, "batch_size": 8, "held_out": 0.05, "evaluation_tokens": 32 * length}
+
+
+def state_bytes(tokens: int, hidden_size: int) -> int:
+    """What the states of four layers take on disk, and the likeliest tokens beside them."""
+    return tokens * (4 * 2 * hidden_size + 16 * 6)
+
+
+def heads(num_layers: int, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """Options of CP heads, from those that accept most to those that train fastest.
+
+    Args:
+        num_layers: of the target; 0 where it cannot give their states.
+        vocab_size: of the target.
+    """
+    common = {"train_vocab_size": VOCABULARY if vocab_size > VOCABULARY else 0}
+    recurrent = common | {"condition": "recurrent", "dropout": 0.1}
+    if num_layers >= 4:
+        layers = tuple(round(share * num_layers / 4) for share in (1, 2, 3))
+        yield recurrent | {"rank": 3, "layers": layers}
+        yield recurrent | {"rank": 1, "layers": layers}
+    yield recurrent | {"rank": 1}
+    yield common | {"condition": "token", "rank": 1}
+
+
+def passes_in(seconds: float, speed: Speed) -> float:
+    """Passes over the data that a training makes in so many seconds."""
+    first = speed.steps * (speed.step + speed.target)
+    return min(seconds / first if seconds < first else 1 + (seconds - first) / (speed.steps * speed.step), MOST_PASSES)
+
+
+def schedule(passes: float, speed: Speed) -> dict[str, int]:
+    """How long to train, and when to evaluate and to write checkpoints."""
+    steps = max(1, round(passes * speed.steps))
+    return {
+        "steps": steps, "evaluate_every": -(-steps // EVALUATIONS), "patience": PATIENCE,
+        "save_every": max(1, min(round(CHECKPOINT_SECONDS / speed.step), steps)),
+    }  # fmt: skip
+
+
+def prompts_in(seconds: float, rate: float, held_out: int) -> int:
+    """Prompts of a calibration, which answers each twice, where vLLM writes so many tokens a second."""
+    affordable = int(seconds * rate / (2 * NEW_TOKENS * SLOWER))
+    return max(1, min(held_out, max(HELD_OUT, affordable), 128))

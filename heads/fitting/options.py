@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `ppd fit`, declared once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class FitOptions(BaseModel):
+    """What heads are made of, where, and in how much time."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(description="target: a causal LM folder or hub name that vLLM and transformers can load")
+    out: str = Field(description="heads folder to write; OUT.fit beside it keeps the data, and what a stopped run did")
+    minutes: float = Field(60.0, gt=0, description="what it may take; data, training and calibration are cut to it")
+    prompts: tuple[str, ...] = Field(
+        (), description="files of prompts like those that will be served (default: 300 of the package, and the model's)"
+    )
+    seed: int = Field(0, description="seed of the texts and of the training")
+    trust_remote_code: bool = Field(False, description="run code that comes with the model")
+    license: str = Field(
+        "other", pattern=r"^[a-z0-9.-]+$", max_length=64,
+        description="licence of the heads for their model card, as the Hub names it, such as apache-2.0",
+    )  # fmt: skip
+
+    def essence(self) -> dict[str, Any]:
+        """The options that must be the same for a stopped run to continue."""
+        return self.model_dump(mode="json", exclude={"out", "trust_remote_code", "license"})

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `ppd fit` has chosen and done so far, in a file: whenever it is killed, the same command goes on with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.files import first_problem, write_text
+from vllm_ppd.heads.progress import Stage
+from vllm_ppd.heads.quote import place, quoted
+
+NAME = "state.json"
+KEPT_EVERY = 2.0  # seconds of a stage
+SHARES = {"data": 0.5, "training": 0.35, "calibration": 0.13, "plan": 0.02}  # of the time
+
+
+class Facts(BaseModel):
+    """What the file holds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    options: dict[str, Any]
+    seconds: dict[str, float] = {}  # of each stage so far
+    chosen: dict[str, Any] = {}  # what was decided by measured speeds, before anything was done by it
+    done: list[str] = []  # stages
+
+
+class State:
+    """The state of a fit in its work folder, of which there is one writer.
+
+    Args:
+        folder: the work folder.
+        options: that must be the same for a stopped run to continue; `minutes` among them.
+
+    Raises:
+        TrainingError: if the folder is of a fit with other options, or damaged.
+    """
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.path, self._lock = folder / NAME, threading.Lock()
+        self.facts = Facts(options=options)
+        if self.path.exists():
+            try:
+                self.facts = Facts.model_validate_json(self.path.read_bytes())
+            except ValidationError as error:
+                raise TrainingError(
+                    f"{place(self.path)} is damaged ({first_problem(error)}); delete {place(folder)} to start again"
+                ) from None
+        for name, value in options.items():
+            if (before := self.facts.options.get(name)) != value:
+                raise TrainingError(
+                    f"{place(folder)} is of a fit with {name}={quoted(before)}, and this one has {quoted(value)}: give "
+                    "the same options to continue it, or another --out"
+                )
+        self._keep("options", self.facts.options)
+
+    def choose(self, name: str, make: Callable[[], Any]) -> Any:
+        """What was chosen under a name; if nothing was, make() chooses, and it is kept."""
+        if name not in self.facts.chosen:
+            self._keep("chosen", self.facts.chosen | {name: make()})
+        return self.facts.chosen[name]
+
+    def finish(self, name: str) -> None:
+        """Note that a stage is done."""
+        self._keep("done", [*self.facts.done, name])
+
+    def stage(self, name: str) -> Stage:
+        """The line of a stage, with its share of the time that is left."""
+        facts, number = self.facts, [*SHARES].index(name) + 1
+        left = 60 * facts.options["minutes"] - sum(s for other, s in facts.seconds.items() if other != name)
+        of_the_rest = SHARES[name] / sum(share for other, share in SHARES.items() if other not in facts.done)
+        planned = max(left, 0.0) * of_the_rest
+
+        def tick(seconds: float) -> None:
+            if seconds >= self.facts.seconds.get(name, -KEPT_EVERY) + KEPT_EVERY:
+                self._keep("seconds", self.facts.seconds | {name: round(seconds, 1)})
+
+        title = f"{number}/{len(SHARES)} {name:<11} {SHARES[name]:>4.0%}"
+        return Stage(title, planned, facts.seconds.get(name, 0.0), tick)
+
+    def _keep(self, field: str, value: Any) -> None:
+        with self._lock:
+            self.facts = self.facts.model_copy(update={field: value})
+            write_text(self.path, self.facts.model_dump_json(indent=1) + "\n")
