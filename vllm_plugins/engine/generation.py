@@ -33,6 +33,7 @@ class OfflineEngine:
         self._on_cpu = platform.is_cpu()
         os.environ[platform.ENDS_WITH] = str(os.getpid())
         self._engine = LLM(**engine_arguments(options)).llm_engine
+        del os.environ[platform.ENDS_WITH]
 
     def submit(self, request: Request) -> None:
         processed = self._on_cpu and request.temperature > 0 and request.top_p < 1
