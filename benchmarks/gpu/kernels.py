@@ -127,7 +127,9 @@ def main() -> None:
             for case in cases(batch, args, device):
                 if args.only in case.name:
                     rows.append(measure(case, batch, device))
-                    write_rows(args.out, "kernels", rows, settings=settings)  # what is measured outlives a stopped run
+                    write_rows(
+                        args.out, "kernels", rows, [], settings=settings
+                    )  # what is measured outlives a stopped run
     names = ["kernel", "batch", "torch", "Triton", "GB/s", "verdict"]
     print(table(names, [[row.get(name, "-") for name in names] for row in rows]))
 

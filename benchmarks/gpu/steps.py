@@ -70,12 +70,11 @@ def main() -> None:
     args = parser.parse_args()
     settings = {**SETTINGS, "model": args.model, **json.loads(args.engine)}
     engines: list[EngineProcess] = []
+    configs = {name: json.loads(config) for name, _, config in (text.partition("=") for text in args.contender)}
     with writing_file(args.out):
         try:
-            for text in args.contender:
-                name, _, config = text.partition("=")
-                log = args.out.with_suffix(f".{name}.log")
-                engines.append(EngineProcess(Contender(name, json.loads(config)), settings, log))
+            for name, config in configs.items():
+                engines.append(EngineProcess(Contender(name, config), settings, args.out.with_suffix(f".{name}.log")))
                 engines[-1].ready()
                 print(f"{name} is ready", flush=True)
             rows = measure(engines, args.batch, args.rounds, args)
@@ -83,7 +82,7 @@ def main() -> None:
             for engine in engines:
                 engine.close()
         facts = {} if counting_driver() is None else {"machine": STAND_IN}
-        write_rows(args.out, "rows", rows, model=args.model, **facts)
+        write_rows(args.out, "rows", rows, configs.values(), model=args.model, **facts)
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of results: every turn, written as soon as it is over; runs are added, never overwritten.
 
-A turn is a contender's batch or load. Runs are summarised together where code, versions, machine, options and
-checkpoints are the same.
+A turn is a contender's batch or load. Runs are summarised together where versions, machine and options are the same,
+and turns of a contender where its checkpoint and the code that it runs are.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.options import BenchOptions
+from vllm_ppd.benchmarks.harness.sources import sources
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.training.provenance import provenance
 
 Run = dict[str, Any]
 Turn = dict[str, Any]
 Row = dict[str, Any]
-SAME = ("git", "versions", "machine", "options", "target_stamp")
+Config = dict[str, Any] | None
+SAME = ("versions", "machine", "options", "target_stamp")
 
 
 class Measured:
@@ -90,7 +92,7 @@ class Results(Measured):
             if self.data["benchmark"] != options.benchmark:
                 raise BenchError(f"{self.path} holds results of another benchmark; give another --out")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        identities = {contender.name: _identity(contender) for contender in contenders}
+        identities = {contender.name: _identity(contender, options.benchmark) for contender in contenders}
         run = provenance(
             options=options.essence(), target_stamp=_stamp(options.model), contenders=identities,
             finished=False, failures={}, turns=[],
@@ -146,10 +148,11 @@ def all_runs(options: BenchOptions, contenders: list[Contender], **facts: Any) -
     return runs
 
 
-def write_rows(out: Path, benchmark: str, rows: list[Row], **facts: Any) -> None:
-    """A file of rows that were computed from other results, or measured at once, with its provenance."""
+def write_rows(out: Path, benchmark: str, rows: list[Row], configs: Iterable[Config], **facts: Any) -> None:
+    """A file of rows that were measured at once, by contenders of these speculative_configs, with its provenance."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, json.dumps(provenance(benchmark=benchmark, **facts, rows=rows), indent=1) + "\n")
+    facts = provenance(benchmark=benchmark, sources=sources(benchmark, configs), **facts, rows=rows)
+    write_text(out, json.dumps(facts, indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -161,13 +164,14 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def _identity(contender: Contender) -> dict[str, Any]:
+def _identity(contender: Contender, benchmark: str) -> dict[str, Any]:
     config = contender.speculative_config
     return {
         "speculative_config": config,
         "engine": contender.engine,
         **({"environment": contender.environment} if contender.environment else {}),
         "stamp": _stamp((config or {}).get("model")),
+        "sources": sources(benchmark, [config]),
     }
 
 
@@ -178,4 +182,6 @@ def _stamp(folder: str | None) -> int | None:
 
 
 def _alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(run.get(key) == other[key] for key in SAME)
+    """Whether two runs may be summarised together; what does not say which code it ran must be of the same commit."""
+    known = all("sources" in identity for each in (run, other) for identity in each["contenders"].values())
+    return all(run.get(key) == other[key] for key in (*SAME, *([] if known else ["git"])))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the page of results, and the tables of the documentation, from the files beside this one.
 
-    python -m vllm_ppd.benchmarks.results.page
+    python -m vllm_ppd.benchmarks.results.page               # refuses results that became older than the code
+    python -m vllm_ppd.benchmarks.results.page --outdated    # lists them in outdated.json, and on the page
 
 NAME.json has the results, NAME.md their title and what a reader should know. A table of README.md or of a file in docs/
 stands between `<!-- results: NAME -->` and `<!-- end -->`; headlines() has the names.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from vllm_ppd.benchmarks.acceptance import run as acceptance
 from vllm_ppd.benchmarks.decode import table as decode_table
 from vllm_ppd.benchmarks.harness.estimates import with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, stored
+from vllm_ppd.benchmarks.results import outdated
 from vllm_ppd.benchmarks.results.claims import claims
 from vllm_ppd.benchmarks.serve import table as serve_table
 from vllm_ppd.heads.in_words import table as markdown
@@ -31,12 +34,14 @@ Section = Callable[[Path, dict[str, Any]], str]  # Markdown of a file and what i
 
 def page(folder: Path, introduction: str) -> str:
     """The page: a section a JSON file, in the order of SECTIONS; without a NAME.md the name is the title."""
-    files = [(path, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
+    files = [(path, json.loads(path.read_text())) for path in outdated.results_in(folder)]
+    older = outdated.known(folder)
     blocks = [introduction]
     for path, data in sorted(files, key=lambda file: list(SECTIONS.values()).index(_section(file[1]))):
         about = path.with_suffix(".md")
         title, _, note = about.read_text().partition("\n") if about.exists() else (path.stem.replace("_", " "), "", "")
-        section = [f"## {title.removeprefix('# ')}", note.strip(), _section(data)(path, data)]
+        age = outdated.note(path, older.get(path.stem, {}))
+        section = [f"## {title.removeprefix('# ')}", note.strip(), age, _section(data)(path, data)]
         blocks.append("\n\n".join(filter(None, section)) + "\n")
     return "\n".join(blocks)
 
@@ -122,6 +127,15 @@ def with_tables(document: Path, tables: dict[str, str]) -> str:
 
 
 def main() -> None:
+    older, listed = outdated.outdated(RESULTS), outdated.known(RESULTS)
+    new = sorted(outdated.names(older) - outdated.names(listed))
+    if new and "--outdated" not in sys.argv:
+        lines = "\n".join(f"{file}: {name}, of commit {commit}" for file, commit, name in new)
+        sys.exit(
+            f"older than the code since; measure them again (make evidence), or list them with --outdated:\n{lines}"
+        )
+    if outdated.names(older) != outdated.names(listed):
+        (RESULTS / outdated.LIST).write_text(json.dumps(older, indent=1) + "\n")
     tables = headlines(RESULTS)
     for document in documents():
         document.write_text(with_tables(document, tables))

@@ -145,7 +145,8 @@ class Soak:
         for name, lines in faults.items():
             print(*(f"{name}: {fault}" for fault in lines), sep="\n", end="\n" * bool(lines))
         if len(rows) == len(everyone):
-            write_rows(out, "soak", rows, model="benchmarks/demo/model", engine=ARGUMENTS, faults=faults)
+            configs = [method.contender.speculative_config for method in everyone]
+            write_rows(out, "soak", rows, configs, model="benchmarks/demo/model", engine=ARGUMENTS, faults=faults)
             print(f"wrote {out}")
         return not any(faults.values())
 

@@ -13,7 +13,7 @@ from conftest import cells_of
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE, contenders
 from vllm_ppd.benchmarks.harness.results import Results
-from vllm_ppd.benchmarks.results import page
+from vllm_ppd.benchmarks.results import outdated, page
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
@@ -23,6 +23,32 @@ def test_committed_page_is_what_the_command_makes() -> None:
         assert made == document.read_text(), f"{document} is old; {hint}"
     made = page.page(page.RESULTS, (page.RESULTS / "introduction.md").read_text())
     assert made == (page.RESULTS / "README.md").read_text(), f"the page is old; {hint}"
+
+
+def test_results_that_are_older_than_the_code_are_listed() -> None:
+    """A change to code that results were measured with lists them, or measures them again."""
+    now, listed = (outdated.names(of(page.RESULTS)) for of in (outdated.outdated, outdated.known))
+    hint = "measure again (make evidence), or run python -m vllm_ppd.benchmarks.results.page --outdated"
+    assert now == listed, f"{sorted(now ^ listed)}: {hint}"
+
+
+def test_results_say_where_they_are_from() -> None:
+    for path in outdated.results_in(page.RESULTS):
+        data = json.loads(path.read_text())
+        for run in data.get("runs", [data]):
+            assert all(run[fact] for fact in ("command", "time", "git", "machine", "versions")), path
+
+
+def test_results_of_older_code_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = DecodeOptions(model="model", data=("d",), plain="none", out=str(tmp_path / "speeds.json"))
+    results = Results(options, contenders(options))
+    results.add({"contender": BASE, "batch": 1})
+    assert outdated.outdated(tmp_path) == {}
+    results.run["contenders"][BASE]["sources"]["digest"] = "of older code"
+    results.write()
+    ((commit, of_commit),) = outdated.outdated(tmp_path)["speeds"].items()
+    assert of_commit["contenders"] == [BASE] and commit == results.run["git"][:7]
+    assert f"measured at commit {commit}, since when" in outdated.note(Path(options.out), {commit: of_commit})
 
 
 def test_turns_become_a_section(tmp_path: Path) -> None:

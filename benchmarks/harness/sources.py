@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which source files a result was measured with, and their digest: by it results of older code are told from others."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import subprocess
+import tokenize
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from vllm_ppd.heads.errors import HeadsError
+from vllm_ppd.heads.io import load_config
+from vllm_ppd.vllm_plugins.registry import METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = {  # by what a file of results has under "benchmark"
+    "decode": "benchmarks/decode/run.py", "acceptance": "benchmarks/acceptance/run.py",
+    "serve": "benchmarks/serve/run.py", "soak": "benchmarks/soak/run.py", "rows": "benchmarks/gpu/steps.py",
+    "kernels": "benchmarks/gpu/kernels.py",
+}  # fmt: skip
+# How turns are summed up and shown, lists of methods and kinds, and what `ppd data` runs: no result depends on them.
+LEFT_OUT = (
+    "/table.py", "/estimates.py", "/results.py", "/sources.py", "/in_words.py", "/provenance.py", "/registry.py",
+    "/kinds.py", "/engine/generation.py",
+)  # fmt: skip
+PLUGIN, METHOD_FOLDERS, V2 = "vllm_plugins/", "vllm_plugins/methods/", "vllm_plugins/engine/v2/"
+
+
+@cache
+def files_imported(file: str) -> frozenset[str]:
+    """The files of ours that a file imports, lazily too; of a package, its __init__.py where a name of it is imported.
+
+    Args:
+        file: path from the root of the tree, as those that are returned.
+    """
+    names = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    targets = set()
+    for name in names:
+        path = name.removeprefix("vllm_ppd.").replace(".", "/")
+        places = (path, path.rpartition("/")[0]) if name.startswith("vllm_ppd.") else ()
+        files = (f"{place}{end}" for place in places for end in (".py", "/__init__.py"))
+        targets |= {next((target for target in files if (ROOT / target).is_file()), file)}
+    return frozenset(targets - {file})
+
+
+def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
+    """What is stored beside a result: by which code a benchmark measures contenders on this machine.
+
+    Args:
+        benchmark: a name of BENCHMARKS.
+        configs: speculative_config of each contender; a heads folder that cannot be read says no method.
+    """
+    import torch
+
+    methods, v2 = (
+        tuple(sorted({name for config in configs for name in folders_of(config or {})})),
+        torch.cuda.is_available(),
+    )
+    return {"benchmark": benchmark, "methods": list(methods), "v2": v2, "digest": digest(benchmark, methods, v2)}
+
+
+def are_current(stored: dict[str, Any] | None) -> bool:
+    """Whether the code that measured a result is today's but for comments, docstrings and empty lines."""
+    return stored is not None and stored["digest"] == digest(
+        stored["benchmark"], tuple(stored["methods"]), stored["v2"]
+    )
+
+
+@cache
+def digest(benchmark: str, methods: tuple[str, ...], v2: bool) -> str:
+    """Of all files that a benchmark runs with some methods (folders of methods/)."""
+    files = files_of(benchmark, methods, v2)
+    return hashlib.sha256("".join(f"{file} {digest_of_file(file)}\n" for file in files).encode()).hexdigest()[:16]
+
+
+def files_of(benchmark: str, methods: Iterable[str], v2: bool) -> list[str]:
+    """The benchmark, the plugin with these methods alone, and what they import; runner V2 only where it ran."""
+    folders = tuple(f"{METHOD_FOLDERS}{method}/" for method in methods)
+
+    def runs(file: str) -> bool:
+        if file.endswith(LEFT_OUT) or (file.startswith(METHOD_FOLDERS) and not file.startswith(folders)):
+            return False
+        return v2 or not any(target.startswith(V2) for target in (file, *files_imported(file)))
+
+    plugin = (str(path.relative_to(ROOT)) for path in (ROOT / PLUGIN).rglob("*.py"))
+    todo, reached = [BENCHMARKS[benchmark], *(file for file in plugin if "/cli/" not in file)], set()
+    while todo:
+        file = todo.pop()
+        if file not in reached and runs(file):
+            reached.add(file)
+            todo += files_imported(file)
+    return sorted(reached)
+
+
+def changed_since(commit: str, files: Iterable[str]) -> int:
+    """How many of some files differ from those of a commit, by git; as all where it does not know the commit."""
+    listed = list(files)
+    command = ["git", "diff", "--name-only", commit, "--", *listed]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return len(run.stdout.splitlines()) if run.returncode == 0 else len(listed)
+
+
+def folders_of(config: dict[str, Any]) -> set[str]:
+    """The folders of methods/ that a speculative_config runs; of vLLM's own methods none."""
+    method = config.get("method")
+    if method is None and config.get("model"):
+        try:
+            method = load_config(config["model"]).method
+        except HeadsError:
+            return set()
+    if method not in METHODS:
+        return set()
+    group = METHODS[method].group
+    paths = [METHODS[method].drafter, *([group.runner] if group and "candidates" in config else [])]
+    return {path.split(".methods.")[1].split(".")[0] for path in paths}
+
+
+@cache
+def digest_of_file(file: str) -> str:
+    """Of a file's lines without comments, docstrings, and what is empty then."""
+    text = (ROOT / file).read_text()
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = token.line[: token.start[1]]
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            lines[first.lineno - 1 : first.end_lineno] = [""] * ((first.end_lineno or first.lineno) - first.lineno + 1)
+    return hashlib.sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode()).hexdigest()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digest of what a result was measured with: what changes it, in a small tree of the same form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllm_ppd.benchmarks.harness import sources
+
+FILES = {
+    "benchmarks/decode/run.py": "from vllm_ppd.benchmarks.decode.table import body\nfrom vllm_ppd.heads.read import x",
+    "benchmarks/decode/table.py": "body = 1",
+    "heads/read.py": '"""Read."""\n\n\ndef x():\n    """Say x."""\n    return "#1"  # why\n',
+    "heads/other.py": "y = 1",
+    "vllm_plugins/engine/host.py": "host = 1",
+    "vllm_plugins/engine/v2/runner.py": "runner = 1",
+    "vllm_plugins/methods/cp/drafter.py": "cp = 1",
+    "vllm_plugins/methods/cp/speculator.py": "from vllm_ppd.vllm_plugins.engine.v2.runner import runner",
+    "vllm_plugins/methods/dynamo/drafter.py": "dynamo = 1",
+}
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sources, "ROOT", tmp_path)
+    for file, text in FILES.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    return tmp_path
+
+
+def digest(v2: bool) -> str:
+    for cached in (sources.digest, sources.files_imported, sources.digest_of_file):
+        cached.cache_clear()
+    return sources.digest("decode", ("cp",), v2)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changes"),
+    [
+        ("heads/read.py", "why", "for a reason", False),
+        ("heads/read.py", "  # why\n", "\n\n\n# At the end.\n", False),
+        ("heads/read.py", "Say x.", "Say x,\n    and why.", False),
+        ("heads/read.py", "#1", "#2", True),
+        ("heads/read.py", "    return", "    if True:\n        return", True),
+        ("heads/other.py", "1", "2", False),  # not imported
+        ("benchmarks/decode/table.py", "1", "2", False),  # shows turns
+        ("vllm_plugins/engine/host.py", "1", "2", True),
+        ("vllm_plugins/methods/cp/drafter.py", "1", "2", True),
+        ("vllm_plugins/methods/dynamo/drafter.py", "1", "2", False),  # another method
+    ],
+)
+@pytest.mark.parametrize("v2", [False, True])
+def test_only_code_that_ran_changes_the_digest(
+    tree: Path, file: str, old: str, new: str, changes: bool, v2: bool
+) -> None:
+    before = digest(v2)
+    assert old in FILES[file]
+    (tree / file).write_text(FILES[file].replace(old, new))
+    assert (digest(v2) != before) is changes
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize("file", ["vllm_plugins/engine/v2/runner.py", "vllm_plugins/methods/cp/speculator.py"])
+def test_runner_v2_counts_where_it_ran(tree: Path, file: str, v2: bool) -> None:
+    before = digest(v2)
+    (tree / file).write_text(FILES[file] + "\nmore = 1")
+    assert (digest(v2) != before) is v2
+
+
+@pytest.mark.parametrize(
+    ("config", "folders"),
+    [
+        ({"method": "ppd", "candidates": 3}, {"early", "group"}), ({"method": "ppd"}, {"early"}),
+        ({"method": "ngram"}, set()), ({}, set()), ({"model": "none"}, set()),
+    ],
+)  # fmt: skip
+def test_methods_are_those_that_a_config_runs(config: dict[str, object], folders: set[str]) -> None:
+    assert sources.folders_of(config) == folders
+
+
+def test_every_benchmark_names_a_file() -> None:
+    assert all((sources.ROOT / file).is_file() for file in sources.BENCHMARKS.values())
