@@ -136,7 +136,8 @@ class ParallelSchedule:
     def _read(self, states: list[ExitState], requests: np.ndarray) -> Reading:
         if self.sampling is None:
             return self.reader.greedy_together(states, with_confidence=self.gamma > 0)
-        return self.reader.sample_together(states, self.sampling.at(self._index(requests)))
+        sampling = self.sampling.at(self._index(requests))
+        return self.reader.sample_together(states, sampling).as_drawn(sampling)
 
     def _verify(self, requests: np.ndarray, offsets: np.ndarray, final: Reading) -> np.ndarray:
         """Set the tokens behind some to the final layer's; returns those that are not in flight yet: [tokens] bool."""

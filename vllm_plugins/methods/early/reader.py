@@ -52,11 +52,19 @@ class Reading(NamedTuple):
 
     token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
-    probs: torch.Tensor | None  # [rows, vocabulary] float32: q(x), for sampled drafts
+    # [rows, vocabulary] float32: q(x) of sampled drafts, and anything in rows that took the best token.
+    probs: torch.Tensor | None
 
     def rows(self, index: torch.Tensor) -> Reading:
         """The readings at an index."""
         return Reading(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
+
+    def as_drawn(self, sampling: Sampling) -> Reading:
+        """With q(x) one-hot in rows that took the best token, as each row samples."""
+        if self.probs is None:
+            return self
+        greedy = is_greedy(sampling.temperature)
+        return self._replace(probs=drawn_from(self.probs, self.token_ids.clamp(min=0), greedy))
 
     def replaced(self, index: torch.Tensor, other: Reading) -> Reading:
         """These readings with those at an index taken from another."""
@@ -172,6 +180,4 @@ def sampled_reading(logits: torch.Tensor, sampling: Sampling, with_probs: bool =
     # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
     token_ids, probs = chosen(draw_rows, logits)(logits, sampling, None, with_probs)
-    if probs is not None:
-        probs = drawn_from(probs, token_ids.clamp(min=0), is_greedy(sampling.temperature))
     return Reading(token_ids, confidence, probs)

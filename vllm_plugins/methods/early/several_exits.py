@@ -121,7 +121,8 @@ class ShallowLoop:
         exit_layer = self.cut.exit_layers[exit_index]
         if sampling is None:
             return self.reader.greedy(exit_layer, state, with_confidence=self.gamma > 0)
-        return self.reader.sample(exit_layer, state, sampling.at(self._index(requests)))
+        sampling = sampling.at(self._index(requests))
+        return self.reader.sample(exit_layer, state, sampling).as_drawn(sampling)
 
     def _deepen(
         self, reading: Reading, plan: Plan, active: np.ndarray, offset: int, sampling: Sampling | None
