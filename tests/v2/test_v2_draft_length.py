@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from cases import generate, greedy, prompts
-from conftest import Factory, counting, full_but, runner_of
+from conftest import Factory, counting, full_but, our_log, runner_of
 from small import METHODS
 
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
-from vllm_ppd.vllm_plugins.engine.v2 import dummy_steps
+from vllm_ppd.vllm_plugins.engine.v2 import dummy_steps, worker
 
 pytestmark = pytest.mark.engine
 
@@ -52,6 +52,18 @@ def test_drafts_that_never_pay_are_not_made(
     with counting(llm) as seen:
         assert generate(llm, requests, greedy(30, ignore_eos=True)) == [tokens[:30] for tokens in expected]
     assert seen["accepted"] > 5 and not seen["drafting_off_steps/cost"]
+
+
+def test_heads_that_are_predicted_to_gain_nothing_are_named(
+    v2_engine: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dummy_steps, "TIMED", 1)
+    llm = v2_engine({**METHODS["cp"], "adaptive": True, "step_costs": "measure"}, True)
+    dear = MeasuredCosts(method=CostTable(sizes=[1, 4], counts=[0, lookup_of(llm).drafts], seconds=[[1.0, 9.0]] * 2))
+    monkeypatch.setattr(worker, "costs_of_engine", lambda *args: dear)
+    with our_log() as messages:
+        llm.collective_rpc("step_costs")
+    assert len(messages) == 1 and "predicted to gain nothing at every batch size (1, 4): at best 0." in messages[0]
 
 
 def test_a_step_without_drafts_is_vllms(v2_engine: Factory, monkeypatch: pytest.MonkeyPatch) -> None:

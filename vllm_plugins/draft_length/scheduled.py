@@ -77,7 +77,7 @@ class ScheduledDrafts:
             return self.drafts
         if not self._left:
             self._left = CYCLE
-            self._chosen = self._choose(controller, requests)
+            self._chosen = self._choose(controller)
         elif controller.state is State.EXPLORING:
             self._chosen = 0
         self._left -= 1
@@ -88,7 +88,7 @@ class ScheduledDrafts:
             self.counts["exploration_steps"] += 1
         return self._chosen
 
-    def _choose(self, controller: DraftLengthController, requests: int) -> int:
+    def _choose(self, controller: DraftLengthController) -> int:
         if not self._req_ids:  # nothing was verified yet
             return self.drafts
         controller.acceptance.align(self._req_ids)  # others may have come since drafts were verified last
