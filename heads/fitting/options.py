@@ -27,5 +27,5 @@ class FitOptions(BaseModel):
     )  # fmt: skip
 
     def essence(self) -> dict[str, Any]:
-        """The options that must be the same for a stopped run to continue."""
-        return self.model_dump(mode="json", exclude={"out", "trust_remote_code", "license"})
+        """The options that must be the same for a stopped run to continue, beside what the prompts are."""
+        return self.model_dump(mode="json", exclude={"out", "prompts", "trust_remote_code", "license"})

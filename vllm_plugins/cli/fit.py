@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,14 @@ def run(options: FitOptions) -> int:
     from vllm_ppd.heads.fitting.page import NAME
     from vllm_ppd.heads.fitting.state import SHARES, State
     from vllm_ppd.heads.io import CONFIG_NAME
+    from vllm_ppd.heads.training.provenance import data_files
 
     out, folder = Path(options.out), Path(f"{options.out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(f"--out {place(out)} already holds heads; delete it or give another folder")
     with writing_folder(folder, "the work folder"):
-        state = State(folder, options.essence())
+        files = [file.model_dump() for file in data_files(options.prompts)]
+        state = State(folder, options.essence() | {"prompts": files})
         for name in SHARES:
             if name not in state.facts.done:
                 with state.stage(name) as stage:
@@ -94,12 +97,15 @@ class Fit:
         for name, (share, files) in [*parts.items()][: 1 if options.prompts else 2]:
             chosen = state.facts.chosen.get(name, {})
             enough = choices.Enough(state, stage, name, share * stage.planned, shared.max_tokens)
-            file = write_chats(
-                shared.model_copy(update={
-                    "out": str(folder / f"{name}.jsonl"), "prompts": files, "number": chosen.get("chats"),
-                }), lambda _: engine_of(), enough,
-            )  # fmt: skip
-            enough.choose(file.count)
+            given = shared.model_copy(update={
+                "out": str(folder / f"{name}.jsonl"), "prompts": files, "number": chosen.get("chats"),
+            })  # fmt: skip
+            try:
+                enough.choose(write_chats(given, lambda _: engine_of(), enough).count)
+            except TrainingError as error:  # some models do not write usable user turns; the answers are left
+                if files:
+                    raise
+                print(f"vllm-ppd: fitting to answers alone: {error}", file=sys.stderr)
         if engine_of.cache_info().currsize:
             engine_of().close()
         written = [folder / f"{name}.jsonl" for name in parts if name in state.facts.chosen]

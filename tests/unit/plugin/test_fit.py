@@ -23,9 +23,10 @@ from unit.heads.generation.test_write import FakeEngine
 
 from vllm_ppd.heads.fitting import choices
 from vllm_ppd.heads.fitting.data import HELD_OUT, SHIPPED
-from vllm_ppd.heads.fitting.state import State
+from vllm_ppd.heads.fitting.state import SHARES, State
 from vllm_ppd.heads.io import check_folder
 from vllm_ppd.heads.training.loop import Speed
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.cli import fit
 from vllm_ppd.vllm_plugins.cli.main import main
 
@@ -95,30 +96,44 @@ KILLS: tuple[Callable[[Path], bool], ...] = (
 )
 
 
-@pytest.mark.parametrize("fake", [True, pytest.param(False, marks=[pytest.mark.engine, pytest.mark.full])])
-def test_a_fit_that_is_killed_again_and_again_ends_as_another_that_chooses_the_same(run: Run, fake: bool) -> None:
+KNOWN = {name: {"chats": CHATS, "tokens_a_second": 1e5} for name in ("answers", "others")}
+
+
+def test_a_fit_that_is_killed_again_and_again_ends_as_another_that_chooses_the_same(run: Run) -> None:
     """In the data, the training and the calibration. The heads are the same bit by bit, and so is what is measured."""
-    known = {"chats": CHATS, "tokens_a_second": 1e5}
-    killed = run("killed", *KILLS, chosen={"answers": known, "others": known}, fake=fake)
-    state = Path(f"{killed}.fit") / "state.json"
-    chosen = json.loads(state.read_text().replace(str(killed), str(killed.with_name("whole"))))["chosen"]
+    killed = run("killed", *KILLS, chosen=KNOWN, fake=True)
+    state = (Path(f"{killed}.fit") / "state.json").read_text()
+    chosen = json.loads(state.replace(str(killed), str(killed.with_name("whole"))))["chosen"]
     del chosen["data"]
-    whole = run("whole", chosen=chosen, fake=fake)
+    whole = run("whole", chosen=chosen, fake=True)
     for name in ("answers.jsonl", "others.jsonl", "training.jsonl", "held-out.jsonl"):
         assert (Path(f"{killed}.fit") / name).read_bytes() == (Path(f"{whole}.fit") / name).read_bytes(), name
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     parts = [json.loads((folder / "calibration.json").read_text())["parts"] for folder in (killed, whole)]
     assert parts[0]["acceptance"] == parts[1]["acceptance"]
-    assert check_folder(killed).kind == "cp" and not (killed / ".training").exists()
-    assert json.loads(state.read_text())["done"] == ["data", "training", "calibration", "plan"]
-    page = (killed / "fit.md").read_text()
-    greedy, sampled = re.findall(r"\| prompts.*?\n\n", page, re.DOTALL)
-    assert [row[0] for row in cells_of(sampled)[1:]] == ["all", *dict.fromkeys(categories(killed), 0)]
-    for text in (greedy, sampled):
-        assert all(float(row[-1]) == pytest.approx(sum(map(float, row[1:-1])), abs=0.002) for row in cells_of(text)[1:])
+    check_finished(killed)
+
+
+@pytest.mark.engine
+@pytest.mark.full
+def test_a_fit_with_vllms_engine_goes_on_where_it_was_killed(run: Run) -> None:
+    """What it writes is the same up to rounding in other batches, which is not compared."""
+    check_finished(run("killed", *KILLS, chosen=KNOWN, fake=False))
+
+
+def check_finished(out: Path) -> None:
+    """All stages are done, the heads are sound, and the page has what was measured."""
+    assert json.loads((Path(f"{out}.fit") / "state.json").read_text())["done"] == [*SHARES]
+    assert check_folder(out).kind == "cp" and not (out / ".training").exists()
+    page = (out / "fit.md").read_text()
+    measured = re.findall(r"\| prompts.*?\n\n", page, re.DOTALL)
+    assert len(measured) == 2, "greedy and sampled"
+    for rows in map(cells_of, measured):
+        assert [row[0] for row in rows[1:]] == ["all", *dict.fromkeys(categories(out))]
+        assert all(float(row[-1]) == pytest.approx(sum(map(float, row[1:-1])), abs=0.002) for row in rows[1:])
     assert re.search(r"^    vllm serve ", page, re.MULTILINE)
     for name in re.findall(r"\((fit-.*?svg)\)", page):
-        ElementTree.parse(killed / name)
+        ElementTree.parse(out / name)
 
 
 def categories(out: Path) -> list[str]:
@@ -171,6 +186,22 @@ def test_what_is_refused_ends_with_one_line(tmp_path: Path, tiny_model: Factory,
     folder.rename(tmp_path / "elsewhere")
     assert main(command) == 2
     assert "already holds heads; delete it or give another folder" in capsys.readouterr().err
+
+
+def test_an_engine_ends_with_the_process_that_asks_for_it() -> None:
+    reading, writing = os.pipe()
+    if not (starter := os.fork()):
+        os.environ[platform.ENDS_WITH] = str(os.getpid())
+        if not os.fork():
+            platform.end_with_parent()
+            os.write(writing, b"started")
+        time.sleep(300)
+        os._exit(0)
+    os.close(writing)
+    assert os.read(reading, 99) == b"started"
+    os.kill(starter, signal.SIGKILL)
+    os.waitpid(starter, 0)
+    assert os.read(reading, 99) == b"", "its child has not closed the pipe"
 
 
 def test_the_prompts_that_ship_are_few_hundred_of_several_kinds() -> None:
