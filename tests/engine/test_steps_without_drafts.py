@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from cases import greedy, prompts
-from conftest import DEMO, counting, drafter_of, full_but, runner_of, start_engine
+from conftest import DEMO, counting, drafter_of, full_but, start_engine
 
 HEADS = DEMO.parent / "heads"
 METHODS: dict[str, dict[str, Any]] = {
@@ -17,26 +17,19 @@ METHODS: dict[str, dict[str, Any]] = {
     "lookup": {"method": "lookup"},
     "cp and lookup": {"method": "cp", "model": str(HEADS / "cp"), "prompt_lookup_min": 2},
 }
-V2 = os.environ.get("PPD_TEST_V2") == "1"  # tests/v2 runs this test, too
 STEPS, TOKENS = 1000, 1100
+LONG = {"max_model_len": 1280, "hf_overrides": {"max_position_embeddings": 2048}}
+Switch = Callable[[bool], None]  # switches drafting of an engine on or off
 
 
-def switch(llm: Any, on: bool) -> None:
-    """Switch drafting of an engine on or off."""
-    if V2:
-        llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.limit = None if on else 0
-    else:
-        drafter_of(llm).planner.forced = None if on else 0
-
-
-def accepted_late(llm: Any, params: Any, drafting_early: bool) -> int:
+def accepted_late(llm: Any, params: Any, switch: Switch, drafting_early: bool) -> int:
     """Accepted drafts of a request's last tokens, those behind the first STEPS."""
     emitted, accepted = 0, 0
-    switch(llm, drafting_early)
+    switch(drafting_early)
     llm.llm_engine.add_request("request", prompts(1)[0], params)
     while llm.llm_engine.has_unfinished_requests():
         if emitted >= STEPS:
-            switch(llm, True)
+            switch(True)
         with counting(llm) as seen:
             outputs = llm.llm_engine.step()
         accepted += seen["accepted"] if emitted >= STEPS else 0
@@ -46,15 +39,16 @@ def accepted_late(llm: Any, params: Any, drafting_early: bool) -> int:
     return int(accepted)
 
 
-@pytest.mark.engine
-@pytest.mark.parametrize("name", full_but(() if V2 else {"cp and lookup"}, METHODS))
-def test_acceptance_is_what_it_was(name: str) -> None:
-    options = {**METHODS[name], **({"runner": "v2", "adaptive": True, "step_costs": "measure"} if V2 else {})}
-    llm = start_engine(DEMO, options, max_model_len=1280, hf_overrides={"max_position_embeddings": 2048})
-    assert runner_of(llm) is not None
-    if V2:
-        llm.llm_engine.engine_core.engine_core.scheduler.dynamic_sd_lookup.controller = None  # every draft, or none
+def check_acceptance(llm: Any, looks_up: bool, switch: Switch) -> None:
     # Greedy text ends in a loop, which the heads do not know and lookups do.
-    params = greedy(TOKENS, temperature=0.0 if "prompt_lookup_min" in options or name == "lookup" else 0.8, seed=1)
-    always, late = (accepted_late(llm, params, drafting_early) for drafting_early in (True, False))
+    params = greedy(TOKENS, temperature=0.0 if looks_up else 0.8, seed=1)
+    always, late = (accepted_late(llm, params, switch, drafting_early) for drafting_early in (True, False))
     assert always > 10 and abs(always - late) <= 4, (always, late)  # a step may cross the border
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", full_but({"cp and lookup"}, METHODS))
+def test_acceptance_is_what_it_was(name: str) -> None:
+    llm = start_engine(DEMO, METHODS[name], **LONG)
+    planner = drafter_of(llm).planner
+    check_acceptance(llm, "lookup" in name, lambda on: setattr(planner, "forced", None if on else 0))
