@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full test-next quality format clean inflated bytes recipes smollm soak
+.PHONY: setup serve test test-full test-next quality format clean inflated bytes recipes smollm soak evidence
 
 setup: $(STAMP)
 
@@ -83,6 +83,10 @@ smollm: setup
 # Ten thousand requests to a server of each method and of vLLM alone; what was stopped goes on.
 soak: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.soak.run $(ARGS)
+
+# What the results page shows, measured part by part and checked; what was stopped goes on.
+evidence: setup
+	$(BIN)/python -m vllm_ppd.benchmarks.evidence $(ARGS)
 
 clean:
 	rm -rf $(VENV) typing build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -16,11 +16,19 @@ from vllm_ppd.heads.data.prompts import document_prompts, in_turns
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Prompts of a name: token ids, shortest first."""
+    """Prompts of a name: token ids by category, shortest first."""
 
     name: str
-    prompts: list[list[int]]
+    prompts: dict[str, list[list[int]]]
     left_out: int = 0  # prompts that were too long
+
+    def batches(self, size: int) -> list[tuple[str, list[list[int]]]]:
+        """Batches of at most so many prompts of a category, with its name."""
+        return [
+            (category, prompts[first : first + size])
+            for category, prompts in self.prompts.items()
+            for first in range(0, len(prompts), size)
+        ]
 
 
 def task_of(options: AcceptanceOptions) -> Task:
@@ -39,11 +47,14 @@ def task_of(options: AcceptanceOptions) -> Task:
     for document in document_prompts(documents, longest):
         if not document.is_asked:
             texts = read_prompts((path,), options.model, longest, options.prompts, options.trust_remote_code)
-            return Task(name, texts)
+            return Task(name, {"": texts})
         by_category[document.category] += [ids for ids in document.ids if len(ids) <= longest]
         left_out += sum(len(ids) > longest for ids in document.ids)
     documents.report_skips()
-    taken = in_turns(by_category.values())[: options.prompts]
+    numbered = [[(category, ids) for ids in prompts] for category, prompts in by_category.items()]
+    taken: dict[str, list[list[int]]] = defaultdict(list)
+    for category, ids in sorted(in_turns(numbered)[: options.prompts], key=lambda prompt: len(prompt[1])):
+        taken[category].append(ids)
     if not taken:
         raise BenchError(f"{path}: none of {left_out} prompts has up to {longest} tokens; give more --prompt-tokens")
-    return Task(name, sorted(taken, key=len), left_out=left_out)
+    return Task(name, dict(sorted(taken.items())), left_out=left_out)

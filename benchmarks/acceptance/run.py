@@ -22,7 +22,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
 from vllm_ppd.benchmarks.acceptance.prompts import task_of
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
-from vllm_ppd.benchmarks.harness.estimates import bootstrap, cells, number, repeats
+from vllm_ppd.benchmarks.harness.estimates import Estimate, bootstrap, cells, number, repeats
 from vllm_ppd.benchmarks.harness.process import EngineProcess
 from vllm_ppd.benchmarks.harness.results import Measured, Results, Row, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Stopped
@@ -32,6 +32,7 @@ from vllm_ppd.heads.io import load_config
 from vllm_ppd.heads.planning.machine import weights_of
 from vllm_ppd.vllm_plugins.registry import METHODS
 
+COUNTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_lengths")
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "contender": lambda row: str(row["contender"]),
     "prompts": lambda row: str(row["prompts"]),
@@ -59,9 +60,9 @@ def run(options: AcceptanceOptions) -> str:
     """
     task = task_of(options)
     everyone = [fixed(contender, options.drafts) for contender in contenders(options) if contender.name != CONTROL]
-    runs = all_runs(options, everyone, task=task.name, prompts=len(task.prompts), left_out=task.left_out)
-    size = options.batch_sizes[0]
-    batches = [task.prompts[start : start + size] for start in range(0, len(task.prompts), size)]
+    batches = task.batches(options.batch_sizes[0])
+    prompts = sum(len(batch) for _, batch in batches)
+    runs = all_runs(options, everyone, task=task.name, prompts=prompts, left_out=task.left_out)
     try:
         for contender in everyone:
             _measure(contender, options, runs, batches)
@@ -82,7 +83,7 @@ def fixed(contender: Contender, drafts: int) -> Contender:
 
 
 def _measure(
-    contender: Contender, options: AcceptanceOptions, runs: list[Results], batches: list[list[list[int]]]
+    contender: Contender, options: AcceptanceOptions, runs: list[Results], batches: list[tuple[str, list[list[int]]]]
 ) -> None:
     """Decode the batches that no run has yet, at every temperature."""
     name = contender.name
@@ -90,7 +91,7 @@ def _measure(
     missing = [(results, at) for at in range(len(batches)) for results in runs if at not in _turns(results, name)]
     if not missing:
         return
-    longest = max(len(ids) for batch in batches for ids in batch) + options.new_tokens
+    longest = max(len(ids) for _, batch in batches for ids in batch) + options.new_tokens
     arguments = {**options.engine_arguments, "max_model_len": longest + 32}
     with TemporaryDirectory(prefix="ppd-bench-") as folder:
         try:
@@ -105,12 +106,13 @@ def _measure(
         with closing(engine):
             for results, at in tqdm(missing, desc=name, mininterval=1):
                 temperature = float(results.run["options"]["temperature"])
-                decoded = engine.call("turn", batches[at], options.new_tokens, temperature, options.top_p)
+                category, batch = batches[at]
+                decoded = engine.call("turn", batch, options.new_tokens, temperature, options.top_p)
                 ids = decoded.pop("token_ids")
                 turn = {
-                    "contender": name, "part": at, "prompts": len(ids),
+                    "contender": name, "part": at, "category": category, "prompts": len(ids),
                     "steps": len(ids) * (options.new_tokens - 1) - decoded["accepted_tokens"],
-                    **{count: decoded[count] for count in ("drafts", "draft_tokens", "accepted_tokens")},
+                    **{count: decoded[count] for count in COUNTS},
                 }  # fmt: skip
                 if not temperature:
                     base = ids if name == BASE else _turns(results, BASE)[at]["token_ids"]
@@ -151,8 +153,40 @@ def rows_of(results: Measured) -> list[Row]:
 
 
 def report(runs: Sequence[Measured]) -> str:
-    """Markdown: a table a temperature."""
-    return "\n\n".join([*map(table, runs), LEGEND])
+    """Markdown: a table a temperature, and one of the categories of the prompts where they have any."""
+    return "\n\n".join([*(text for results in runs for text in (table(results), by_category(results)) if text), LEGEND])
+
+
+def by_category(results: Measured) -> str:
+    """Markdown: accepted drafts a step, a row a contender and a column a category."""
+    rows: dict[str, dict[str, list[Turn]]] = {}
+    for name in results.contenders:
+        for turn in _turns(results, name).values() if name != BASE else ():
+            rows.setdefault(name, {}).setdefault(turn.get("category", ""), []).append(turn)
+    categories = sorted({category for row in rows.values() for category in row})
+    if len(categories) < 2:
+        return ""
+    accepted = [
+        [name, *(f"{_accepted(row[category]):.2f}" if category in row else "-" for category in categories)]
+        for name, row in rows.items()
+    ]
+    return markdown(["accepted a step", *categories], accepted)
+
+
+def _accepted(turns: list[Turn]) -> float:
+    return sum(turn["accepted_tokens"] for turn in turns) / sum(turn["steps"] for turn in turns)
+
+
+def by_position(results: Measured) -> dict[str, dict[float, Estimate]]:
+    """Share of drafts whose first, second, ... token was accepted, by contender; of turns that counted it."""
+    shares: dict[str, dict[float, Estimate]] = {}
+    for name in results.contenders:
+        counts = [turn["accepted_lengths"] for turn in _turns(results, name).values() if turn.get("accepted_lengths")]
+        for position in range(1, max(map(len, counts), default=0)):
+            at_least, drafts = [sum(lengths[position:]) for lengths in counts], [sum(lengths) for lengths in counts]
+            share = bootstrap(lambda accepted, drafts: accepted / drafts, at_least, drafts)
+            shares.setdefault(name, {})[position] = share
+    return shares
 
 
 def table(results: Measured) -> str:

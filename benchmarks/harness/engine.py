@@ -58,6 +58,7 @@ class Engine:
         self._engine = LLM(skip_tokenizer_init=True, **arguments).llm_engine
         core = self._engine.engine_core.engine_core
         self._counts: Counter[str] = Counter()
+        self._accepted: Counter[int] = Counter()  # drafts by how many of their tokens were accepted
         self._count_drafts(core.scheduler)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
@@ -76,6 +77,7 @@ class Engine:
         def counted(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any) -> Any:
             drafts = int(num_draft_tokens > 0)
             self._counts.update(drafts=drafts, draft_tokens=num_draft_tokens, accepted_tokens=num_accepted_tokens)
+            self._accepted[num_accepted_tokens] += drafts
             return original(
                 stats, *args, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens, **kwargs
             )
@@ -113,6 +115,7 @@ class Engine:
             detokenize=False, output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
         before = {name: self._counts[name] for name in COUNTERS}, dict(totals())
+        self._accepted.clear()
         names = [str(index) for index in range(len(prompts))]
         for name, prompt in zip(names, prompts, strict=True):
             self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -175,6 +178,7 @@ class Engine:
         Returns:
             window_tokens, window_seconds, steps, step_seconds (median), worker_seconds and draft_seconds of the timed
             steps; drafts, draft_tokens and accepted_tokens (as vLLM counts them) and ours (our counters) of the batch;
+            accepted_lengths: drafts of which 0, 1, 2, ... tokens were accepted;
             token_ids [requests][tokens]; peak_bytes so far.
 
         Raises:
@@ -194,6 +198,7 @@ class Engine:
             "step_seconds": statistics.median(batch.steps),
             **{f"{phase}_seconds": batch.phases[phase] if self._timed else None for phase in ("worker", "draft")},
             **{name: self._counts[name] - counted[name] for name in COUNTERS},
+            "accepted_lengths": [self._accepted[length] for length in range(max(self._accepted, default=-1) + 1)],
             "ours": {name: value - ours[name] for name, value in totals().items() if value != ours[name]},
             "token_ids": list(batch.tokens.values()),
             "peak_bytes": peak_bytes(),

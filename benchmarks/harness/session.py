@@ -7,6 +7,7 @@ import contextlib
 import signal
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -139,8 +140,10 @@ class Session(ABC, Generic[Running, Load]):
     def _start(self, chosen: list[Contender], logs: Path) -> None:
         """Start contenders together; those that fail are left out, the base is not."""
         begun: list[Running] = []
+        since: dict[str, float] = {}
         for contender in chosen:
             self.started += 1
+            since[contender.name] = time.monotonic()
             print(f"starting {contender.name} ...", flush=True)
             try:
                 begun.append(self.start(contender, logs / f"{self.started}.log"))
@@ -152,6 +155,10 @@ class Session(ABC, Generic[Running, Load]):
                 self.alive.append(begun[-1])
         for running in begun:
             self.attempt(running, self.ready, running)
+            if running in self.alive:
+                start = {"seconds": time.monotonic() - since[running.name], "peak_bytes": running.facts["peak_bytes"]}
+                for results in self.results:
+                    results.run.setdefault("starts", {})[running.name] = start
 
     def _room(self) -> int:
         """Contenders alive beside the base."""

@@ -28,6 +28,12 @@ def outdated(folder: Path) -> Outdated:
     return by_file
 
 
+def older_than_code(path: Path) -> bool:
+    """Whether any contender of a file of results is outdated, or nothing is in it."""
+    identities = [identity for *_, identity in _measured(path)]
+    return not identities or not all(are_current(identity.get("sources")) for identity in identities)
+
+
 def known(folder: Path) -> Outdated:
     """Those of outdated.json, which the page shows."""
     path = folder / LIST

@@ -34,6 +34,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "tokens/s x (quartiles)": lambda row: with_quartiles(row["faster_tokens"], 3),
     "length": lambda row: number(row["length"], "{:.2f}"),
     "rate": lambda row: number(row["rate"], "{:.3f}"),
+    "start s": lambda row: number(row["start_seconds"], "{:.0f}"),
+    "memory MB": lambda row: number(row["start_memory"], "{:.0f}"),
     "prefix hits": lambda row: number(row["prefix_hits"], "{:.1%}"),
 }
 
@@ -44,6 +46,7 @@ turn's requests as `vllm bench serve` computes them, the median of the turns. A 
 x: how many times better than vLLM without speculation in the same round, by the requests' medians; above 1 is better.
 tokens/s: generated, of all requests together; at a rate that is kept up with, as many as are asked for.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
+start, memory: until the server answered, and the most that its processes held then; medians of its starts.
 prefix hits: share of the prompts' tokens that were in the prefix cache."""
 
 
@@ -77,6 +80,7 @@ def summarise(measured: Measured, name: str, load: Load) -> Row | None:
     def faster(time: str) -> tuple[float, float, float]:
         return quartiles([base[f"{time}_ms"]["p50"] / turn[f"{time}_ms"]["p50"] for turn, base in beside])
 
+    starts = [run["starts"][name] for run in measured.runs_of(name) if name in run.get("starts", {})]
     sums = {key: _sum([turn[key] for turn in turns]) for key in COUNTERS}
     accepted = _ratio(sums["accepted_tokens"], sums["drafts"])
     return {
@@ -88,6 +92,8 @@ def summarise(measured: Measured, name: str, load: Load) -> Row | None:
         "faster_tokens": quartiles([turn["tokens_per_second"] / base["tokens_per_second"] for turn, base in beside]),
         "length": None if accepted is None else 1 + accepted,
         "rate": _ratio(sums["accepted_tokens"], sums["draft_tokens"]),
+        "start_seconds": statistics.median(start["seconds"] for start in starts) if starts else None,
+        "start_memory": statistics.median(start["peak_bytes"] / 1e6 for start in starts) if starts else None,
         "prefix_hits": _ratio(sums["prefix_hits"], sums["prefix_queries"]),
     }  # fmt: skip
 

@@ -37,7 +37,7 @@ COMMANDS: dict[str, Command | Group] = {
         "from which batch size on to stop drafting.",
         commands.plan, "heads.planning.options:PlanOptions", positional="heads",
     ),
-    "bench": Group("measure speeds, and the papers' tables", "Measure speeds against vLLM's own.", bench.commands),
+    "bench": Group("measure speeds and accepted drafts", "Measure speeds against vLLM's own.", bench.commands),
     "inspect": Command(
         "describe heads and check them", "Describe heads, and check them as the server would.",
         inspect.run, inspect.InspectOptions, positional="heads",

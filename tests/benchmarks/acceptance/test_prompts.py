@@ -39,13 +39,16 @@ def chat(text: str, *more: str, **columns: Any) -> dict[str, Any]:
 def test_chats_go_through_the_template(tokenizer: Any, tmp_path: Path) -> None:
     share_gpt = {"conversations": [{"from": "human", "value": "hey"}, {"from": "gpt", "value": "answer"}]}
     task = read(tmp_path / "a.jsonl", [chat("hello"), chat("a", "answer"), {"prompt_token_ids": [5, 6]}, share_gpt])
-    decoded = [tokenizer.decode(ids) for ids in task.prompts]
-    assert decoded[1:] == ["<user>a<a>", "<user>hey<a>", "<user>hello<a>"] and task.prompts[0] == [5, 6]
+    ((_, prompts),) = task.batches(9)
+    decoded = [tokenizer.decode(ids) for ids in prompts]
+    assert decoded[1:] == ["<user>a<a>", "<user>hey<a>", "<user>hello<a>"] and prompts[0] == [5, 6]
 
 
 def test_categories_take_turns(tokenizer: Any, tmp_path: Path) -> None:
     records = [chat("x" * n, category=name) for name, n in (("qa", 1), ("qa", 2), ("qa", 3), ("rag", 9), ("rag", 99))]
     task = read(tmp_path / "a.jsonl", records, most=3)
-    assert [tokenizer.decode(ids).count("x") for ids in task.prompts] == [1, 2, 9] and task.left_out == 1
+    lengths = {name: [tokenizer.decode(ids).count("x") for ids in prompts] for name, prompts in task.prompts.items()}
+    assert lengths == {"qa": [1, 2], "rag": [9]} and task.left_out == 1
+    assert [(name, len(batch)) for name, batch in task.batches(1)] == [("qa", 1), ("qa", 1), ("rag", 1)]
     with pytest.raises(BenchError, match="none of 1 prompts has up to 40 tokens; give more --prompt-tokens"):
         read(tmp_path / "a.jsonl", records[-1:])

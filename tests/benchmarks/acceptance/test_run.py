@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.acceptance import run as acceptance
 from vllm_ppd.benchmarks.acceptance.options import AcceptanceOptions
-from vllm_ppd.benchmarks.acceptance.run import costs, fixed, headline, report, run
+from vllm_ppd.benchmarks.acceptance.run import by_category, by_position, costs, fixed, headline, report, run
 from vllm_ppd.benchmarks.harness.contenders import BASE, Contender
 from vllm_ppd.benchmarks.harness.results import stored
 from vllm_ppd.benchmarks.harness.session import Stopped
@@ -48,7 +48,10 @@ class Engine:
         if self.name == "ngram" and prompts[0][0] == 3:
             ids[0] = [*ids[0][:-1], 0]
         many = 0 if self.name == BASE else 4 * len(prompts)
-        return {"drafts": many, "draft_tokens": 2 * many, "accepted_tokens": many, "token_ids": ids, "steps": 5}
+        return {
+            "drafts": many, "draft_tokens": 2 * many, "accepted_tokens": many, "accepted_lengths": [0, many],
+            "token_ids": ids, "steps": 5,
+        }  # fmt: skip
 
     def close(self) -> None:
         pass
@@ -83,9 +86,21 @@ def test_tables_tell_what_is_accepted_and_equal(options: Callable[..., Acceptanc
     assert header[1:] == ["accepted, greedy", "accepted, T 0.8", "cost, passes"]
     assert rows == [["ngram", "1.00 (1.00 to 1.00)", "1.00 (1.00 to 1.00)", "0.00"]]
     assert greedy[1][-1] == "-" and greedy[2][-1] == "0.000"
+    assert by_position(runs[0])["ngram"] == {1: (1.0, 1.0, 1.0)}
     for measured in [*runs[-1].earlier, runs[-1].run]:
         measured["turns"] = [turn for turn in measured["turns"] if turn["contender"] != "ngram"]
     assert cells_of(headline(runs))[1] == ["ngram", "1.00 (1.00 to 1.00)", "-", "0.00"]
+
+
+def test_categories_are_decoded_apart(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
+    data = tmp_path / "ids.jsonl"
+    records = [{"prompt_token_ids": [n] * n, "category": "odd" if n % 2 else "even"} for n in range(1, 6)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = run(options(temperatures=(0.0,)))
+    (measured,) = stored(Path(options().out))
+    assert [turn["category"] for turn in measured.run["turns"]] == ["even", "odd", "odd"] * 2
+    assert cells_of(by_category(measured)) == [["accepted a step", "even", "odd"], ["ngram", "1.00", "1.00"]]
+    assert by_category(measured) in text
 
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:

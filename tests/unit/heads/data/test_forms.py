@@ -75,7 +75,8 @@ def of_decode(path: str, tokenizer: Any) -> list[list[int]]:
 
 
 def of_acceptance(path: str, tokenizer: Any) -> list[list[int]]:
-    return task_of(AcceptanceOptions(model="any", data=(path,))).prompts
+    task = task_of(AcceptanceOptions(model="any", data=(path,)))
+    return [ids for prompts in task.prompts.values() for ids in prompts]
 
 
 def of_serve(path: str, tokenizer: Any) -> list[list[int]]:

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what the results page shows, part by part, on a machine without a GPU, and check it.
+
+    python -m vllm_ppd.benchmarks.evidence --data FOLDER            # all parts; make evidence DATA=FOLDER does the same
+    python -m vllm_ppd.benchmarks.evidence --data FOLDER --only group decode
+
+FOLDER has spec_bench.jsonl: questions of Spec-Bench, one a line, as chats with a `category`. A part is measured in
+build/evidence, where a stopped one goes on, and becomes a result once it is whole and without a fault; parts whose
+results are of today's code are skipped. Minutes are those of two cores of an AMD EPYC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from ctypes.util import find_library
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_ppd.benchmarks.decode.table import rows_of
+from vllm_ppd.benchmarks.harness.results import stored
+from vllm_ppd.benchmarks.results import outdated
+from vllm_ppd.benchmarks.results.claims import THEOREM_SHARE
+from vllm_ppd.heads.kinds import KINDS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, WORK = ROOT / "benchmarks" / "results", Path("build/evidence")
+PPD = ["-m", "vllm_ppd.vllm_plugins.cli.main", "bench"]
+TARGET, INFLATED, DEMO = "build/smollm/model", "build/inflated", "benchmarks/demo/model"
+DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive": False}
+DRIVER = "a GPU, or a driver that counts (benchmarks/gpu/README.md)"
+GROUP_SPEED_UP = 1.5  # at three candidates, over the same stages
+
+
+class Part(NamedTuple):
+    """A file of results, and the commands that write it."""
+
+    minutes: int
+    commands: list[list[str]]  # words after `python`; each adds to the file
+    check: Callable[[Path], Iterator[str]] = lambda path: iter(())  # further faults of the file
+    gpu: bool = False  # counts calls of a GPU's driver
+
+    @property
+    def lacks(self) -> list[str]:
+        """What is not on this machine: files, or a driver."""
+        words = (word.partition("=")[2] or word for command in self.commands for word in command)
+        paths = {word for word in words if re.fullmatch(r"\S+/\S+", word) and "{" not in word}
+        missing = sorted(path for path in paths - {str(WORK / "soak")} if not Path(path).exists())
+        return missing + [DRIVER] * (self.gpu and not find_library("cuda"))
+
+
+def parts(data: str) -> dict[str, Part]:
+    """All parts, by the names of their results; the quick ones first."""
+    smollm = ["--model", TARGET, "--data", f"spec-bench={data}/spec_bench.jsonl", "--top-p", "0.95"]
+    plain = ["--model", TARGET, "--data", f"{data}/spec_bench.jsonl", "--dtype", "bfloat16", "--kv-cache-gib", "0.5"]
+    peers = [f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa")]
+    all_heads = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists())]
+    decode = [*PPD, "decode", *plain, "--prompt-tokens", "256", "--rounds", "4"]
+    methods = [*decode, *all_heads, "--plain", "ngram", *peers, "--batch-sizes", "1,4,16", "--new-tokens", "96"]
+    early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
+    paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
+    paradecode |= {f", gamma {gamma}": early | {"gamma": gamma} for gamma in (0.4, 0.8)}
+    also = [f"paradecode{name}={json.dumps(config)}" for name, config in paradecode.items()]
+    ranks = [f"build/smollm/heads/{name}" for name in ("none-r1", "none-r3", "chain-r1", "chain-r3")]
+    group = ["--model", f"{INFLATED}/model", "--heads", f"{INFLATED}/heads/early", "--group", "1,2,3,4,5",
+             "--data", "build/corpus/validation.jsonl", "--dtype", "float32", "--kv-cache-gib", "0.25"]  # fmt: skip
+    steps = ["--contender", "vLLM=null"]
+    for name, options in {"cp": {}, "early": {"exit_layer": 1}, "dynamo": {"num_speculative_tokens": 2}}.items():
+        config = {"model": f"benchmarks/demo/heads/{name}"} | DRAFTS | options
+        steps += ["--contender", f"{name}={json.dumps(config)}"]
+    return {
+        "paradecode": Part(20, [[*decode, "--plain", "none", "--also", *also, "--eager", "--new-tokens", "64",
+                                 "--batch-sizes", "1"]]),
+        "group": Part(30, [[*PPD, "decode", *group, "--rounds", "6", "--new-tokens", "96", "--batch-sizes", "1"]],
+                      groups_are_as_fast_as_promised),
+        "cp_conditions": Part(30, [[*PPD, "acceptance", *smollm, "--prompts", "52", "--plain", "none",
+                                    "--batch-sizes", "4", "--heads", *ranks]], greedy_text_is_vllms),
+        "serve": Part(45, [[*PPD, "serve", *plain, "--plain", "none", "--heads", heads("cp"), "--requests", "16",
+                            "--rounds", "2", "--new-tokens", "64", "--rates", "0.5,1", "--concurrencies", "1,4"]]),
+        "smollm_decode": Part(60, [[*methods, "--temperatures", "0,0.8"],
+                                   [*methods, "--temperatures", "0.6", "--top-p", "0.9"]]),
+        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "ngram", *all_heads, *peers]],
+                           greedy_text_is_vllms),
+        "gpu_steps": Part(10, [["-m", "vllm_ppd.benchmarks.gpu.steps", "--model", DEMO, "--engine",
+                                '{"kv_cache_memory_bytes": 1073741824}', *steps]], gpu=True),
+        "soak": Part(40, [["-m", "vllm_ppd.benchmarks.soak.run", "--requests", "3000", "--folder", str(WORK / "soak")]],
+                     servers_have_no_fault),
+    }  # fmt: skip
+
+
+def heads(kind: str) -> str:
+    """The folder of the heads of SmolLM2 of a kind, or of a peer: in this repository, or in build/."""
+    kept = f"benchmarks/smollm/heads/{kind}"
+    return kept if Path(kept).exists() else f"build/smollm/heads/{kind}"
+
+
+def faults(path: Path, part: Part) -> list[str]:
+    """What keeps a file from being a result of today's code."""
+    if not path.exists():
+        return ["is not there"]
+    if outdated.older_than_code(path):
+        return ["is of older code"]
+    data = json.loads(path.read_text())
+    runs = stored(path) if "runs" in data else []
+    failures = [f"left out {name}: {reason}" for measured in runs for name, reason in measured.run["failures"].items()]
+    failures += ["was stopped" for measured in runs if not measured.run["finished"]]
+    return failures or list(part.check(path))
+
+
+def greedy_text_is_vllms(path: Path) -> Iterator[str]:
+    for measured in stored(path):
+        for name in measured.contenders:
+            turns = [turn for run in measured.runs_of(name) for turn in run["turns"] if turn["contender"] == name]
+            different = sum(len(turn.get("differ", ())) for turn in turns)
+            if different:
+                yield f"{name}: {different} greedy texts are not vLLM's"
+
+
+def groups_are_as_fast_as_promised(path: Path) -> Iterator[str]:
+    for row in (row for measured in stored(path) for row in rows_of(measured)):
+        speed_up = row["speed_up"][0]
+        if row["contender"] == "group, k = 3" and speed_up < GROUP_SPEED_UP:
+            yield f"{row['contender']} is {speed_up:.2f} times as fast as its stages, not {GROUP_SPEED_UP}"
+        if row["predicted"] and speed_up < THEOREM_SHARE * row["predicted"]:
+            yield f"{row['contender']}: {speed_up / row['predicted']:.2f} of the theorem, not {THEOREM_SHARE}"
+
+
+def servers_have_no_fault(path: Path) -> Iterator[str]:
+    yield from (f"{name}: {line}" for name, lines in json.loads(path.read_text())["faults"].items() for line in lines)
+
+
+def main() -> int:
+    names = list(parts("."))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="build/data", metavar="FOLDER", help="default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    parser.add_argument("--list", action="store_true", help="say what each part would do, and measure nothing")
+    args = parser.parse_args()
+    bad = 0
+    for name, part in parts(args.data).items():
+        if name not in args.only:
+            continue
+        kept, out = RESULTS / f"{name}.json", WORK / f"{name}.json"
+        lacking = faults(kept, part)
+        if not lacking:
+            print(f"{name}: measured with today's code")
+            continue
+        print(
+            f"{name}: about {part.minutes} minutes, from {time.strftime('%H:%M')}: what is kept {lacking[0]}",
+            flush=True,
+        )
+        if part.lacks:
+            print(f"{name}: needs {', '.join(part.lacks)}")
+            bad += 1
+            continue
+        if args.list:
+            continue
+        out.parent.mkdir(parents=True, exist_ok=True)
+        codes = [subprocess.run([sys.executable, *words, "--out", str(out)], check=False).returncode
+                 for words in part.commands]  # fmt: skip
+        if 130 in codes:
+            print("stopped; the same command goes on")
+            return 130
+        lacking = [f"a command ended with code {code}" for code in codes if code] + faults(out, part)
+        if lacking:
+            bad += 1
+            print(*(f"{name}: {fault}" for fault in lacking), sep="\n")
+        else:
+            shutil.copyfile(out, kept)
+    if not args.list:
+        print("now: python -m vllm_ppd.benchmarks.results.page")
+    return min(bad, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
