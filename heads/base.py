@@ -112,6 +112,7 @@ class HeadsConfig(BaseModel, ABC):
     parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores of them
     tensor_names: ClassVar[str]  # a regular expression: names by which the weights are told from those of other models
     counts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that hold counts or n-grams
+    files_beside: ClassVar[tuple[str, ...]] = ()  # safetensors files of further tensors, where there are any
 
     verifier: str = Field(
         validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
@@ -185,6 +186,25 @@ class HeadsConfig(BaseModel, ABC):
     def counts_tensor(self) -> str | None:
         """The tensor of how often tokens occur, which a draft vocabulary is made of (None: they do not know)."""
         return None
+
+    @property
+    def names_target(self) -> bool:
+        """Whether they say all of their target; heads of other projects may leave it to whoever serves them."""
+        return True
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Types that their floating-point tensors may be of."""
+        return (self.dtype,)
+
+    @classmethod
+    def is_named_in(cls, data: dict[str, Any]) -> bool:
+        """Whether a config.json is of heads of this kind."""
+        return data.get("speculators_model_type") == cls.kind
+
+    def stored_names(self, tensor: str) -> Iterator[str]:
+        """Names that a tensor of `shapes` may have in the file; the first that is there is read."""
+        yield tensor
 
     @classmethod
     def is_count(cls, tensor: str) -> bool:

@@ -17,33 +17,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from typing_extensions import TypeVar
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.files import (
-    check_is_folder,
-    check_is_regular,
-    first_problem,
-    named,
-    read_json_object,
-    write_tensors,
-    write_text,
-)  # fmt: skip
-from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned, remote_tensors
-from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.files import check_is_folder, first_problem, named, read_json_object, write_tensors, write_text
+from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
+from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.measured import Parts
-from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
+from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.raw_tensors import raw_tensors
+from vllm_ppd.heads.weight_files import (
+    WEIGHTS_NAME,
+    Stored,
+    damage_in_a_line,
+    remote_tensors,
+    stored_tensors,
+    with_weights,
+)
 
 if TYPE_CHECKING:
     import torch
 
 Config = TypeVar("Config", bound=HeadsConfig, default=HeadsConfig)
-CONFIG_NAME, WEIGHTS_NAME, CALIBRATION_NAME = "config.json", "model.safetensors", "calibration.json"
+CONFIG_NAME, CALIBRATION_NAME = "config.json", "calibration.json"
 LONGEST_CONFIG, LONGEST_CALIBRATION = 1 << 20, 16 << 20  # bytes
-PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "I32": "int32", "I64": "int64"}
 
 
@@ -51,10 +50,9 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
     """The kind of heads that a folder's config names, or None if it names none of ours."""
     try:
         config = Path(folder_of(path, CONFIG_NAME)) / CONFIG_NAME
-        kind = read_json_object(config, LONGEST_CONFIG).get("speculators_model_type")
+        return kind_in(read_json_object(config, LONGEST_CONFIG))
     except HeadsError:
         return None
-    return kind if isinstance(kind, str) and kind in KINDS else None
 
 
 def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = None) -> Config:
@@ -72,10 +70,11 @@ def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = No
     check_is_folder(folder)
     path = Path(folder) / CONFIG_NAME
     data = read_json_object(path, LONGEST_CONFIG)
-    kind = data.get("speculators_model_type")
+    kind = kind_in(data)
     kinds = [name for name, config in KINDS.items() if issubclass(config, wanted or HeadsConfig)]
     if kind not in kinds:
         expected = ", ".join(map(repr, kinds))
+        kind = kind or data.get("speculators_model_type")
         raise HeadsError(f"{named(path)} holds heads of kind {quoted(kind)}; expected kind {expected}")
     try:
         return cast(Config, KINDS[kind].model_validate(data))
@@ -91,7 +90,7 @@ def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
     """
     name = pinned(folder, CONFIG_NAME)
     config = load_config(name)
-    _check_weights(config, folder_of(name, CONFIG_NAME, WEIGHTS_NAME))
+    _check_weights(config, with_weights(name, CONFIG_NAME, config.files_beside))
     return config
 
 
@@ -114,7 +113,7 @@ def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConf
     if hub_name(name) is None or cached(name, WEIGHTS_NAME) is not None:
         return folder, check_folder(folder), True
     config = load_config(folder)
-    _check_header(config, remote_tensors(name, WEIGHTS_NAME), Path(folder) / WEIGHTS_NAME)
+    _check_header(config, remote_tensors(name, folder, config.files_beside), Path(folder) / WEIGHTS_NAME)
     return folder, config, False
 
 
@@ -129,20 +128,18 @@ def load_tensors(
     """
     name = pinned(folder, CONFIG_NAME)
     config = load_config(name, wanted)
-    folder = folder_of(name, CONFIG_NAME, WEIGHTS_NAME)
-    _check_weights(config, folder)
-    with safe_open(Path(folder) / WEIGHTS_NAME, framework="pt") as file:
-        return config, {tensor: file.get_tensor(tensor) for tensor in config.shapes()}
+    tensors: dict[str, torch.Tensor] = {}
+    for path, names in _check_weights(config, with_weights(name, CONFIG_NAME, config.files_beside)).items():
+        with safe_open(path, framework="pt") as file:
+            tensors |= {tensor: file.get_tensor(stored) for stored, tensor in names.items()}
+    return config, tensors
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
     """Names of the tensors of a folder's weights; none where they cannot be read."""
-    path = Path(folder) / WEIGHTS_NAME
     try:
-        check_is_regular(path)
-        with safe_open(path, framework="np") as file:
-            return list(file.keys())
-    except (HeadsError, SafetensorError, OSError):
+        return list(stored_tensors(folder))
+    except HeadsError:
         return []
 
 
@@ -161,7 +158,12 @@ def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dic
         for name, tensor in tensors.items()
     }
     write_tensors(folder / WEIGHTS_NAME, stored, {"format": "pt"})
-    write_text(folder / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n")
+    save_config(folder, config)
+
+
+def save_config(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
+    """Write the configuration of heads whose weights are there."""
+    write_text(Path(folder) / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n")
 
 
 def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
@@ -205,50 +207,54 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return result
 
 
-def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> None:
-    """Check every number of the tensors that the configuration names; see load_tensors."""
-    path = Path(folder) / WEIGHTS_NAME
-    try:
-        check_is_regular(path)
-        with safe_open(path, framework="np") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            _check_header(
-                config, {name: (tensor.get_shape(), tensor.get_dtype()) for name, tensor in slices.items()}, path
-            )
-        tensors = raw_tensors(path, config.shapes())
-    except MissingFile:
-        pickles = sorted(name for name in os.listdir(path.parent) if Path(name).suffix in PICKLE_SUFFIXES)
-        if not pickles:
-            raise
-        pickle = f"heads folder {quoted(str(path.parent))} holds {quoted(pickles[0])}, a pickle, which is never loaded"
-        raise HeadsError(f"{pickle}; save the heads as {WEIGHTS_NAME}") from None
-    except (SafetensorError, OSError) as error:
-        problem = f"is truncated or not safetensors ({shortened(str(error), LONGEST_VALUE)})"
-        raise HeadsError(f"{named(path)} {problem}; copy or write the heads again") from None
-    counts = {name: tensor.bits for name, tensor in tensors.items() if config.is_count(name)}
-    for name, tensor in tensors.items():
-        if name not in counts and not tensor.is_finite:
-            problem = f"tensor {quoted(name)} has numbers that are not finite"
-            raise HeadsError(f"{named(path)}: {problem}; train or copy the heads again")
+def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[Path, dict[str, str]]:
+    """Check every number of the tensors that the configuration names; see load_tensors.
+
+    Returns:
+        The tensors of each file: the configuration's name of each by its name there.
+    """
+    whole = Path(folder) / WEIGHTS_NAME
+    places = _check_header(config, stored_tensors(folder, config.files_beside), whole)
+    counts = {}
+    for path, names in places.items():
+        with damage_in_a_line(path):
+            tensors = raw_tensors(path, names)
+        for stored, tensor in tensors.items():
+            if config.is_count(names[stored]):
+                counts[names[stored]] = tensor.bits
+            elif not tensor.is_finite:
+                problem = f"tensor {quoted(stored)} has numbers that are not finite"
+                raise HeadsError(f"{named(path)}: {problem}; train or copy the heads again")
     try:
         for name, numbers in counts.items():
             if numbers.size and int(numbers.min()) < 0:
                 raise ValueError(f"counts in tensor {quoted(name)} are negative")
         config.check_counts(counts)
     except ValueError as error:
-        raise HeadsError(f"{named(path)}: {error}; write the heads again") from None
+        raise HeadsError(f"{named(whole)}: {error}; write the heads again") from None
+    return places
 
 
-def _check_header(config: HeadsConfig, header: dict[str, tuple[list[int], str]], path: Path) -> None:
-    """Refuse tensors, as (shape, safetensors' dtype) by name, that are not those of the configuration."""
+def _check_header(config: HeadsConfig, tensors: dict[str, Stored], whole: Path) -> dict[Path, dict[str, str]]:
+    """Refuse tensors, by their names in the files, that are not those of the configuration; returns as _check_weights.
+
+    Args:
+        config: of the heads.
+        tensors: as the headers have them.
+        whole: the file that is named where a tensor is missing.
+    """
+    places: dict[Path, dict[str, str]] = {}
     for name, expected in config.shapes().items():
-        if name not in header:
-            raise HeadsError(f"{named(path)} has no tensor {quoted(name)}; write the heads again")
-        shape, dtype = header[name]
+        stored = next((stored for stored in config.stored_names(name) if stored in tensors), None)
+        if stored is None:
+            raise HeadsError(f"{named(whole)} has no tensor {quoted(name)}; write the heads again")
+        path, shape, dtype = tensors[stored]
         if list(shape) != expected:
-            raise HeadsError(f"{named(path)}: tensor {quoted(name)} has shape {list(shape)}, expected {expected}")
-        wanted = ("int32", "int64") if config.is_count(name) else (config.dtype,)
-        stored = DTYPES.get(dtype, dtype.lower())
-        if stored not in wanted:
-            problem = f"tensor {quoted(name)} is of {stored}, expected {' or '.join(wanted)}"
+            raise HeadsError(f"{named(path)}: tensor {quoted(stored)} has shape {list(shape)}, expected {expected}")
+        wanted = ("int32", "int64") if config.is_count(name) else config.dtypes
+        dtype = DTYPES.get(dtype, dtype.lower())
+        if dtype not in wanted:
+            problem = f"tensor {quoted(stored)} is of {dtype}, expected {' or '.join(wanted)}"
             raise HeadsError(f"{named(path)}: {problem}; write the heads again")
+        places.setdefault(path, {})[stored] = name
+    return places

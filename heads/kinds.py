@@ -14,8 +14,14 @@ from vllm_ppd.heads.base import KINDS
 from vllm_ppd.heads.cp import config as cp
 from vllm_ppd.heads.dynamo import config as dynamo
 from vllm_ppd.heads.early import config as early
+from vllm_ppd.heads.recurrent import config as recurrent
 
-__all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "recipe_of"]
+__all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "kind_in", "recipe_of", "recurrent"]
+
+
+def kind_in(data: dict[str, Any]) -> str | None:
+    """The kind of heads that a config.json is of; None if it is of none of ours."""
+    return next((kind for kind, config in KINDS.items() if config.is_named_in(data)), None)
 
 
 def recipe_of(kind: str) -> Any:

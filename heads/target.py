@@ -41,7 +41,7 @@ def find_target(name: str, folder: str | os.PathLike[str]) -> str:
     Returns:
         The name itself where it leads to a model from here, or nowhere (it may be a name on the Hub); else a path.
     """
-    path = _from(folder, name)
+    path = _from(folder, name) if name else None
     return name if path is None or (_is_model(name) and os.path.samefile(name, path)) else path
 
 
@@ -57,7 +57,7 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     """Refuse a target that is not on this disk and cannot be a name on the Hub (offline: is not in its cache).
 
     Args:
-        target: as find_target returned it.
+        target: as find_target returned it; empty where the heads do not name it.
         folder: the heads folder.
         instead: how to name another.
 
@@ -68,6 +68,8 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
+    if not target:
+        raise HeadsError(f"the heads in {quoted(os.fspath(folder))} do not say which model is their target; {instead}")
     if _is_model(target):
         return
     try:
@@ -176,7 +178,7 @@ def check_target(
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_hidden_layers}
     differences = [
         f"{field} is {trained_for} there and {value} in this model"
-        for field, value in sizes.items() if (trained_for := getattr(config.target, field)) != value
+        for field, value in sizes.items() if (trained_for := getattr(config.target, field)) not in (0, value)
     ]  # fmt: skip
     difference = differences[0] if differences else config.fingerprint.difference(fingerprint)
     if difference:
@@ -195,6 +197,8 @@ def check_on_disk(
     Raises:
         HeadsError: on the first difference.
     """
+    if not target:
+        return False
     sizes = _written_sizes(target)
     text = _text_config(target, trust_remote_code) if sizes is None else None
     if text is not None:

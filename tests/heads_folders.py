@@ -19,12 +19,13 @@ from vllm_ppd.heads.cp.module import CPHead, draft_in_sequence
 from vllm_ppd.heads.dynamo.config import DynaMoConfig
 from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import save_heads
+from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.target import decoder_layer, fingerprint
 from vllm_ppd.kernels.cp_mixture import chain_log_likelihood, draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 
-KINDS = ("early", "cp", "dynamo")
+KINDS = ("early", "cp", "dynamo", "recurrent")
 
 
 def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> HeadsConfig:
@@ -40,6 +41,10 @@ def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **cha
         return EarlyConfig(**shared | {"exit_layers": [2, 4], "default_exit_layers": [4]} | changes)
     if kind == "cp":
         return CPConfig(**shared | {"positions": 3, "rank": 2, "token_counts": True} | changes)
+    if kind == "recurrent":
+        sizes_of_heads = {"vocab_size": layers["vocab_size"], "emb_dim": layers["hidden_size"], "inner_dim": 16}
+        target = {"target": shared["target"].model_dump()}
+        return RecurrentConfig(**shared | target | sizes_of_heads | {"n_predict": 2, "token_counts": True} | changes)
     layers_of_heads = {
         "tokens": 3,
         "layer_tensors": decoder_layer(AutoConfig.from_pretrained(model)),
@@ -83,7 +88,7 @@ def write_calibration(folder: Path, kind: str) -> None:
         by_layer = {"N": {"2": counts, "4": counts}, "Y": {"2": counts, "4": counts}}
         match = {"1": {"N": [0.1, 0.2], "Y": [0.3, 0.4]}}
         parts["matches"] = {"layers": [2, 4], "match": match, "acceptance": dict.fromkeys(texts, by_layer)}
-    elif kind == "cp":
+    elif kind in ("cp", "recurrent"):
         parts["acceptance"] = {name: {"by_drafts": counts} for name in texts}
     else:
         parts["acceptance"] = {name: {"rows": rows} for name in texts}

@@ -49,10 +49,10 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
     if kind == "dynamo":
         given.setdefault("distillation", 0.0)  # a random model's own distribution is nearly flat
     recipe = recipe_of(kind)(KINDS[kind].options(**given), target)
-    if kind == "cp" and recipe.options.factorised:
+    if kind in ("cp", "recurrent") and recipe.options.factorised:
         recipe.start_from(iter([windows(sequences)]))
     groups = [{"params": group["params"], "lr": group["peak"]} for group in recipe.groups(3e-3)]
-    optimiser = torch.optim.AdamW(groups if kind == "cp" else groups[:1])
+    optimiser = torch.optim.AdamW(groups if kind in ("cp", "recurrent") else groups[:1])
     parts = [windows(sequences[first::4]) for first in range(4)]
     states = {id(part): recipe.states(part) for part in parts}  # of a frozen target
     recipe.states = lambda batch: states[id(batch)]  # type: ignore[method-assign]
@@ -61,7 +61,7 @@ def fit(model: Path, kind: str, sequences: list[list[int]], out: Path, steps: in
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    if kind == "cp":
+    if kind in ("cp", "recurrent"):
         flat = torch.tensor([token for tokens in sequences for token in tokens])
         recipe.token_counts = torch.bincount(flat, minlength=target.vocab_size).int()
     if kind == "dynamo" and recipe.options.mask_entries:

@@ -92,7 +92,7 @@ def command(*argv: str) -> None:
 
 def method_of(folder: str) -> str:
     """The method of a folder that is called after its kind."""
-    kind = re.search(r"/(early|cp|dynamo)\d*", folder)
+    kind = re.search(r"/(early|cp|dynamo|recurrent)\d*", folder)
     return kind.group(1) if kind else "cp"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_ppd.vllm_plugins.method_spec import MethodSpec
-from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group, lookup
+from vllm_ppd.vllm_plugins.methods import cp, dynamo, early, group, lookup, recurrent
 
 METHODS: dict[str, MethodSpec] = {
     "ppd": replace(early.METHOD, options=(*early.METHOD.options, "candidates"), group=group.GROUP),
@@ -14,6 +14,7 @@ METHODS: dict[str, MethodSpec] = {
     "cp": cp.METHOD,
     "dynamo": dynamo.METHOD,
     "lookup": lookup.METHOD,
+    "recurrent": recurrent.METHOD,
 }
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic_core import to_jsonable_python
 
@@ -17,20 +18,22 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.report import report
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.card import shown_target, write_card
+from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.files import expand
 from vllm_ppd.heads.errors import HeadsError, MissingFile
-from vllm_ppd.heads.files import check_is_folder, digest_of_value, read_json_object, write_text
+from vllm_ppd.heads.files import check_is_folder, digest_of_value, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.hub import hub_name
-from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensors, parts_of, save_heads
+from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensors, parts_of, save_config
 from vllm_ppd.heads.kinds import calibration_of
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.planning.recommend import drafts_by_batch_size, recommend
 from vllm_ppd.heads.progress import say
 from vllm_ppd.heads.quote import place, quoted
-from vllm_ppd.heads.target import check_on_disk, check_reachable, check_target, find_target, fingerprint
+from vllm_ppd.heads.target import check_on_disk, check_reachable, check_target, find_target, fingerprint, stored_name
 from vllm_ppd.heads.training.parallel import device_of
 from vllm_ppd.heads.training.provenance import provenance, provenance_of, trained_on
 from vllm_ppd.heads.training.target import Target
+from vllm_ppd.heads.weight_files import COUNTS_NAME, file_names
 
 
 def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.Tensor], str]:
@@ -90,6 +93,8 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
 def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
     _warn_of_training_data(options)
     calibration = open_calibration(options)
+    if not calibration.config.names_target:
+        _complete(calibration)
     config, path = calibration.config, Path(options.heads) / CALIBRATION_NAME
     essence = options.model_dump(mode="json", exclude={"recommend", "device", "batch"})
     result = unfinished(path, {"options": essence, "heads_stamp": _stamp(options.heads), "parts": {}, "digests": {}})
@@ -114,16 +119,28 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
     )  # fmt: skip
     write_text(path, json.dumps(result, indent=1) + "\n")
     if options.recommend:
-        save_recommended(options.heads, config, calibration.tensors, chosen)
-        result["heads_stamp"] = _stamp(options.heads)
-        write_text(path, json.dumps(result, indent=1) + "\n")
+        save_recommended(options.heads, config, chosen)
     write_card(options.heads, config, report(result | {"target": shown_target(config)}))
     return result
 
 
+def _complete(calibration: Calibration) -> None:
+    """Write down what published heads do not say: their target, and how often tokens of the data occur."""
+    target, config, folder = calibration.target, calibration.config, Path(calibration.options.heads)
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    for ids in Documents(calibration.options.data, lambda: target.tokenizer, report=False).token_ids():
+        counts += torch.from_numpy(np.bincount(np.array(ids, np.int64), minlength=target.vocab_size))
+    write_tensors(folder / COUNTS_NAME, {"token_counts": counts}, {"format": "pt"})
+    known = target.description() | {"token_counts": True, "verifier": stored_name(target.name, folder)}
+    known["target"] = known["target"].model_dump()
+    calibration.config = type(config).model_validate(config.model_dump() | known)
+    calibration.tensors["token_counts"] = counts
+    save_config(folder, calibration.config)
+
+
 def _stamp(folder: str) -> int:
     """What tells weights from those that an earlier run measured."""
-    return os.stat(Path(folder) / "model.safetensors").st_mtime_ns
+    return max(os.stat(Path(folder) / name).st_mtime_ns for name in file_names(folder))
 
 
 def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
@@ -168,9 +185,7 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
         )
 
 
-def save_recommended(
-    folder: str, config: HeadsConfig, tensors: dict[str, torch.Tensor], chosen: dict[str, Any]
-) -> None:
+def save_recommended(folder: str, config: HeadsConfig, chosen: dict[str, Any]) -> None:
     """Write what was recommended into the heads' configuration."""
     fields = {name: value for name, value in chosen.items() if name in type(config).model_fields}
-    save_heads(folder, type(config).model_validate(config.model_dump() | fields), tensors)
+    save_config(folder, type(config).model_validate(config.model_dump() | fields))

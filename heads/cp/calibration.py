@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,12 +24,16 @@ from vllm_ppd.kernels.cp_mixture import chain_log_likelihood
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
 ALL = "all"  # the category of all prompts
+MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]  # of the configuration and the tensors
 
 
 class CPMeasures:
-    """A head on a target, which run in the arithmetic of the contexts that autocast() makes."""
+    """A head on a target, which run in the arithmetic of the contexts that autocast() makes.
 
-    def __init__(self, target: Target, head: CPHead, autocast: Any) -> None:
+    The head is a CPHead, or one of another kind that answers as a CPHead of rank 1 with a condition does.
+    """
+
+    def __init__(self, target: Target, head: Any, autocast: Any) -> None:
         self.target, self.head, self.autocast = target, head, autocast
 
     def _chunks(self, hidden: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
@@ -41,7 +46,7 @@ class CPMeasures:
         size = max(1, rows_a_chunk(target.unembedding) // (head.factors * head.rank))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            context = target.embed(tokens[rows, : head.positions - 1]) if head.lead else None
+            context = head.context(target, tokens[rows, : head.positions - 1])
             with self.autocast():
                 logits = head.logits(hidden[rows], target.unembedding, target.bias, context)
                 yield rows, logits, head.log_weights(hidden[rows], context)
@@ -139,9 +144,9 @@ def _chances(
     return torch.stack(chances, dim=1)
 
 
-def measures_of(calibration: Calibration) -> CPMeasures:
+def measures_of(calibration: Calibration, make: MakeHead = CPHead.from_tensors) -> CPMeasures:
     target = calibration.target
-    head = CPHead.from_tensors(calibration.config, calibration.tensors).to(target.device, target.dtype)
+    head = make(calibration.config, calibration.tensors).to(target.device, target.dtype)
     return CPMeasures(target, head, calibration.autocast)
 
 
@@ -149,9 +154,9 @@ def _stored(drafted: list[Drafted]) -> list[Counts]:
     return [Counts(**by.stored()) for by in drafted]
 
 
-def acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
+def acceptance(calibration: Calibration, make: MakeHead) -> dict[str, ByDrafts]:
     """Expected acceptance on greedy and sampled texts, of all prompts and of each category of them."""
-    measures, categories = measures_of(calibration), calibration.prompts.categories
+    measures, categories = measures_of(calibration, make), calibration.prompts.categories
     rows = {ALL: list(range(len(calibration.prompts.ids)))}
     for category in dict.fromkeys(filter(None, categories)):
         rows[category] = [row for row, other in enumerate(categories) if other == category]
@@ -166,21 +171,26 @@ def acceptance(calibration: Calibration) -> dict[str, ByDrafts]:
     return measured
 
 
-def vocabulary(calibration: Calibration) -> dict[int, ByDrafts]:
+def vocabulary(calibration: Calibration, make: MakeHead) -> dict[int, ByDrafts]:
     """Expected acceptance on sampled texts with shorter draft vocabularies."""
-    measures, texts, batch = measures_of(calibration), calibration.sampled, calibration.options.batch
+    measures, texts, batch = measures_of(calibration, make), calibration.sampled, calibration.options.batch
     return {
         len(ids): ByDrafts(by_drafts=_stored(measures.drafted(texts, batch, ids)), covers=share)
         for ids, share in calibration.vocabularies()
     }
 
 
-PARTS = {
-    "timing": Calibration.timing,
-    "likelihood": lambda calibration: measures_of(calibration).perplexities(calibration.windows),
-    "acceptance": acceptance,
-    "vocabulary": vocabulary,
-}
+def parts_measured(make: MakeHead) -> dict[str, Callable[[Calibration], Any]]:
+    """What is measured of heads that `make` builds, by the names of CPParts."""
+    return {
+        "timing": Calibration.timing,
+        "likelihood": lambda calibration: measures_of(calibration, make).perplexities(calibration.windows),
+        "acceptance": partial(acceptance, make=make),
+        "vocabulary": partial(vocabulary, make=make),
+    }
+
+
+PARTS = parts_measured(CPHead.from_tensors)
 
 
 def category_tables(acceptance: Mapping[str, ByDrafts]) -> Iterator[str]:

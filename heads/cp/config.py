@@ -196,14 +196,19 @@ class CPConfig(Experts, HeadsConfig):
         return Work(0, matrices, *((drafts * vocabulary, self.rank) if chain else (vocabulary, states)))
 
     def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
-        measured: list[tuple[int | None, ByDrafts]] = [(None, on_texts(parts.acceptance, greedy))]
-        measured += [] if greedy else list(parts.vocabulary.items())
-        for size, by in measured:
-            for n, counts in enumerate(by.by_drafts, start=1):
-                work = self.work(n, 1.0 if size is None else size / self.target.vocab_size)
-                options = {"num_speculative_tokens": n, "draft_vocab_size": size}
-                yield Setting(
-                    options, n, counts.drafted / max(counts.cycles, 1), counts.length,
-                    work.matrices * parts.timing.transform_in_layers, work.reads, work.rows,
-                    served={name: value for name, value in options.items() if value is not None},
-                )  # fmt: skip
+        return settings_by_drafts(self, parts, greedy)
+
+
+def settings_by_drafts(config: HeadsConfig, parts: CPParts, greedy: bool) -> Iterator[Setting]:
+    """Settings of heads of which the number of drafts and the draft vocabulary are chosen."""
+    measured: list[tuple[int | None, ByDrafts]] = [(None, on_texts(parts.acceptance, greedy))]
+    measured += [] if greedy else list(parts.vocabulary.items())
+    for size, by in measured:
+        for n, counts in enumerate(by.by_drafts, start=1):
+            work = config.work(n, 1.0 if size is None else size / config.target.vocab_size)
+            options = {"num_speculative_tokens": n, "draft_vocab_size": size}
+            yield Setting(
+                options, n, counts.drafted / max(counts.cycles, 1), counts.length,
+                work.matrices * parts.timing.transform_in_layers, work.reads, work.rows,
+                served={name: value for name, value in options.items() if value is not None},
+            )  # fmt: skip

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vllm_ppd.heads.cp.config import Condition, CPConfig
 from vllm_ppd.heads.cp.recurrence import Recurrence
-from vllm_ppd.heads.training.target import TargetStates
+from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.kernels.cp_mixture import at_least_float32, draft_chain, mixture, posterior
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
@@ -116,6 +116,10 @@ class CPHead(nn.Module):
     def read(self, states: TargetStates) -> torch.Tensor:
         """What the head reads of the target, [rows, (1 + layers) d]: the final states, and those after its layers."""
         return torch.cat([states.final, *(states.layers[layer] for layer in self.layers)], dim=-1)
+
+    def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor | None:
+        """What is read of tokens [rows, positions]: their embeddings by the target, where any is read."""
+        return target.embed(tokens) if self.lead else None
 
     def log_weights(
         self,

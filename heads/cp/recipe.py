@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.cp.config import CPConfig, CPOptions, Experts
+from vllm_ppd.heads.base import HeadsConfig
+from vllm_ppd.heads.cp.config import CPConfig, Experts
 from vllm_ppd.heads.cp.module import CPHead, mixtures
 from vllm_ppd.heads.cp.recurrence import Recurrence, normed
 from vllm_ppd.heads.draft_vocabulary import columns, first_guess, most_frequent
@@ -41,9 +42,9 @@ class CPRecipe(HeadsRecipe):
     first head would: the others pull on the states that all share.
     """
 
-    def __init__(self, options: CPOptions, target: Target) -> None:
+    def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
-        self.options = options
+        self.options = options  # CPOptions, or those of a kind that is trained as CP heads are
         if options.train_vocab_size > target.vocab_size:
             raise TrainingError(
                 f"--train-vocab-size {options.train_vocab_size} is over the model's {target.vocab_size} tokens"
@@ -52,17 +53,23 @@ class CPRecipe(HeadsRecipe):
             raise TrainingError(f"--layers {options.layers[-1]} is outside 1..{target.num_layers - 1}")
         if options.base_start == "random":
             target.forget(options.seed)
-        self.head = CPHead(
-            target.hidden_size, options.positions, options.rank, target.vocab_size, options.factorised,
-            seed=options.seed, condition=options.condition, inner_size=options.inner_size,
-            expert_rank=options.expert_rank, dropout=options.dropout, layers=options.layers,
-        ).to(target.device)  # fmt: skip
-        if not options.factorised:
-            self.head.init_classifiers(target.unembedding)
+        self.head = self.make_head().to(target.device)
         self.token_counts: torch.Tensor | None = None
         self.embedding_rate = 1.0
         # Not buffers: they are made again from the data whenever a run starts.
         self._vocabulary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    def make_head(self) -> Any:
+        """The head as it starts: a CPHead, or what answers as one."""
+        options, target = self.options, self.target
+        head = CPHead(
+            target.hidden_size, options.positions, options.rank, target.vocab_size, options.factorised,
+            seed=options.seed, condition=options.condition, inner_size=options.inner_size,
+            expert_rank=options.expert_rank, dropout=options.dropout, layers=options.layers,
+        )  # fmt: skip
+        if not options.factorised:
+            head.init_classifiers(target.unembedding)
+        return head
 
     @property
     def reads(self) -> Reads:
@@ -99,7 +106,11 @@ class CPRecipe(HeadsRecipe):
             sizes = [block.float().square().mean().sqrt() for block in (states, embedded)]
             self.embedding_rate = float(sizes[0] / sizes[1].clamp(min=1e-6))
         if fresh and self.options.start == "ridge":
-            ridge_start(self.head, iter([first, *rows]))
+            self.solve(iter([first, *rows]))
+
+    def solve(self, rows: Iterator[Rows]) -> None:
+        """Set the first weights by a ridge regression."""
+        ridge_start(self.head, rows)
 
     def _windows(self, store: TokenStore, tokens: int) -> Iterator[Batch]:
         """Windows from all over the data, with so many tokens together."""
@@ -145,7 +156,7 @@ class CPRecipe(HeadsRecipe):
             rows = self.share_of(valid, options.position_share)
             hidden, tokens = head.read(states)[rows], tokens[rows]
         with torch.no_grad():
-            context = target.embed(tokens[:, :-1]) if head.lead else None
+            context = head.context(target, tokens[:, :-1])
             place, unembedding, bias = self._vocabulary or (None, target.unembedding, target.bias)
             asked, teacher = self._asked(states, rows, tokens, place)
         log_weights = head.log_weights(hidden, context)
@@ -231,13 +242,18 @@ class CPRecipe(HeadsRecipe):
         self.token_counts = store.token_counts(self.target.vocab_size)
         super().prepare_output(store, folder)
 
-    def config(self) -> CPConfig:
-        options, draft_vocab_size = self.options, self.options.train_vocab_size or None
+    def drafted_tokens(self) -> dict[str, Any]:
+        """The fields of a configuration about what is drafted from."""
+        draft_vocab_size = self.options.train_vocab_size or None
         if draft_vocab_size is None and self.token_counts is not None:
             draft_vocab_size = first_guess(self.token_counts)
+        return {"token_counts": self.token_counts is not None, "draft_vocab_size": draft_vocab_size}
+
+    def config(self) -> HeadsConfig:
+        options = self.options
         return CPConfig(
             **self.target.description(), **options.model_dump(include=set(Experts.model_fields)),
-            dtype=options.stored_dtype, token_counts=self.token_counts is not None, draft_vocab_size=draft_vocab_size,
+            dtype=options.stored_dtype, **self.drafted_tokens(),
         )  # fmt: skip
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -271,7 +287,7 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
     device = head.transforms.device
     for index, position in enumerate(range(head.lead, n)):
         blocks = [0, *([1] if tokens else []), *([position] if head.condition == "chain" and index else [])]
-        solved = _solve(gram, product[:, position * d : (position + 1) * d], blocks, d)
+        solved = least_squares(gram, product[:, position * d : (position + 1) * d], blocks, d)
         matrices = [block.T.to(device, head.transforms.dtype) for block in solved.split(d)]
         head.transforms[index] += matrices[0] - torch.eye(d, device=device)
         if head.token is not None:
@@ -289,12 +305,12 @@ def _recurrent_start(recurrence: Recurrence, rows: Iterable[Rows]) -> None:
         read = torch.cat([normed(before), normed(embedded[:, 0].float())], dim=1)
         gram += (read.T @ read).double().cpu()
         product += (read.T @ (after - before)).double().cpu()
-    solved = _solve(gram, product, [0, 1], d).split(d)
+    solved = least_squares(gram, product, [0, 1], d).split(d)
     for parameter, matrix in zip((recurrence.inner, recurrence.token), solved, strict=True):
         parameter[:d] = matrix.T.to(parameter)
 
 
-def _solve(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:
+def least_squares(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:
     """Coefficients [blocks * d, d] of the states on some blocks of what is read, each penalised by its own scale."""
     index = torch.cat([torch.arange(block * d, (block + 1) * d) for block in blocks])
     chosen = gram[index][:, index]

@@ -30,9 +30,10 @@ def run(options: InspectOptions) -> int:
     """Describe, then check as the server would; exit code 2 if it would refuse."""
     from vllm_ppd.heads.errors import HeadsError
     from vllm_ppd.heads.in_words import in_words, setting_in_words
-    from vllm_ppd.heads.io import CALIBRATION_NAME, WEIGHTS_NAME, described
+    from vllm_ppd.heads.io import CALIBRATION_NAME, described
     from vllm_ppd.heads.target import find_target
     from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
+    from vllm_ppd.heads.weight_files import file_names
 
     folder, config, whole = described(options.heads, PROVENANCE, CALIBRATION_NAME)
     target = options.target or find_target(config.verifier, folder)
@@ -44,8 +45,9 @@ def run(options: InspectOptions) -> int:
     lines |= {name: setting_in_words(name, value) for name, value in config.to_json().items() if name in shown}
     lines["num_speculative_tokens"] = config.num_speculative_tokens
     shapes = config.shapes().values()
+    size = sum(Path(folder, name).stat().st_size for name in file_names(folder)) if whole else 0
     lines["weights"] = f"{sum(map(math.prod, shapes)):,} numbers in {len(shapes)} tensors" + (
-        f", {(Path(folder) / WEIGHTS_NAME).stat().st_size / 1e6:.2f} MB" if whole else ", not fetched"
+        f", {size / 1e6:.2f} MB" if whole else ", not fetched"
     )
     lines |= _if_there("trained", _provenance, folder) | _if_there("calibrated", _calibration, folder)
     print_aligned(lines)

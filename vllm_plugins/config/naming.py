@@ -15,7 +15,7 @@ from vllm_ppd.heads.errors import HeadsError, MissingFile
 from vllm_ppd.heads.files import read_json_object
 from vllm_ppd.heads.hub import cached, folder_of, hub_name, pinned
 from vllm_ppd.heads.io import CONFIG_NAME, check_folder, kind_of, tensor_names
-from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.kinds import KINDS, kind_in
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.target import check_reachable, find_target
 from vllm_ppd.vllm_plugins import platform
@@ -150,8 +150,9 @@ def is_heads_folder(folder: str) -> bool:
             raise
         return False
     architectures, kind = data.get("architectures"), data.get("speculators_model_type")
-    if isinstance(architectures, list) and any(
-        name in ARCHITECTURES for name in architectures if isinstance(name, str)
+    if kind_in(data) is not None or (
+        isinstance(architectures, list)
+        and any(name in ARCHITECTURES for name in architectures if isinstance(name, str))
     ):
         return True
     if kind is None and data.get("speculators_config") is None:

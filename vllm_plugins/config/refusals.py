@@ -175,8 +175,9 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
         drafted, all_tokens = f"draft_vocab_size={options.draft_vocab_size}", heads.target.vocab_size
         yield (options.draft_vocab_size or 0) > all_tokens and (
             f"{drafted} is more than the model's vocabulary of {all_tokens}")
+        instead = "leave it out" if heads.names_target else "run `ppd calibrate` on them first"
         yield config.draft_vocab_size and heads.counts_tensor is None and (
-            f"{drafted} needs token counts, which the heads in {folder} lack; leave it out")
+            f"{drafted} needs token counts, which the heads in {folder} lack; {instead}")
         yield config.draft_vocab_size and not config.verify and (
             f"{drafted} limits what is drafted, and unverified drafts are the output; leave it out")
 

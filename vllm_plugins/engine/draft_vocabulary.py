@@ -19,29 +19,32 @@ if TYPE_CHECKING:
 
 
 class DraftVocabulary:
-    """size tokens and their rows of the LM head, whole on every rank.
+    """size tokens, and their rows of the target's LM head, whole on every rank.
 
     Args:
         counts: [vocabulary] how often each token occurs in the heads' training data.
         size: how many tokens.
         target: whose LM head is read.
+        reads_lm_head: false for heads that have LM heads of their own.
     """
 
-    def __init__(self, counts: torch.Tensor, size: int, target: Target) -> None:
+    def __init__(self, counts: torch.Tensor, size: int, target: Target, reads_lm_head: bool = True) -> None:
         self.token_ids = most_frequent(counts, size).to(target.device)
         self._ids = torch.cat([self.token_ids, self.token_ids.new_tensor([INVALID])])
         self.place_of = columns(self.token_ids, len(counts))
-        rows, self.bias = target.lm_head_rows(self.token_ids)
-        self.linear = target.linear(rows)
+        if reads_lm_head:
+            rows, self.bias = target.lm_head_rows(self.token_ids)
+            self.linear = target.linear(rows)
 
     @classmethod
     def of(
-        cls, config: DraftingConfig, heads: Any, tensors: dict[str, torch.Tensor], target: Target
-    ) -> DraftVocabulary | None:
+        cls, config: DraftingConfig, heads: Any, tensors: dict[str, torch.Tensor], target: Target,
+        reads_lm_head: bool = True,
+    ) -> DraftVocabulary | None:  # fmt: skip
         """The draft vocabulary that the options ask for, of the heads' own token counts; None for the whole one."""
         if config.draft_vocab_size is None:
             return None
-        return cls(tensors[str(heads.counts_tensor)], config.draft_vocab_size, target)
+        return cls(tensors[str(heads.counts_tensor)], config.draft_vocab_size, target, reads_lm_head)
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:
         """Token IDs of entries; INVALID ones stay."""

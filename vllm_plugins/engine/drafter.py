@@ -90,3 +90,41 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, step: DraftInputs) -> Drafts:
         """Draft up to K tokens a request. Called under inference mode; never synchronises with the device."""
+
+
+class ChainDrafter(Drafter):
+    """A drafter of chains of K drafts, of so many requests at once as memory allows."""
+
+    requests_at_once: int
+
+    def propose(self, step: DraftInputs) -> Drafts:
+        requests, size = len(step.newest_ids), self.requests_at_once
+        parts = [self._part(step, slice(start, start + size)) for start in range(0, requests, size)]
+        entries, q, confidence = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
+        assert entries is not None
+        return Drafts(self.ids(entries), probs=q, confidence=confidence)
+
+    def _part(
+        self, step: DraftInputs, part: slice
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of some requests: entries of the draft vocabulary, q(x) [requests, n, entries] and confidence, as asked for.
+
+        Entries and confidence are [requests, n].
+        """
+        entries, q = self.drawn(step, part)
+        confidence = None
+        if step.with_confidence:
+            assert q is not None
+            confidence = q.gather(-1, entries.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return entries, q if step.with_probs else None, confidence
+
+    @abstractmethod
+    def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts of some requests as entries of the draft vocabulary [requests, K], and what they were drawn from.
+
+        The latter, [requests, K, entries], where probabilities or confidence are asked for.
+        """
+
+    def ids(self, entries: torch.Tensor) -> torch.Tensor:
+        """Entries of the draft vocabulary as token IDs."""
+        return entries if self.vocabulary is None else self.vocabulary.ids(entries)

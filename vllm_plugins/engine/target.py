@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CompilationMode
+from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import SupportsMultiModal
 
 from vllm_ppd.model_patches.base import ModelCut
@@ -48,6 +49,13 @@ class Target:
     def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
         """y = W x for a matrix [out, in], packed for the platform's fastest product and whole on every rank."""
         return PackedLinear(weight, self.vllm_config, self.device)
+
+    def embedding(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Rows of a table [tokens, size] by token IDs; each rank holds a part of it."""
+        with set_current_vllm_config(self.vllm_config), self.device:
+            table = VocabParallelEmbedding(*weight.shape, params_dtype=self.dtype)
+        table.weight_loader(table.weight, weight)
+        return table
 
     def lm_head_rows(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """E* of some tokens [tokens, hidden] and their bias [tokens], on every rank.

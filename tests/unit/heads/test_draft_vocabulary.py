@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from heads_folders import blank_tensors
 
 from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.calibration.run import save_recommended
@@ -83,7 +82,7 @@ def test_recommendation_reaches_the_config(tmp_path: Path) -> None:
     )  # fmt: skip
     for size in (32, None):
         chosen = {"draft_vocab_size": size, "predicted_speedup": 2.0}
-        save_recommended(str(tmp_path), config, blank_tensors(config), chosen)
+        save_recommended(str(tmp_path), config, chosen)
         assert load_config(tmp_path).draft_vocab_size == size
 
 

@@ -37,6 +37,8 @@ OTHERWISE = {
     "speculative_tokens", "draft_vocab_size", "dtype", "name_or_path", "model_type", "num_hidden_layers", "fingerprint",
     "head", "exit_layers", "default_exit_layers", "positions", "rank", "factorised", "token_counts",
     "tokens", "layer_tensors", "cooccurrence_entries", "sampling",
+    "method", "n_predict", "emb_dim", "inner_dim", "input_hidden_dim", "proj_dim", "tie_weights", "tie_lstm_embs",
+    "scale_input", "n_candidates", "top_k_tokens_per_head",
 }  # fmt: skip
 
 

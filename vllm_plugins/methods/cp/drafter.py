@@ -26,7 +26,7 @@ from vllm_ppd.heads.io import load_tensors
 from vllm_ppd.kernels.cp_mixture import draft_chain
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, Drafts, joined
+from vllm_ppd.vllm_plugins.engine.drafter import ChainDrafter, DraftInputs
 
 if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
@@ -60,7 +60,7 @@ class _Recurrence:
         return of_experts(state, self.down, self.up)
 
 
-class CPDrafter(Drafter):
+class CPDrafter(ChainDrafter):
     """Drafts with a CP head over the target's last hidden state."""
 
     def load(self, config: DraftingConfig, target: Target) -> None:
@@ -94,31 +94,7 @@ class CPDrafter(Drafter):
         chain = heads.condition == "chain"
         self.previous = [target.linear(matrix) for matrix in tensors["cp.previous"][: drafts - 1]] if chain else []
 
-    def propose(self, step: DraftInputs) -> Drafts:
-        requests = len(step.newest_ids)
-        parts = [
-            self._draft(step, slice(start, start + self.requests_at_once))
-            for start in range(0, requests, self.requests_at_once)
-        ]
-        entries, q, confidence = parts[0] if len(parts) == 1 else map(joined, zip(*parts, strict=True))
-        assert entries is not None
-        return Drafts(self._ids(entries), probs=q, confidence=confidence)
-
-    def _draft(
-        self, step: DraftInputs, part: slice
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of some requests: entries of the draft vocabulary, q(x) [requests, n, entries] and confidence, as asked for.
-
-        Entries and confidence are [requests, n].
-        """
-        entries, q = self._drawn(step, part)
-        confidence = None
-        if step.with_confidence:
-            assert q is not None
-            confidence = q.gather(-1, entries.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-        return entries, q if step.with_probs else None, confidence
-
-    def _drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         hidden, first, vocabulary = step.hidden[part], step.newest_ids[part], self.vocabulary
         sampling = None if step.sampling is None else step.sampling.at(part)
         token_ids, with_probs = (
@@ -173,8 +149,4 @@ class CPDrafter(Drafter):
 
     def _embedded(self, drafts: torch.Tensor) -> torch.Tensor:
         """E of drafts [requests], entries of the draft vocabulary: [requests, hidden]."""
-        return self.target.embed(self._ids(drafts).clamp(min=0))
-
-    def _ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Entries of the draft vocabulary as token IDs."""
-        return tokens if self.vocabulary is None else self.vocabulary.ids(tokens)
+        return self.target.embed(self.ids(drafts).clamp(min=0))

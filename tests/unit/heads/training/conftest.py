@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "early": {},
     "cp": {"rank": 2, "positions": 3, "num_speculative_tokens": 2},
     "dynamo": {"tokens": 3, "mask_entries": 50},
+    "recurrent": {"num_speculative_tokens": 2},
 }
 
 

@@ -46,7 +46,9 @@ def losses(folder: Path, key: str) -> tuple[float, float]:
     return figures[0], figures[1]
 
 
-FIGURES = {"early": "exit 3/kl_nats", "cp": "distilled_nats", "dynamo": "head 2 distilled_nats"}
+FIGURES = {
+    "early": "exit 3/kl_nats", "cp": "distilled_nats", "dynamo": "head 2 distilled_nats", "recurrent": "distilled_nats",
+}  # fmt: skip
 
 
 # Qwen 3 has tied embeddings below.
@@ -85,6 +87,8 @@ def test_tied_embeddings(train: Train, tmp_path: Path, kind: str) -> None:
         ("cp", {"rank": 1, "condition": "none"}, "distilled_nats"),
         ("cp", {"condition": "chain", "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
         ("cp", {"start": "identity", "position_share": 0.5, "distillation": 0.0}, "joint_nats"),
+        ("recurrent", {"start": "random", "inner_size": 48, "tie_weights": False}, "distilled_nats"),
+        ("recurrent", {"scale_input": True, "distillation": 0.5, "train_vocab_size": 64}, "joint_nats"),
         ("dynamo", {"start": "random", "tokens": 2, "num_speculative_tokens": 1, "distillation": 0.0}, "head 2 nats"),
         ("early", {"accumulation": 2}, "exit 3/kl_nats"),
         ("early", {"position_share": 0.5}, "exit 3/kl_nats"),

@@ -24,7 +24,7 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 ROUNDED = {"rtol": 1e-2, "atol": 1e-2}  # bfloat16
 ALL = Reads(exits=(2, 4), stem=True, top_k=5)
 ROOM = 10**9
-SMALL: dict[str, dict[str, Any]] = {"early": {"exit_layers": (2, 4)}, "cp": {}, "dynamo": {}}
+SMALL: dict[str, dict[str, Any]] = {"early": {"exit_layers": (2, 4)}, "cp": {}, "dynamo": {}, "recurrent": {}}
 
 
 @pytest.fixture

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent heads: `config.json` as IBM and Snowflake publish it, training options, and what drafting costs.
+
+Ours has their keys and speculators'. Theirs lacks the latter, and of the target it says the sizes of states and of the
+vocabulary alone, until `ppd calibrate` adds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, ClassVar, Literal
+
+from pydantic import AliasPath, ConfigDict, Field, model_validator
+
+from vllm_ppd.heads.base import MOST_DRAFTS, Drafts, HeadsConfig, Shapes, TargetLayers
+from vllm_ppd.heads.cp.config import CPParts, settings_by_drafts
+from vllm_ppd.heads.measured import Parts, Setting, Work
+from vllm_ppd.heads.quote import quoted
+from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
+from vllm_ppd.heads.weight_files import COUNTS_NAME
+
+ARCHITECTURES = tuple(f"{name}SpeculatorPreTrainedModel" for name in ("MLP", "ArcticMLP", "ArcticLSTM"))
+GATES = ("forget", "input", "output", "cell")
+PREFIXES = ("", "speculator.")  # of the tensors' names
+DTYPES = ("float32", "bfloat16", "float16")
+
+Width = int | str | list[int]  # numbers; "4096" and [4096] stand for layers, of which there is one
+
+
+class PublishedTarget(TargetLayers):
+    """The target as far as published heads say it."""
+
+    model_type: str = "not recorded"
+    num_hidden_layers: int = Field(0, ge=0, le=4096)  # 0: not recorded
+
+
+class RecurrentOptions(FullOptions):
+    """`ppd train recurrent`: an MLP speculator in IBM's form, which starts as a linear prediction of states."""
+
+    kind: ClassVar[str] = "recurrent"
+    rank: ClassVar[int] = 1  # what CP's recipe asks of its heads
+    layers: ClassVar[tuple[int, ...]] = ()
+    factorised: ClassVar[bool] = True
+    balance: ClassVar[float] = 0.0
+    base_start: ClassVar[str] = "trained"
+
+    inner_size: int | None = Field(
+        None, ge=1, le=1 << 20, description="width of the state (twice the model's where not set)"
+    )
+    tie_weights: bool = Field(True, description="all heads share their weights, but for the first projection")
+    scale_input: bool = Field(False, description="normalise the target's state first, as some of IBM's heads do")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "muon", description="Muon for projections and AdamW for the others, or AdamW alone"
+    )
+    start: Literal["ridge", "random"] = Field(
+        "ridge", description="first weights: a ridge regression of the target's later states, or random ones (IBM)"
+    )
+    decay: float = Field(
+        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the draft before it"
+    )
+    train_vocab_size: int = Field(
+        0, ge=0, description="train over the most frequent tokens of the data, and draft from them (0: over all)"
+    )
+
+    @property
+    def positions(self) -> int:
+        return self.num_speculative_tokens + 1
+
+
+class RecurrentConfig(HeadsConfig):
+    """n heads, each with a state from the state and the token before it."""
+
+    model_config = ConfigDict(extra="allow")  # keys of theirs that nothing here reads stay as they are
+    kind: ClassVar[str] = "recurrent"
+    architecture: ClassVar[str] = ARCHITECTURES[0]
+    method: ClassVar[str] = "recurrent"
+    options: ClassVar[type[TrainingOptions]] = RecurrentOptions
+    parts: ClassVar[type[Parts]] = CPParts
+    tensor_names: ClassVar[str] = r"(speculator\.)?(emb\.0(\.0)?|forget_emb\.0)\.weight$"
+    counts: ClassVar[tuple[str, ...]] = ("token_counts",)
+    files_beside: ClassVar[tuple[str, ...]] = (COUNTS_NAME,)
+
+    verifier: str = Field(
+        "", validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"), max_length=4096,
+        description="name or path of the target, empty where it is not recorded",
+    )  # fmt: skip
+    target: PublishedTarget = Field(validation_alias="transformer_layer_config")
+    form: Literal["sum_rnn", "sum_lstm"] = Field("sum_rnn", validation_alias="method", description="MLP or LSTM")
+    n_predict: Drafts = Field(description="heads, the drafts that they were trained for")
+    vocab_size: int = Field(ge=1, le=1 << 26, description="tokens")
+    emb_dim: Width = Field(description="width of the target's states (IBM), or of embeddings (Arctic)")
+    inner_dim: Width = Field(0, description="width of the state (0: emb_dim)")
+    input_hidden_dim: int | None = Field(None, ge=1, description="width of the target's states (Arctic)")
+    proj_dim: Width | None = Field(None, description="width of projections (Arctic)")
+    tie_weights: bool = Field(False, description="all heads but the first projection share their weights")
+    tie_lstm_embs: bool = Field(True, description="an embedding serves all gates of an LSTM")
+    scale_input: bool = Field(False, description="the target's state is normalised, and divided by the root of two")
+    token_counts: bool = Field(False, description="tokens of a text are counted, for a draft vocabulary")
+
+    @classmethod
+    def is_named_in(cls, data: dict[str, Any]) -> bool:
+        names = data.get("architectures")
+        is_theirs = data.get("model_type") == "mlp_speculator" or (
+            isinstance(names, list) and any(name in ARCHITECTURES for name in names)
+        )
+        published = not {"speculators_model_type", "speculators_config"} & data.keys()
+        return super().is_named_in(data) or (published and is_theirs)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _published(cls, data: Any) -> Any:
+        """Add what speculators' keys would say."""
+        if not isinstance(data, dict) or {"speculators_config", "target"} & data.keys():
+            return data
+        size = "emb_dim" if data.get("input_hidden_dim") is None else "input_hidden_dim"
+        for name in ("n_predict", "vocab_size", size):
+            if type(data.get(name)) is not int:
+                raise ValueError(f"{name}={quoted(data.get(name))} is no whole number")
+        added = {
+            "num_speculative_tokens": data["n_predict"],
+            "transformer_layer_config": {"hidden_size": data[size], "vocab_size": data["vocab_size"]},
+        }
+        if isinstance(data.get("base_model_name_or_path"), str):
+            added["verifier"] = data["base_model_name_or_path"]
+        if data.get("torch_dtype") in DTYPES:
+            added["dtype"] = data["torch_dtype"]
+        return data | added
+
+    @model_validator(mode="after")
+    def _possible(self) -> RecurrentConfig:
+        states = self.emb_dim if self.input_hidden_dim is None else self.input_hidden_dim
+        widths = () if self.input_hidden_dim is None else ("emb_dim", "proj_dim")
+        for name in widths:
+            width = getattr(self, name)
+            if width is not None and _width(name, width) != self.inner:
+                raise ValueError(f"{name}={quoted(width)} must be inner_dim={self.inner}")
+        if (states, self.vocab_size) != (self.target.hidden_size, self.target.vocab_size):
+            raise ValueError("the widths of states and vocabulary are not those of transformer_layer_config")
+        if self.form == "sum_lstm" and not self.tie_weights:
+            raise ValueError("an LSTM whose heads have weights of their own is not supported; tie_weights must be true")
+        return self
+
+    @property
+    def inner(self) -> int:
+        """The width of the state."""
+        return _width("inner_dim", self.inner_dim) or _width("emb_dim", self.emb_dim)
+
+    @property
+    def stages(self) -> int:
+        """Heads with weights of their own."""
+        return 1 if self.tie_weights else self.n_predict
+
+    @property
+    def projections(self) -> int:
+        """Projections of a state: the first reads the target's, which may be of another width."""
+        return min(2, self.n_predict) if self.tie_weights else self.n_predict
+
+    @property
+    def names_target(self) -> bool:
+        return self.target.num_hidden_layers > 0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return DTYPES
+
+    @property
+    def max_drafts(self) -> int:
+        """Tied heads go on past the drafts that they were trained for."""
+        return MOST_DRAFTS if self.tie_weights else self.n_predict
+
+    @property
+    def counts_tensor(self) -> str | None:
+        return "token_counts" if self.token_counts else None
+
+    def describe(self) -> str:
+        form = "LSTM" if self.form == "sum_lstm" else "MLP"
+        tied = ", tied" if self.tie_weights else ""
+        return f"{self.n_predict} heads, {form} of {self.inner} numbers{tied}"
+
+    def shapes(self) -> Shapes:
+        width, table = self.inner, [self.vocab_size, self.inner]
+        read = [[width, self.target.hidden_size if index == 0 else width] for index in range(self.projections)]
+        lstm = self.form == "sum_lstm"
+        gates = [f"{gate}_" for gate in GATES] if lstm else [""]
+        shapes = {f"{gate}proj.{index}.weight": shape for gate in gates for index, shape in enumerate(read)}
+        for stage in range(self.stages):
+            shapes |= {f"{gate}emb.{stage}.weight": table for gate in gates[: 1 if self.tie_lstm_embs else None]}
+            norms = product(("cell_ln", "state_ln") if lstm else ("ln",), ("weight", "bias"))
+            shapes |= {f"{norm}.{stage}.{name}": [width] for norm, name in norms}
+            shapes[f"head.{stage}.weight"] = table
+        return shapes | ({"token_counts": [self.vocab_size]} if self.token_counts else {})
+
+    def stored_names(self, tensor: str) -> Iterator[str]:
+        """With or without IBM's prefix; as the first of a stack of layers; of tied ones any that is there."""
+        if self.is_count(tensor):
+            yield tensor
+            return
+        group, index, name = tensor.split(".")
+        last = "proj" not in group or index != "0"
+        indices = range(int(index), self.n_predict) if self.tie_weights and last else (index,)
+        for prefix, at, inner in product(PREFIXES, indices, ("", ".0")):
+            yield f"{prefix}{group}.{at}{inner}.{name}"
+
+    def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
+        """An LM head a draft, of the state's width, and a projection; an LSTM has one for each gate."""
+        share = self.inner / self.target.hidden_size
+        matrices = (4 if self.form == "sum_lstm" else 1) * (share + (drafts - 1) * share**2)
+        return Work(0, matrices, drafts * vocabulary * share)
+
+    def settings(self, parts: CPParts, greedy: bool) -> Iterator[Setting]:
+        return settings_by_drafts(self, parts, greedy)
+
+    def to_json(self) -> dict[str, Any]:
+        theirs = {
+            "model_type": "mlp_speculator", "n_candidates": self.n_predict,
+            "top_k_tokens_per_head": [1] * self.n_predict,
+        }  # fmt: skip
+        ours = super().to_json()
+        return theirs | {"method": ours.pop("form")} | ours
+
+
+def _width(name: str, value: Width) -> int:
+    """A width that may be written as the only layer's.
+
+    Raises:
+        ValueError: if it is of several layers, or no number.
+    """
+    layers = value if isinstance(value, list) else str(value).split(".")
+    if len(layers) != 1:
+        raise ValueError(f"{name}={quoted(value)} stands for {len(layers)} layers; heads with one are supported")
+    if not str(layers[0]).isdecimal() or int(layers[0]) > 1 << 20:
+        raise ValueError(f"{name}={quoted(value)} is no width")
+    return int(layers[0])
