@@ -23,6 +23,7 @@ from vllm_ppd.benchmarks.harness.estimates import with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, stored
 from vllm_ppd.benchmarks.results import outdated
 from vllm_ppd.benchmarks.results.claims import claims
+from vllm_ppd.benchmarks.results.headlines import plots, tables
 from vllm_ppd.benchmarks.serve import table as serve_table
 from vllm_ppd.heads.in_words import table as markdown
 
@@ -52,9 +53,7 @@ def _section(data: dict[str, Any]) -> Section:
 
 def headlines(folder: Path) -> dict[str, str]:
     """Tables of documents, by the name that these ask for them by."""
-    path = folder / "acceptance.json"
-    accepted = {"acceptance_headline": acceptance.headline(stored(path))} if path.exists() else {}
-    return accepted | {"claims": claims(folder)}
+    return tables(folder) | {"claims": claims(folder)}
 
 
 def _source(run: dict[str, Any]) -> str:
@@ -136,9 +135,10 @@ def main() -> None:
         )
     if outdated.names(older) != outdated.names(listed):
         (RESULTS / outdated.LIST).write_text(json.dumps(older, indent=1) + "\n")
-    tables = headlines(RESULTS)
     for document in documents():
-        document.write_text(with_tables(document, tables))
+        document.write_text(with_tables(document, headlines(RESULTS)))
+    for name, chart in plots(RESULTS).items():
+        (RESULTS / "plots" / name).write_text(chart)
     (RESULTS / "README.md").write_text(page(RESULTS, (RESULTS / "introduction.md").read_text()))
     print(f"wrote {RESULTS / 'README.md'}")
 

@@ -14,6 +14,7 @@ from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE, contenders
 from vllm_ppd.benchmarks.harness.results import Results
 from vllm_ppd.benchmarks.results import outdated, page
+from vllm_ppd.benchmarks.results.headlines import plots
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
@@ -21,6 +22,8 @@ def test_committed_page_is_what_the_command_makes() -> None:
     for document in page.documents():
         made = page.with_tables(document, page.headlines(page.RESULTS))
         assert made == document.read_text(), f"{document} is old; {hint}"
+    for name, chart in plots(page.RESULTS).items():
+        assert (page.RESULTS / "plots" / name).read_text() == chart, f"{name} is old; {hint}"
     made = page.page(page.RESULTS, (page.RESULTS / "introduction.md").read_text())
     assert made == (page.RESULTS / "README.md").read_text(), f"the page is old; {hint}"
 
@@ -70,6 +73,12 @@ def test_turns_become_a_section(tmp_path: Path) -> None:
     assert re.search(r"## Speeds\n\nWhat a reader should know.\n\n`", speeds)
     assert "The newest run was stopped before its end." in speeds and re.search(r"\| +a \| +b \|", others)
     assert [row[:2] for row in cells_of(speeds)[1:]] == [["16", "vLLM"], ["16", "ours"]]
+
+
+def test_pictures_of_documents_are_drawn() -> None:
+    for document in (page.ROOT / "README.md", page.RESULTS / "README.md"):
+        pictures = re.findall(r'(?:src="|\]\()([^")]+\.svg)', document.read_text())
+        assert pictures and all((document.parent / picture).is_file() for picture in pictures)
 
 
 def test_documents_are_filled_with_tables(tmp_path: Path) -> None:

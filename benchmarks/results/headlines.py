@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and plots of README, of the newest run of each file of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_ppd.benchmarks.acceptance import run as acceptance
+from vllm_ppd.benchmarks.decode.table import rows_of
+from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL
+from vllm_ppd.benchmarks.harness.estimates import number, with_quartiles
+from vllm_ppd.benchmarks.harness.results import Measured, Row, stored
+from vllm_ppd.benchmarks.results import outdated
+from vllm_ppd.heads.in_words import table
+from vllm_ppd.heads.svg import Value, bars, lines
+
+THEOREM = "Theorem 4.1"
+
+
+def tables(folder: Path) -> dict[str, str]:
+    """Markdown by the name that a document asks for it by; of files that are there."""
+    made = {
+        "acceptance_headline": ("acceptance", acceptance.headline), "speed_headline": ("smollm_decode", speeds),
+        "gpu_headline": ("gpu_decode", lambda runs: speeds([newest(runs)])), "group_headline": ("group", group),
+    }  # fmt: skip
+    return {
+        name: f"{make(stored(folder / f'{file}.json'))}\n\n{source(folder / f'{file}.json')}"
+        for name, (file, make) in made.items() if (folder / f"{file}.json").exists()
+    }  # fmt: skip
+
+
+def source(path: Path) -> str:
+    """Where a table is from, in a line."""
+    run = max((measured.run for measured in stored(path)), key=lambda run: str(run["time"]))
+    age = ", **older than the code**" if path.stem in outdated.known(path.parent) else ""
+    return (
+        f"`{path.name}`: {run['options']['dtype']}, {run['machine']}, {run['time'][:10]}, commit {run['git'][:7]}{age}."
+    )
+
+
+def speeds(runs: list[Measured]) -> str:
+    """Speed-ups over vLLM alone: a row a contender, a column a temperature and batch; and memory."""
+    cells: dict[str, dict[str, str]] = {}
+    for measured in runs:
+        temperature, top_p = measured.run["options"]["temperature"], measured.run["options"].get("top_p", 1)
+        sampling = f"T {temperature:g}" + f", top-p {top_p:g}" * (top_p < 1) if temperature else "greedy"
+        for row in rows_of(measured):
+            if row["contender"] != BASE:
+                of_contender = cells.setdefault(row["contender"], {})
+                of_contender[f"{sampling}, batch {row['batch']}"] = with_quartiles(row["speed_up"], 2)
+                of_contender.setdefault("memory MB", f"{row['peak_bytes'] / 1e6:.0f}")
+    columns = sorted({column for row in cells.values() for column in row}, key=_order(cells))
+    return table(["speed-up", *columns], [[name, *(row.get(c, "-") for c in columns)] for name, row in cells.items()])
+
+
+def _order(cells: dict[str, dict[str, str]]) -> Callable[[str], tuple[bool, int]]:
+    """As columns came, memory last."""
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    return lambda column: (column == "memory MB", columns.index(column))
+
+
+def group(runs: list[Measured]) -> str:
+    """Worker groups over the same two stages without one, beside the theorem."""
+    rows = [row for row in rows_of(newest(runs)) if row["contender"] != BASE]
+    lines = [[r["contender"], with_quartiles(r["speed_up"], 2), number(r["predicted"], "{:.2f}")] for r in rows]
+    return table(["speed-up over two stages", "measured", THEOREM], lines)
+
+
+def newest(runs: list[Measured], temperature: float = 0.0) -> Measured:
+    """The newest run at a temperature."""
+    return max((m for m in runs if m.run["options"]["temperature"] == temperature), key=lambda m: str(m.run["time"]))
+
+
+def plots(folder: Path) -> dict[str, str]:
+    """SVG by file name; of files that are there."""
+    made = {
+        "acceptance": ("acceptance", positions), "speeds": ("smollm_decode", speed_bars),
+        "gpu_speeds": ("gpu_decode", speed_bars), "steps": ("smollm_decode", step_bars),
+        "group": ("group", group_lines),
+    }  # fmt: skip
+    drawn = {
+        f"{name}.svg": draw(stored(folder / f"{file}.json"))
+        for name, (file, draw) in made.items() if (folder / f"{file}.json").exists()
+    }  # fmt: skip
+    return {name: svg for name, svg in drawn.items() if svg}
+
+
+def positions(runs: list[Measured]) -> str:
+    series = acceptance.by_position(newest(runs))
+    return lines("Drafts accepted at least up to a position, greedy", series, "position of the draft") if series else ""
+
+
+def speed_bars(runs: list[Measured]) -> str:
+    groups: dict[str, dict[str, Value]] = {}
+    for row in rows_of(newest(runs)):
+        if row["contender"] not in (BASE, CONTROL):
+            groups.setdefault(f"batch {row['batch']}", {})[row["contender"]] = tuple(row["speed_up"])
+    return bars("Speed-up over vLLM alone, greedy (median, quartiles)", groups, reference=1.0)
+
+
+def step_bars(runs: list[Measured]) -> str:
+    rows = [row for row in rows_of(newest(runs)) if row["batch"] == 1 and row["contender"] != CONTROL]
+    return bars(
+        "Milliseconds of a step at batch 1, greedy", {row["contender"]: _split(row) for row in rows}, stacked=True
+    )
+
+
+def _split(row: Row) -> dict[str, Value]:
+    return dict(zip(("target's pass", "drafting", "host"), row["split_ms"], strict=True))
+
+
+def group_lines(runs: list[Measured]) -> str:
+    rows = {float(row["contender"][len("group, k = ") :]): row for row in rows_of(newest(runs)) if row["predicted"]}
+    measured: dict[float, Value] = {k: tuple(row["speed_up"]) for k, row in rows.items()}
+    predicted: dict[float, Value] = {k: row["predicted"] for k, row in rows.items()}
+    series = {"measured (quartiles)": measured, THEOREM: predicted}
+    return lines(
+        "Speed-up of a worker group over the same two stages", series, "k, candidates for a token", reference=1.0
+    )
