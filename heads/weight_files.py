@@ -67,7 +67,7 @@ def stored_tensors(folder: str | os.PathLike[str], beside: Sequence[str] = ()) -
             raise HeadsError(f"{pickle}; save the heads as {WEIGHTS_NAME}") from None
         with damage_in_a_line(path), safe_open(path, framework="np") as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (no mapping)
-            tensors |= {tensor: Stored(path, part.get_shape(), part.get_dtype()) for tensor, part in slices.items()}
+            tensors |= {tensor: Stored(path, rows.get_shape(), rows.get_dtype()) for tensor, rows in slices.items()}
     return tensors
 
 

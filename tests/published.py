@@ -101,13 +101,13 @@ def states(config: dict[str, Any], tensors: dict[str, torch.Tensor], hidden: tor
     state = rms(hidden) / math.sqrt(2) if config["scale_input"] else hidden
     cell = torch.zeros(width)
     for i, token in enumerate(tokens):
-        own = 0 if config["tie_weights"] else i
-        projection = min(i, 1) if config["tie_weights"] else i
+        stage = 0 if config["tie_weights"] else i
+        place = min(i, 1) if config["tie_weights"] else i
 
-        def read(gate: str, i: int = own, p: int = projection, s: torch.Tensor = state, x: int = token) -> torch.Tensor:
+        def read(gate: str, i: int = stage, p: int = place, s: torch.Tensor = state, x: int = token) -> torch.Tensor:
             return tensors[f"{gate}proj.{p}.weight"] @ s + alpha * tensors[f"{gate}emb.{i}.weight"][x]
 
-        def norm(name: str, x: torch.Tensor, i: int = own) -> torch.Tensor:
+        def norm(name: str, x: torch.Tensor, i: int = stage) -> torch.Tensor:
             return rms(x) * tensors[f"{name}.{i}.weight"] + tensors[f"{name}.{i}.bias"]
 
         if lstm:
@@ -116,7 +116,7 @@ def states(config: dict[str, Any], tensors: dict[str, torch.Tensor], hidden: tor
             state = gelu(norm("state_ln", cell)) * output
         else:
             state = gelu(norm("ln", read("")))
-        yield tensors[f"head.{own}.weight"] @ state, state
+        yield tensors[f"head.{stage}.weight"] @ state, state
 
 
 def drafts(

@@ -60,10 +60,10 @@ class RecurrentRecipe(CPRecipe):
             of_start, of_state = of_start + float(start.square().sum()), of_state + float(states[:, 0].square().sum())
         solution = least_squares(gram, product, [0, 1], size)
         scale = float((solution * (gram @ solution)).sum() / size / count) ** 0.5  # of u, of which the norm makes 1
-        first, token = (part.to(target.device, torch.float32) for part in solution.split(size))
+        first, token = (matrix.to(target.device, torch.float32) for matrix in solution.split(size))
         later = first.T * (of_start / of_state) ** 0.5  # reads a state of the target's scale
         ids = torch.arange(target.vocab_size, device=target.device).split(4096)
-        table = torch.cat([target.embed(part).float() @ token for part in ids]) / recurrence.alpha
+        table = torch.cat([target.embed(some).float() @ token for some in ids]) / recurrence.alpha
         starts = {
             "proj": torch.cat([torch.cat([later, -later]), torch.cat([-later, later])], dim=1),
             "emb": torch.cat([table, -table], dim=1),

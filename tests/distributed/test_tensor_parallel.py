@@ -89,6 +89,7 @@ RUNS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
         "cp, chain": ("cp", {"rank": 3, "condition": "chain"}),
         "cp, recurrent": ("cp", {"rank": 3, "condition": "recurrent", "expert_rank": 4, "layers": (1, 3)}),
         "early, classifiers": ("early", {"head": "classifier"}),
+        "recurrent": ("recurrent", {"tie_weights": False}),
     }.items()
 }  # fmt: skip
 

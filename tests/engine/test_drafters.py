@@ -59,6 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "cp": {"method": "cp", "heads": ("cp", {})},
     "cp-chain": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {"condition": "chain"})},
     "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
+    "recurrent": {"method": "recurrent", "draft_vocab_size": 100, "heads": ("recurrent", {"tie_weights": False})},
 }
 
 

@@ -37,12 +37,15 @@ def adapter(tiny_model: Factory, tmp_path_factory: pytest.TempPathFactory) -> Lo
     return LoRARequest("random", 1, str(folder))
 
 
-@pytest.mark.parametrize("how", full_but([CHAIN], [CHAIN, LAYERS]), ids=["chain", "layers"])
-def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, how: dict[str, Any]) -> None:
+HEADS = [("cp", CHAIN), ("recurrent", {}), ("cp", LAYERS)]
+
+
+@pytest.mark.parametrize(("kind", "how"), full_but(HEADS[:2], HEADS), ids=["chain", "recurrent", "layers"])
+def test_lora(engine: Factory, fitted_heads: Factory, adapter: LoRARequest, kind: str, how: dict[str, Any]) -> None:
     """Requests with an adapter beside others without."""
     # vLLM's CPU build gives requests without an adapter the last one's place, which must be empty.
     settings = {"enable_lora": True, "max_lora_rank": adapters.RANK, "max_loras": 2}
-    options = {"method": "cp", "model": fitted_heads("cp", **how)}
+    options = {"method": kind, "model": fitted_heads(kind, **how)}
     chosen = [adapter if i % 2 else None for i in range(16)]
 
     def said(llm: Any, draft: bool = True) -> tuple[list[list[int]], Any]:

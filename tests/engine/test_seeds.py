@@ -38,7 +38,7 @@ def in_turn(llm: Any, requests: list[Any], params: list[SamplingParams]) -> list
     return [generate(llm, [request], param)[0] for request, param in zip(requests, params, strict=True)]
 
 
-@pytest.mark.parametrize("method", ["ppd", "cp", "dynamo"])
+@pytest.mark.parametrize("method", ["ppd", "cp", "dynamo", "recurrent"])
 def test_prompts_in_chunks_give_the_output_of_whole_prompts(
     engine: Factory, fitted_heads: Factory, method: str
 ) -> None:

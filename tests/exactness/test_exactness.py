@@ -59,6 +59,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lookup-alone": {"method": "ppd", "prompt_lookup_min": 1},
     "cp-lookup": {"method": "cp", **LOOKUP, "heads": ("cp", {"rank": 3})},
     "dynamo-lookup": DYNAMO | LOOKUP,
+    "recurrent": {"method": "recurrent", "heads": ("recurrent", {"tie_weights": False})},
+    "recurrent-short": {"method": "recurrent", "num_speculative_tokens": 5, "draft_vocab_size": 100,
+                        "heads": ("recurrent", {})},
 }  # fmt: skip
 QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} | {
     ("exits", "batch_16"), ("exits", "more_than_fit"), ("exits", "arrivals_and_aborts"), ("exits", "model_length"),
@@ -75,6 +78,8 @@ QUICK = {(name, case) for name in ("middle", "cp", "dynamo") for case in CASES} 
     ("cp-chain", "model_length"), ("cp-chain-short", "more_than_fit"),
     ("cp-recurrent", "batch_16"), ("cp-recurrent", "arrivals_and_aborts"), ("cp-layers", "batch_16"),
     ("cp-layers", "arrivals_and_aborts"), ("cp-recurrent-longer", "model_length"),
+    ("recurrent", "batch_16"), ("recurrent", "arrivals_and_aborts"), ("recurrent", "structured_output"),
+    ("recurrent-short", "more_than_fit"), ("recurrent-short", "model_length"), ("recurrent-short", "penalties"),
     ("cp-full", "batch_16"), ("dynamo-2", "batch_16"), ("cp-short", "batch_16"), ("dynamo-short", "batch_16"),
 }  # fmt: skip
 
@@ -131,7 +136,7 @@ def test_draft_vocabulary_is_a_part_of_the_lm_head(
 
 
 HEADS = ["cp", "cp-token", "cp-chain", "cp-chain-short", "cp-full", "cp-short", "dynamo", "dynamo-2", "dynamo-short"]
-HEADS += ["cp-recurrent", "cp-layers", "cp-recurrent-longer"]
+HEADS += ["cp-recurrent", "cp-layers", "cp-recurrent-longer", "recurrent", "recurrent-short"]
 
 
 @pytest.mark.parametrize("name", HEADS)

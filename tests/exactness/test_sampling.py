@@ -98,6 +98,7 @@ DRAFTERS: dict[str, tuple[str | None, dict[str, Any], tuple[str, ...]]] = {
     "cp-chain": ("cp-chain", {}, ()),
     "cp-chain-short": ("cp-chain", {"draft_vocab_size": 150}, ("probabilistic",)),
     "cp-recurrent": ("cp-recurrent", {"draft_vocab_size": 150}, ("probabilistic",)),
+    "recurrent": ("recurrent", {"draft_vocab_size": 150}, ("probabilistic",)),
     "dynamo": ("dynamo", {"eps_b": 0.0}, ("greedy",)),
     "dynamo-backing-off": ("dynamo", {"eps_b": 0.4, "draft_vocab_size": 150}, ("probabilistic",)),
 }

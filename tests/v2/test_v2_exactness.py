@@ -11,6 +11,7 @@ import overfitted
 import pytest
 from cases import CASES, after_a_prefix, generate, greedy, prompts
 from conftest import DEMO, Factory, counting, full_but
+from published import LAYOUTS, publish
 from small import METHODS, Small
 from vllm import SamplingParams
 
@@ -46,17 +47,27 @@ def test_drafts_are_accepted(v2_engine: Factory, name: str) -> None:
     assert 0.04 < seen["accepted"] / seen["drafted"] < 1
 
 
-def test_cp_heads_with_a_recurrent_state(v2_engine: Factory, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "how"), [("cp", {"rank": 2, "condition": "recurrent", "layers": (2, 8)}), ("recurrent", {})]
+)
+def test_heads_with_a_recurrent_state(v2_engine: Factory, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
     """More drafts than positions were trained, in the graph of drafts; fitted to what the model says."""
     requests = prompts(4)
     params = [*[greedy(24)] * 3, SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)]
     expected = generate(v2_engine(), requests, params)
     said = [[*prompt["prompt_token_ids"], *answer] for prompt, answer in zip(requests, expected, strict=True)]
-    heads = overfitted.fit(DEMO, "cp", said, tmp_path / "heads", 60, rank=2, condition="recurrent", layers=(2, 8))
-    llm = v2_engine({"method": "cp", "model": str(heads), "num_speculative_tokens": 5, "draft_vocab_size": 1024})
+    heads = overfitted.fit(DEMO, kind, said, tmp_path / "heads", 60, **how)
+    llm = v2_engine({"method": kind, "model": str(heads), "num_speculative_tokens": 5, "draft_vocab_size": 1024})
     with counting(llm) as seen:
         assert generate(llm, requests, params) == expected
     assert 0.2 < seen["accepted"] / seen["drafted"] < 1
+
+
+@pytest.mark.parametrize("layout", full_but(["arctic-lstm"], LAYOUTS))
+def test_published_speculators(v2_engine: Factory, tmp_path: Path, layout: str) -> None:
+    heads = publish(tmp_path / "heads", layout, hidden=192, vocab=4096)
+    drafting, alone = (generate(v2_engine(options), prompts(2), greedy(8)) for options in ({"model": str(heads)}, None))
+    assert drafting == alone
 
 
 @pytest.mark.full

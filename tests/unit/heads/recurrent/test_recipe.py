@@ -56,8 +56,8 @@ def test_what_is_saved_has_the_keys_and_tensors_of_ibm(tiny_model: Model, tmp_pa
     assert (written["emb_dim"], written["inner_dim"], written["vocab_size"], written["n_predict"]) == (64, 128, 320, 3)
     assert len(written["top_k_tokens_per_head"]) == 3 and written["scale_input"] is written["tie_weights"] is False
     config, tensors = load_tensors(folder, RecurrentConfig)
-    parts = ("emb.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight")
-    assert tensors.keys() == {part.format(i) for part in parts for i in range(3)} | {"token_counts"}
+    names = ("emb.{}.weight", "proj.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight")
+    assert tensors.keys() == {name.format(i) for name in names for i in range(3)} | {"token_counts"}
     assert config.verifier == str(tiny_model()) and config.target.num_hidden_layers == 6
 
 
