@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,17 +24,22 @@ FILES = {
 
 
 @pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     for file, text in FILES.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
-    return tmp_path
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    for cached in (sources.digest, sources.files_imported, sources.digest_of_file):
+        cached.cache_clear()
 
 
 def digest(v2: bool) -> str:
-    for cached in (sources.digest, sources.files_imported, sources.digest_of_file):
-        cached.cache_clear()
+    forget()
     return sources.digest("decode", ("cp",), v2)
 
 
