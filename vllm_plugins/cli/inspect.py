@@ -12,6 +12,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from vllm_ppd.vllm_plugins.cli.commands import print_aligned
 
+UNKNOWN = "not recorded"
 UNREAD = "; the numbers of the weights are read when they are fetched (`hf download`)"
 
 
@@ -37,12 +38,14 @@ def run(options: InspectOptions) -> int:
 
     folder, config, whole = described(options.heads, PROVENANCE, CALIBRATION_NAME)
     target = options.target or find_target(config.verifier, folder)
-    lines: dict[str, Any] = {"kind": f"{config.kind} ({config.architecture})", "target": config.verifier}
+    stored = config.to_json()
+    lines: dict[str, Any] = {"kind": f"{config.kind} ({in_words(stored['architectures'])})"}
+    lines["target"] = config.verifier or UNKNOWN
     if options.target is None and target != config.verifier:
         lines["target found at"] = target
-    lines |= {f"target {name}": in_words(value) for name, value in config.target.model_dump().items()}
+    lines |= {f"target {name}": in_words(value or UNKNOWN) for name, value in config.target.model_dump().items()}
     shown = type(config).model_fields.keys() - {"fingerprint", "target", "layer_tensors"}
-    lines |= {name: setting_in_words(name, value) for name, value in config.to_json().items() if name in shown}
+    lines |= {name: setting_in_words(name, value) for name, value in stored.items() if name in shown}
     lines["num_speculative_tokens"] = config.num_speculative_tokens
     shapes = config.shapes().values()
     size = sum(Path(folder, name).stat().st_size for name in file_names(folder)) if whole else 0
@@ -65,6 +68,8 @@ def _check(config: Any, folder: str, target: str) -> str:
 
     if check_on_disk(config, folder, target):
         return f"yes, with {target}"
+    if not target:
+        return "the folder is sound; it does not name its target, so it was not compared (give --target DIR)"
     return f"the folder is sound; target {target!r} is not on this disk, so it was not compared (give --target DIR)"
 
 

@@ -21,6 +21,7 @@ from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate
 from vllm_ppd.heads.io import load_config, load_tensors
 from vllm_ppd.heads.kinds import recurrent
+from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
 Model = Callable[..., Path]
@@ -46,6 +47,8 @@ def test_published_speculators_are_taken(
     for name in (SERVE, "calibrate"):
         assert "do not say which model is their target" in str(readers.refusal(name, str(folder))), name
     command("inspect", str(folder), "--target", readers.model)
+    assert main(["inspect", str(folder)]) == 0
+    assert "it does not name its target, so it was not compared" in capsys.readouterr().out
     with pytest.raises(
         OptionError, match=r"needs token counts, which the heads in .* lack; run `ppd calibrate` on them"
     ):
