@@ -79,6 +79,11 @@ def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> N
         # A window holds neither the first token of all nor what the others still say when the first has ended.
         assert turn["steps"] * 3 <= turn["window_tokens"] <= 23 * 3
         assert "token_ids" not in turn
+        lengths = turn["accepted_lengths"]
+        assert sum(lengths) == turn["drafts"]
+        assert sum(length * drafts for length, drafts in enumerate(lengths)) == turn["accepted_tokens"]
+    starts = run["starts"]
+    assert set(starts) == {BASE, CONTROL, "ppd"} and all(s["seconds"] > 0 < s["peak_bytes"] for s in starts.values())
 
 
 @pytest.mark.engine
