@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from vllm_ppd.benchmarks.models import corpus, inflate, peers, smollm
+from vllm_ppd.benchmarks.models import answers, corpus, inflate, peers, smollm
 from vllm_ppd.benchmarks.models import train as demo
 from vllm_ppd.vllm_plugins.cli.arguments import Command, Group
 from vllm_ppd.vllm_plugins.cli.main import main
@@ -27,6 +27,8 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "peer": Group("train a peer", "Train a speculator of one of vLLM's own methods for a target.", peer_commands),
     "inflate": Command("make models and heads wider", str(inflate.__doc__), inflate.run, inflate.InflateOptions),
+    "pack": Command("keep a target's answers", str(answers.__doc__), answers.pack, answers.PackOptions),
+    "unpack": Command("restore a target's answers", str(answers.__doc__), answers.unpack, answers.UnpackOptions),
     "smollm": Command("make SmolLM2-135M-Instruct", str(smollm.__doc__), smollm.run, smollm.SmolLMOptions),
 }
 

@@ -24,7 +24,7 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
-FORMAT = 1  # raised when the same target and tokens would give other files
+FORMAT = 2  # raised when the same target and tokens would give other files
 DESCRIPTION = "states.json"
 GB = 1e9
 
@@ -56,11 +56,12 @@ def read_target(target: Target, batch: Batch, reads: Reads, cache: StatesCache |
 
 
 class StatesCache:
-    """Memory-mapped files, one for each tensor and split, in a folder named after target, tokens and window length.
+    """Memory-mapped files, one for each tensor and split, in a folder named after target, first tokens and length.
 
     Kinds of heads share a folder: each reads the files it needs, and a window that a file lacks is computed with one
     pass of the target. States after a layer are kept as they are, before the norm, in bfloat16; the final ones normed.
-    Every window of a file has a checksum: one that does not fit is computed again.
+    Every window of a file has a checksum of its states and tokens: one that does not fit is computed again. So data
+    that begins alike shares a folder, and files named behind the others keep the states of all windows before them.
 
     Args:
         folder: of all caches.
@@ -85,9 +86,8 @@ class StatesCache:
             self.columns += [
                 _Column(self.top_ids, np.int32, reads.top_k), _Column(self.top_log, np.float16, reads.top_k)
             ]  # fmt: skip
-        facts = {
-            "format": FORMAT, "target": target.digest(), "tokens": store.manifest.digest, "length": store.length,
-        }  # fmt: skip
+        first = zlib.crc32(store.tokens["train"]["id"][: store.length].tobytes())
+        facts = {"format": FORMAT, "target": target.digest(), "tokens": first, "length": store.length}
         self.folder = folder / digest_of_value(facts)[:16]
         self._make_room(folder, most_bytes)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -101,10 +101,14 @@ class StatesCache:
         Returns:
             Final states and exits [rows, hidden] in the target's dtype and on the batch's device, and top-k targets.
         """
-        missing = [i for i, number in enumerate(batch.windows) if not self._is_whole(batch.split, number)]
+        # Checked as copies, since a run on other data that begins alike may write the same window meanwhile.
+        copies = {column.name: self._files[batch.split, column.name][0][list(batch.windows)] for column in self.columns}
+        tokens = _token_sums(batch)
+        missing = [at for at in range(len(batch.windows)) if not self._is_whole(batch, at, copies, tokens[at])]
         if missing:
-            self._compute(batch.chosen(missing))
-        read = {column.name: self._read(batch, column) for column in self.columns}
+            for name, values in self._compute(batch.chosen(missing), [tokens[at] for at in missing]).items():
+                copies[name][missing] = values
+        read = {column.name: self._as_states(copies[column.name], column, batch) for column in self.columns}
         target, reads = self.target, self.reads
         states = TargetStates(final=read["final"])
         with torch.no_grad():
@@ -116,40 +120,48 @@ class StatesCache:
             states.top_ids, states.top_log_probs = read[self.top_ids], read[self.top_log]
         return states
 
-    def _read(self, batch: Batch, column: _Column) -> torch.Tensor:
-        values = torch.from_numpy(self._files[batch.split, column.name][0][list(batch.windows)]).flatten(0, 1)
+    def _as_states(self, copied: np.ndarray, column: _Column, batch: Batch) -> torch.Tensor:
+        values = torch.from_numpy(copied).flatten(0, 1)
         device = batch.input_ids.device
         if column.dtype is np.int16:
             return values.view(torch.bfloat16).to(device, self.target.dtype)
         return values.to(device, torch.float32 if values.is_floating_point() else torch.int64)
 
     @torch.no_grad()
-    def _compute(self, batch: Batch) -> None:
-        """Run the target over windows and write them to all files, values before checksums."""
+    def _compute(self, batch: Batch, tokens: list[int]) -> dict[str, np.ndarray]:
+        """Run the target over windows and write them to all files, values before checksums.
+
+        Returns:
+            What was written, by file: [windows, length, width].
+        """
         states = read_target(self.target, batch, Reads(exits=self.layers, top_k=self.reads.top_k))
         tensors = {"final": states.final} | {f"layer-{n}": hidden for n, hidden in states.layers.items()}
         if states.top_ids is not None and states.top_log_probs is not None:
             tensors |= {self.top_ids: states.top_ids, self.top_log: states.top_log_probs}
+        written = {}
         for column in self.columns:
             values, sums = self._files[batch.split, column.name]
             rows = tensors[column.name].cpu()
             rows = rows.to(torch.bfloat16).view(torch.int16) if column.dtype is np.int16 else rows
-            written = rows.numpy().astype(column.dtype).reshape(len(batch.windows), *values.shape[1:])
-            for number, window in zip(batch.windows, written, strict=True):
+            written[column.name] = rows.numpy().astype(column.dtype).reshape(len(batch.windows), *values.shape[1:])
+            for number, window, of_tokens in zip(batch.windows, written[column.name], tokens, strict=True):
                 sums[number] = 0
                 values[number] = window
-                sums[number] = _checksum(window)
+                sums[number] = _checksum(window, of_tokens)
+        return written
 
-    def _is_whole(self, split: str, number: int) -> bool:
-        """Whether all files have the window, undamaged."""
+    def _is_whole(self, batch: Batch, at: int, copies: dict[str, np.ndarray], tokens: int) -> bool:
+        """Whether the copies of all files hold a window of the batch: these tokens' states, undamaged."""
         for column in self.columns:
-            values, sums = self._files[split, column.name]
-            if not sums[number]:
+            stored = self._files[batch.split, column.name][1][batch.windows[at]]
+            if not stored:
                 return False
-            if sums[number] != _checksum(values[number]):
+            if stored != _checksum(copies[column.name][at], tokens):
                 if not self._has_warned:
-                    where = place(self.folder / f"{split}.{column.name}")
-                    tqdm.write(f"vllm-ppd: {where} is damaged; computing its windows again", file=sys.stderr)
+                    where = place(self.folder / f"{batch.split}.{column.name}")
+                    tqdm.write(
+                        f"vllm-ppd: {where} is damaged, or of other data; computing its windows again", file=sys.stderr
+                    )
                 self._has_warned = True
                 return False
         return True
@@ -187,14 +199,20 @@ class StatesCache:
             )
 
 
-def _checksum(window: np.ndarray) -> int:
-    """CRC-32 of the values, and 1 more, so that 0 is none."""
-    return zlib.crc32(np.ascontiguousarray(window).view(np.uint8).data) + 1
+def _token_sums(batch: Batch) -> list[int]:
+    """CRC-32 of the tokens and positions of each window."""
+    rows = torch.stack([batch.input_ids, batch.position_ids], dim=1).cpu().numpy()
+    return [zlib.crc32(row.tobytes()) for row in rows]
+
+
+def _checksum(window: np.ndarray, tokens: int) -> int:
+    """CRC-32 of the tokens and the values, and 1 more, so that 0 is none."""
+    return zlib.crc32(np.ascontiguousarray(window).view(np.uint8).data, tokens) + 1
 
 
 def _mapped(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.memmap:
-    """A file of that shape to read and write; what it lacks is zeros, which take no room on most disks."""
+    """A file of at least that shape to read and write; what it lacks is zeros, which take no room on most disks."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     with path.open("ab") as file:
-        file.truncate(size)
+        file.truncate(max(size, file.tell()))
     return np.memmap(path, dtype, "r+", shape=shape)

@@ -95,20 +95,46 @@ def test_each_window_is_computed_once(
     assert passes == [3, 1, 1]
 
 
-@pytest.mark.parametrize("what", ["target", "tokens"])
-def test_another_target_or_other_tokens_have_files_of_their_own(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, what: str
+def test_another_target_has_files_of_its_own(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore
 ) -> None:
     target = load(tiny_model)
     first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
-    if what == "target":
-        # Same tokenizer and LM head, as a fine-tuned copy may have.
-        with torch.no_grad():
-            target.layers[2].mlp.down_proj.weight.mul_(1.01)
-    else:
-        data = write_texts(tmp_path / "data.jsonl", patterned_texts(41, 3))
-        store = TokenStore(tmp_path / "work", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    with torch.no_grad():  # same tokenizer and LM head, as a fine-tuned copy may have
+        target.layers[2].mlp.down_proj.weight.mul_(1.01)
     assert StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).folder != first.folder
+
+
+def test_data_that_grew_keeps_the_states_of_what_it_was(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, passes = load(tiny_model), counted(monkeypatch)
+    StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).states(store.batch("train", [0, 5]))
+    more = write_texts(tmp_path / "more.jsonl", patterned_texts(20, 8))
+    files = [tmp_path / "data.jsonl", more]
+    grown = TokenStore(tmp_path / "grown", files, tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    last = grown.num_windows() - 1
+    cached = StatesCache(tmp_path / "cache", target, grown, Reads(), ROOM).states(grown.batch("train", [0, 5, last]))
+    assert passes == [2, 1] and last >= store.num_windows()
+    direct = target.run(grown.batch("train", [0, 5, last]))
+    torch.testing.assert_close(cached.final, direct.final, **ROUNDED)
+
+
+def test_windows_of_other_data_that_begins_alike_are_computed_again(
+    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore
+) -> None:
+    target = load(tiny_model)
+    cache = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
+    cache.states(store.batch("train", range(store.num_windows())))
+    texts = [*patterned_texts(40, 3)[:8], *patterned_texts(32, 9)]
+    data = write_texts(tmp_path / "other.jsonl", texts)
+    other = TokenStore(tmp_path / "other", [data], tiny.make_tokenizer(), tiny.VOCAB, 0.2, 32)
+    second = StatesCache(tmp_path / "cache", target, other, Reads(), ROOM)
+    assert second.folder == cache.folder
+    last = min(other.num_windows(), store.num_windows()) - 1
+    for of, states in ((other, second), (store, cache)):  # in turns: each has its own states, whoever wrote last
+        direct = target.run(of.batch("train", [last]))
+        torch.testing.assert_close(states.states(of.batch("train", [last])).final, direct.final, **ROUNDED)
 
 
 def flip(data: bytes) -> bytes:
@@ -131,7 +157,7 @@ def test_damaged_windows_are_computed_again(
     after = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM).states(batch)
     assert torch.equal(after.final, before.final) and torch.equal(after.exits[2], before.exits[2])
     lost = name.endswith("crc") and change is not flip  # a window without a checksum was never written
-    assert ("is damaged; computing its windows again" in capsys.readouterr().err) != lost
+    assert ("is damaged, or of other data; computing its windows again" in capsys.readouterr().err) != lost
 
 
 def test_a_kill_between_values_and_checksum_loses_the_window_only(
