@@ -29,18 +29,22 @@ class Enough:
         state: where the number of chats is kept, once it is known.
         stage: tells the time.
         name: of the file.
-        until: seconds of the stage when the last chat is to end.
+        share: of what is left of the stage's time when the engine has started.
         longest: tokens of a response at most.
     """
 
-    def __init__(self, state: State, stage: Stage, name: str, until: float, longest: int) -> None:
-        self._state, self._stage, self._name, self._until, self._longest = state, stage, name, until, longest
+    def __init__(self, state: State, stage: Stage, name: str, share: float, longest: int) -> None:
+        self._state, self._stage, self._name, self._share, self._longest = state, stage, name, share, longest
         self._began: tuple[float, int, int] | None = None
+        self._until = 0.0  # seconds of the stage
         self._rate = 0.0  # tokens a second
 
     def __call__(self, writer: Writer) -> None:
         now, generated, count = time.monotonic(), writer.engine.generated, writer.file.count
-        began, first, written = self._began = self._began or (now, generated, count)
+        if self._began is None:
+            self._began, spent = (now, generated, count), self._stage.seconds
+            self._until = spent + self._share * (self._stage.planned - spent)
+        began, first, written = self._began
         if count == written:  # no chat can begin before another has ended
             return
         self._rate = (generated - first) / (now - began)

@@ -67,7 +67,7 @@ def write_chats(
             say(f"vllm-ppd: {place(file.path)} continues after {written}")
         with progress_bar(file, wanted) as bar:
             engine = vllm_engine(options) if engine_of is None else engine_of(options)
-            report = reporter(bar, watch)
+            report = reporter(bar, engine.generated, watch)
             if template is None:
                 Writer(options, engine, file, report).answer(prompts, wanted)
             else:
@@ -92,14 +92,14 @@ def progress_bar(file: ChatFile, wanted: float) -> Bar:
     return bar
 
 
-def reporter(bar: Bar, watch: Callable[[Writer], None] | None = None) -> Callable[[Writer], None]:
+def reporter(bar: Bar, before: int = 0, watch: Callable[[Writer], None] | None = None) -> Callable[[Writer], None]:
     """A function that shows what the engine has generated from now on, user turns included, and then calls another."""
     started, is_first = time.monotonic(), True
     bar.set_postfix_str("0 tokens")
 
     def report(writer: Writer) -> None:
         nonlocal is_first
-        tokens = writer.engine.generated
+        tokens = writer.engine.generated - before
         rate = tokens / max(time.monotonic() - started, 1e-3)
         bar.set_postfix_str(f"{tokens:,} tokens, {rate:.0f}/s, {writer.open} begun", refresh=is_first)
         is_first = False

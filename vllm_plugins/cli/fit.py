@@ -96,7 +96,7 @@ class Fit:
         parts = {"answers": (answered, (str(prompts),)), "others": (1.0, ())}
         for name, (share, files) in [*parts.items()][: 1 if options.prompts else 2]:
             chosen = state.facts.chosen.get(name, {})
-            enough = choices.Enough(state, stage, name, share * stage.planned, shared.max_tokens)
+            enough = choices.Enough(state, stage, name, share, shared.max_tokens)
             given = shared.model_copy(update={
                 "out": str(folder / f"{name}.jsonl"), "prompts": files, "number": chosen.get("chats"),
             })  # fmt: skip

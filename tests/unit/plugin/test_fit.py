@@ -145,8 +145,8 @@ def test_chats_end_with_the_time_however_fast_the_engine_is(tmp_path: Path, monk
     clock = [0.0]
     monkeypatch.setattr(choices.time, "monotonic", lambda: clock[0])
     state = State(tmp_path, {"minutes": 1.0})
-    stage: Any = SimpleNamespace(seconds=0.0)
-    enough = choices.Enough(state, stage, "answers", 100.0, 50)
+    stage: Any = SimpleNamespace(seconds=0.0, planned=200.0)
+    enough = choices.Enough(state, stage, "answers", 0.5, 50)
     writer: Any = SimpleNamespace(
         engine=SimpleNamespace(generated=0), file=SimpleNamespace(count=0), running=10, open=10, wanted=1e9
     )
