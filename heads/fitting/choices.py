@@ -16,7 +16,8 @@ from vllm_ppd.heads.training.loop import Speed
 LEAST_CHATS = 3 * HELD_OUT  # of each file, however little time there is
 VOCABULARY = 8192  # most frequent tokens that heads of a larger vocabulary are trained over
 LEAST_PASSES, MOST_PASSES = 3.0, 16.0  # over the data: larger heads are taken if there is time for the former
-EVALUATIONS, PATIENCE = 12, 4  # of a training, and how many of them may bring nothing
+MEASURING = 0.25  # of the time of the training, after which no smaller heads are timed
+EVALUATIONS, PATIENCE = 12, 6  # of a training, and how many of them may bring nothing
 CHECKPOINT_SECONDS = 30.0  # of training that a kill may cost
 NEW_TOKENS = 128  # of the texts of the figures
 SLOWER = 3.0  # times that transformers takes longer to write a token than vLLM
@@ -67,7 +68,7 @@ def batch_of(minutes: float, on_gpu: bool) -> int:
 def windows(tokens: int, longest: int) -> dict[str, Any]:
     """Options of a training on so many tokens by a model of so many positions."""
     length = max(8, min(512, longest, tokens // 32))
-    return {"sequence_length": length, "batch_size": 8, "held_out": 0.05, "evaluation_tokens": 32 * length}
+    return {"sequence_length": length, "batch_size": 4, "held_out": 0.08, "evaluation_tokens": 32 * length}
 
 
 def state_bytes(tokens: int, hidden_size: int) -> int:
@@ -82,14 +83,13 @@ def heads(num_layers: int, vocab_size: int) -> Iterator[dict[str, Any]]:
         num_layers: of the target; 0 where it cannot give their states.
         vocab_size: of the target.
     """
-    common = {"train_vocab_size": VOCABULARY if vocab_size > VOCABULARY else 0}
-    recurrent = common | {"condition": "recurrent", "dropout": 0.1}
+    vocabulary = VOCABULARY if vocab_size > VOCABULARY else 0
+    recurrent = {"condition": "recurrent", "dropout": 0.1, "train_vocab_size": vocabulary}
     if num_layers >= 4:
         layers = tuple(round(share * num_layers / 4) for share in (1, 2, 3))
         yield recurrent | {"rank": 3, "layers": layers}
         yield recurrent | {"rank": 1, "layers": layers}
     yield recurrent | {"rank": 1}
-    yield common | {"condition": "token", "rank": 1}
 
 
 def passes_in(seconds: float, speed: Speed) -> float:

@@ -150,8 +150,9 @@ class Fit:
         layers = config.num_hidden_layers if self.architecture in FAMILIES else 0
         for heads in choices.heads(layers, config.vocab_size):
             speed = speed_of(CPOptions(**shared | heads))
-            passes = choices.passes_in(self.stage.planned - self.stage.seconds, speed)
-            if passes >= choices.LEAST_PASSES:
+            seconds, planned = self.stage.seconds, self.stage.planned
+            passes = choices.passes_in(planned - seconds, speed)
+            if passes >= choices.LEAST_PASSES or seconds > choices.MEASURING * planned:
                 break
         return shared | heads | choices.schedule(max(passes, 1.0), speed)
 

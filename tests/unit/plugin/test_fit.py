@@ -165,7 +165,7 @@ def test_chats_end_with_the_time_however_fast_the_engine_is(tmp_path: Path, monk
 def test_more_time_is_more_passes_and_a_calibration_of_more_prompts() -> None:
     speed = Speed(step=0.5, target=1.5, steps=10.0)
     assert [choices.passes_in(seconds, speed) for seconds in (10, 20, 25, 30, 1e6)] == [0.5, 1.0, 2.0, 3.0, 16.0]
-    assert choices.schedule(3.0, speed) == {"steps": 30, "evaluate_every": 3, "patience": 4, "save_every": 30}
+    assert choices.schedule(3.0, speed) == {"steps": 30, "evaluate_every": 3, "patience": 6, "save_every": 30}
     assert [choices.prompts_in(seconds, 768.0, 100) for seconds in (1, 20, 1e6)] == [8, 20, 100]
 
 
