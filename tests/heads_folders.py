@@ -26,6 +26,7 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 
 KINDS = ("early", "cp", "dynamo", "recurrent")
+OF_DEMO = KINDS[:3]  # that the demo model ships with
 
 
 def config_of(kind: str, model: Path, sizes: dict[str, int] | None = None, **changes: Any) -> HeadsConfig:

@@ -65,7 +65,7 @@ def test_what_a_user_wrote_stays(whole_heads: Callable[[str], Path], tmp_path: P
         assert path.read_text() == text
 
 
-@pytest.mark.parametrize("kind", heads_folders.KINDS)
+@pytest.mark.parametrize("kind", heads_folders.OF_DEMO)
 def test_cards_of_the_demo_heads(kind: str) -> None:
     """Written with their calibration."""
     text = (ROOT / "benchmarks" / "demo" / "heads" / kind / NAME).read_text()

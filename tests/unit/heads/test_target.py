@@ -81,7 +81,7 @@ def test_a_target_that_is_nowhere(tiny_model: Model, tmp_path: Path, capsys: Any
     assert checked(CalibrationOptions(heads=str(folder), data=("-",), model=str(tiny_model())))[2] == str(tiny_model())
 
 
-@pytest.mark.parametrize("kind", heads_folders.KINDS)
+@pytest.mark.parametrize("kind", heads_folders.OF_DEMO)
 def test_the_demo_heads_are_sound_from_anywhere(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their fingerprints, which earlier versions took, hold."""
     monkeypatch.chdir(tmp_path)
