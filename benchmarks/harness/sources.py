@@ -62,10 +62,8 @@ def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[st
     """
     import torch
 
-    methods, v2 = (
-        tuple(sorted({name for config in configs for name in folders_of(config or {})})),
-        torch.cuda.is_available(),
-    )
+    methods = tuple(sorted({name for config in configs for name in folders_of(config or {})}))
+    v2 = torch.cuda.is_available()
     return {"benchmark": benchmark, "methods": list(methods), "v2": v2, "digest": digest(benchmark, methods, v2)}
 
 

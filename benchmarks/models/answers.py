@@ -81,11 +81,8 @@ def unpack(options: UnpackOptions) -> int:
         for index, line in enumerate(packed, start=1):
             record = json.loads(line)
             if (ids := prompts.get(record["prompt"])) is not None:
-                chat = {
-                    "prompt_token_ids": ids, "token_ids": record["token_ids"], "finish_reason": record["end"],
-                    "index": index - 1,
-                }  # fmt: skip
-                chats.write(json.dumps(chat) + "\n")
+                chat = {"prompt_token_ids": ids, "token_ids": record["token_ids"], "finish_reason": record["end"]}
+                chats.write(json.dumps(chat | {"index": index - 1}) + "\n")
                 number += 1
         if not number:
             raise BenchError(f"--prompts {options.prompts} has none of the prompts of {options.answers}")

@@ -277,13 +277,10 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
         raise ValueError("whole classifiers start at the LM head; a regression gives transforms")
     d, n = head.gate.shape[1], head.positions
     tokens = {"none": 0, "token": 1, "chain": n - 1}[head.condition]
-    size = (1 + tokens) * d
-    gram = torch.zeros(size, size, dtype=torch.float64)
-    product = torch.zeros(size, n * d, dtype=torch.float64)
-    for states, embedded in rows:
-        read = torch.cat([states[:, 0], embedded[:, :tokens].flatten(1)], dim=1).float()
-        gram += (read.T @ read).double().cpu()
-        product += (read.T @ states.float().flatten(1)).double().cpu()
+    gram, product = products(
+        (torch.cat([states[:, 0], embedded[:, :tokens].flatten(1)], dim=1).float(), states.float().flatten(1))
+        for states, embedded in rows
+    )
     device = head.transforms.device
     for index, position in enumerate(range(head.lead, n)):
         blocks = [0, *([1] if tokens else []), *([position] if head.condition == "chain" and index else [])]
@@ -299,15 +296,19 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
 def _recurrent_start(recurrence: Recurrence, rows: Iterable[Rows]) -> None:
     """Set what is linear in the state and the token so that the next state is nearest to the target's own."""
     d = len(recurrence.outer)
-    gram, product = torch.zeros(2 * d, 2 * d, dtype=torch.float64), torch.zeros(2 * d, d, dtype=torch.float64)
-    for states, embedded in rows:
-        before, after = states[:, 0].float(), states[:, 1].float()
-        read = torch.cat([normed(before), normed(embedded[:, 0].float())], dim=1)
-        gram += (read.T @ read).double().cpu()
-        product += (read.T @ (after - before)).double().cpu()
+    floats = ((states[:, 0].float(), states[:, 1].float(), embedded[:, 0].float()) for states, embedded in rows)
+    gram, product = products((torch.cat([normed(s), normed(e)], dim=1), after - s) for s, after, e in floats)
     solved = least_squares(gram, product, [0, 1], d).split(d)
     for parameter, matrix in zip((recurrence.inner, recurrence.token), solved, strict=True):
         parameter[:d] = matrix.T.to(parameter)
+
+
+def products(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of x^T x [in, in] and x^T y [in, out], float64 on the CPU, of pairs x [rows, in] and y [rows, out]."""
+    gram = product = torch.zeros((), dtype=torch.float64)
+    for x, y in pairs:
+        gram, product = gram + (x.T @ x).double().cpu(), product + (x.T @ y).double().cpu()
+    return gram, product
 
 
 def least_squares(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_ppd.heads.cp.recipe import CPRecipe, Rows, least_squares
+from vllm_ppd.heads.cp.recipe import CPRecipe, Rows, least_squares, products
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.recurrent.config import RecurrentConfig
 from vllm_ppd.heads.recurrent.module import RecurrentHead
@@ -50,14 +50,16 @@ class RecurrentRecipe(CPRecipe):
         """Set the weights so that a state is u = A s + B E[x], nearest to the target's next one, and -u."""
         target, recurrence = self.target, self.head.recurrence()
         size, count, of_start, of_state = target.hidden_size, 0, 0.0, 0.0
-        gram, product = torch.zeros(2 * size, 2 * size).double(), torch.zeros(2 * size, size).double()
-        for states, embedded in rows:
-            start = recurrence.start(states[:, 0].float()).output
-            read = torch.cat([start, embedded[:, 0].float()], dim=1)
-            gram += (read.T @ read).double().cpu()
-            product += (read.T @ states[:, 1].float()).double().cpu()
-            count += len(states)
-            of_start, of_state = of_start + float(start.square().sum()), of_state + float(states[:, 0].square().sum())
+
+        def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            nonlocal count, of_start, of_state
+            for states, embedded in rows:
+                start, count = recurrence.start(states[:, 0].float()).output, count + len(states)
+                of_start += float(start.square().sum())
+                of_state += float(states[:, 0].square().sum())
+                yield torch.cat([start, embedded[:, 0].float()], dim=1), states[:, 1].float()
+
+        gram, product = products(pairs())
         solution = least_squares(gram, product, [0, 1], size)
         scale = float((solution * (gram @ solution)).sum() / size / count) ** 0.5  # of u, of which the norm makes 1
         first, token = (matrix.to(target.device, torch.float32) for matrix in solution.split(size))
