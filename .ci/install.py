@@ -6,8 +6,6 @@ builds are for CUDA and break beside a CPU torch), and a metadata-only distribut
 and requirements on vllm find a version. With a GPU: vLLM as it is.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import subprocess

@@ -6,8 +6,6 @@ that this environment has: attention, slots and rejection sampling have the same
 from the environment that this runs in, which stays as it is.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -11,8 +11,6 @@ gpu/      times of kernels, and what a step launches
 results/  results, and the page made of them
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ build/evidence, where a stopped one goes on, and becomes a result once it is who
 results are of today's code are skipped. Minutes are those of two cores of an AMD EPYC.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

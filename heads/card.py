@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model card of a heads folder, README.md: what the Hub shows of them, from the files beside it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that are lists: `a,b` on the command line, a tuple in Python."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator

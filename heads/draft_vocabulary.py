@@ -5,8 +5,6 @@ Most text is made of few tokens: drafting only the most frequent ones loses few 
 other rows (FR-Spec drafts from a quarter of a vocabulary of 128K).
 """
 
-from __future__ import annotations
-
 import torch
 
 LEAST = 1024  # below this there is nothing left to save

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that a user can act on; the message is one line: what, where, what to do instead."""
 
-from __future__ import annotations
-
 from vllm_ppd.heads.quote import shortened
 
 

@@ -4,8 +4,6 @@
 huggingface_hub does all of it, so that its cache, offline mode, tokens and endpoint are those that its users know.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

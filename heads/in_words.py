@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stored values for people: words on a line, and Markdown tables that read in a terminal too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

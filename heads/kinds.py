@@ -5,8 +5,6 @@ Whatever lists or reads kinds asks KINDS. `recipe.py` and `calibration.py` stand
 torch, so they are imported when they are asked for.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@
 Readers take no lock. The kernel drops it with its process, so that a kill leaves at most a file that locks nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

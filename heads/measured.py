@@ -4,8 +4,6 @@
 Reading needs no torch. Reports and plans read these parts; what only reports show is stored as it is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and files of a user in our messages: a message is one short line, whatever was given."""
 
-from __future__ import annotations
-
 import reprlib
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of a safetensors file as numpy maps them: the bits, as numpy has no bfloat16. torch takes seconds to load."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable

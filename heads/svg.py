@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Charts as SVG files: grouped or stacked bars, and lines, with intervals; colours follow a light or a dark theme."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from math import ceil, floor, log10

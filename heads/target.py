@@ -4,8 +4,6 @@
 Nothing is loaded: configuration, tokenizer and a few rows of the LM head tell two models apart.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a heads folder: `model.safetensors`, or the shards that an index lists, and files beside them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

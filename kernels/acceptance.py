@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification of drafts by the tokens that the target draws: a draft is accepted if it is the token drawn."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification in one launch, a program a request."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

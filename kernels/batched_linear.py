@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of several depths in one batched product (ParaDecode, section 2.2)."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

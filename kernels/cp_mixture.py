@@ -6,8 +6,6 @@ P(x_1..x_n) = sum_a w_a prod_s P_a^(s)(x_s)   (CP heads, eq. 2)
 Everything is computed in float32 (float64 stays float64) and returned so; logs are natural.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

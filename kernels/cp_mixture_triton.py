@@ -10,8 +10,6 @@
 The product that gives the logits stays the library's (every expert and position is a row of one read of E*).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

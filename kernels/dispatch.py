@@ -4,8 +4,6 @@
 A reference `kernels/<module>.py:<name>` has its kernel in `kernels/<module>_triton.py:<name>`, with the same signature.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

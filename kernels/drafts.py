@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a draft on the device: token IDs that the next step embeds, and a count of damaged ones."""
 
-from __future__ import annotations
-
 import torch
 
 

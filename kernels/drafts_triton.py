@@ -4,8 +4,6 @@
 finish is one program, so that its count needs no atomics, which memory of the host that the device sees may lack.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

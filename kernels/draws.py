@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draw of each row of logits as its request samples, and what it was drawn from."""
 
-from __future__ import annotations
-
 import torch
 
 from vllm_ppd.kernels.noise import exponential

@@ -6,8 +6,6 @@ candidates a read of the row, which count what they keep. Rows without limits ar
 their sum, and for the distribution with an exponential race over it; twice where nobody reads the distribution.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

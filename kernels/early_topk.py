@@ -5,8 +5,6 @@ Each rank reduces its own shard to (value, token id) pairs and one log-sum-exp; 
 the traffic is k + 1 numbers a row and rank instead of a vocabulary of logits.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

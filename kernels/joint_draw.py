@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's joint cut by its static and Otsu's threshold, its repetition penalty, and draws of n-grams from the rest."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ A program a row, of its own order alone: floor and blur, Otsu's threshold from 2
 
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

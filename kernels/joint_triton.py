@@ -5,8 +5,6 @@ find peaks  a program a row, order and part of the joint's entries: product, mas
 back off    a program a row: the parts put together, the order, its tokens
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ draws the token that the target will draw wherever their distributions agree on 
 Speculative Decoding"). The hash is MurmurHash3's of 32 bits.
 """
 
-from __future__ import annotations
-
 import torch
 
 WORD = (1 << 32) - 1

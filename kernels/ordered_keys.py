@@ -4,8 +4,6 @@
 The order is torch's: -inf < ... < -0 = 0 < ... < inf < NaN. For Triton kernels alone; importing this imports Triton.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ the candidate that matched is copied into the others (PPD, section 3). Whole blo
 keep the tokens of a block in any order (vLLM's CPU attention does).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

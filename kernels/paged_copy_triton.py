@@ -7,8 +7,6 @@ whatever the order of heads and tokens inside it. Bit patterns are moved, as wid
 per-token scales come along, and NaN stays what it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd

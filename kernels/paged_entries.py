@@ -6,8 +6,6 @@ copying one token's entry is far cheaper than copying its block (paged_copy.py).
 as in vLLM's slot mappings.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

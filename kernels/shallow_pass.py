@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pass of one token a request needs to know, in buffers of fixed place, from the draft before."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

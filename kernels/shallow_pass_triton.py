@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs of a pass of one token a request in one launch, where torch needs ten."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@
 CUDA graphs of the drafts read it there, so this is all that a decode step launches before it replays one.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

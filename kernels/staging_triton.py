@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging in one launch, a program a place: torch needs some twenty operations for it, each the host's time."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Top-p of logits without sorting the vocabulary, which takes longer on a CPU than the pass of a small model."""
 
-from __future__ import annotations
-
 import torch
 
 BEST = 512  # entries looked at first; rows whose mass is spread further are sorted whole

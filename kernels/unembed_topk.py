@@ -5,8 +5,6 @@ Norm and T come before: inside the kernel every part of the vocabulary would red
 and candidates: sampled ones need q(x) of the whole vocabulary, and DynaMo's heads the best 50 at a temperature.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -9,8 +9,6 @@ For the few rows of decoding, where reading E* is the cost; over MOST_ROWS, and 
 large products are the library's. Ties go to the lowest id for every k (the reference promises that for k = 1).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -5,8 +5,6 @@ The unembedding E is fixed, so what of the gradient reads all logits of a row is
 chunk after chunk, and memory is chunk x vocabulary whatever the number of rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ The target stays in one piece, so that a forward without the branches takes as l
 states of several layers need no branch: the forward keeps these for them (TappedModel).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -5,8 +5,6 @@ Where vLLM compiles the model its norms are written out in torch, which only tor
 norm takes about ten launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which families can be cut, and by which adapter. Imports no model code, so that it can refuse before one loads."""
 
-from __future__ import annotations
-
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
 GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
 TRANSFORMERS = "vllm_ppd.model_patches.transformers_backend.TransformersAdapter"

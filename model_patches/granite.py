@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter for Granite: layers that add their residual themselves, and embeddings that are scaled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

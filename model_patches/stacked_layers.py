@@ -12,8 +12,6 @@ weights (plain_weights.py) and every forward, prefill included, uses torch's pla
 the same time as packed in float32, 3 to 5 times as long in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

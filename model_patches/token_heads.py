@@ -5,8 +5,6 @@ They bear the numbers after the target's last layer, so vLLM allocates their KV 
 what prefix caching, preemption and chunked prefill do to the target's KV they do to the heads'.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect

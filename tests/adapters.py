@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA adapter of random weights for a tiny model, as PEFT writes one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of the exactness suite: each runs the same requests on two engines; the tokens must be identical."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

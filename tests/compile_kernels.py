@@ -4,8 +4,6 @@
 What the interpreter takes and the compiler does not (outside names, types that change in a branch) fails here.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's configuration as a user's flags or arguments give it, up to where a model would load."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines for the tests. They run in this process, so that tests can look inside; each is started once and shared."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage to files: what it makes of bytes, and what it does to a heads folder at random, each saying so."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

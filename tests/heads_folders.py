@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small heads folders of every kind for the tiny llama, made without training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small Hub on the loopback interface: repositories with revisions, HEAD and ranges, private and gated ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

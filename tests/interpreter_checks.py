@@ -5,8 +5,6 @@ Run as a script by test_interpreter.py, with TRITON_INTERPRET=1: `parts` calls w
 `group MODEL` prints what a worker group does, whose workers are processes of their own.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads for a tiny random model, fitted to what the model itself says, so that its drafts are accepted at times."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with a seed through preemptions: each alone, then among others that do not all fit into the KV cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cases import generate

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random speculators in the layouts of IBM and Snowflake, and what they draft, written from their description."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised checkpoints of a tiny model, as compressed-tensors, AutoAWQ and GPTQ write them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

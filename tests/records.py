@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of records, and tokenizers that render them by a chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everyone who reads a heads folder, up to where a model would load, and damages of a folder."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server as a user starts it: `vllm serve` in a process of its own, on the loopback interface."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models of every family, made on the spot: what exactness is tested on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

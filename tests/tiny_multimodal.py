@@ -4,8 +4,6 @@
 Qwen2-Audio, since vLLM's image models need torchvision, of which there is no build beside a CPU torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

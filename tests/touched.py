@@ -4,8 +4,6 @@
 `python tests/touched.py --record` notes the source of each for the vLLM that is installed, in touched.json.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM plugin: registration, configuration, worker, model runner, proposers, metrics."""
 
-from __future__ import annotations
-
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: called in every vLLM process, possibly more than once.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of a drafting method. Its classes are dotted paths, so that nothing loads before it is asked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ENGINE = "vllm_ppd.vllm_plugins.engine"

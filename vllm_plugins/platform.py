@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vLLM says of the platform, of its own options and of errors, for code that does not import it."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting methods by name: everything that lists methods asks these records."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from vllm_ppd.vllm_plugins.method_spec import MethodSpec

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `ppd bench acceptance`, declared once."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All prompts of a file: chats, prompts and token ids as records ask; of texts, pieces from the middle of each."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 

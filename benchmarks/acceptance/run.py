@@ -5,8 +5,6 @@ One engine at a time decodes the prompts batch by batch; each batch is written a
 run goes on there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker groups in `ppd bench decode`: who is compared with `--group`, and what PPD's Theorem 4.1 says of them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from vllm_ppd.benchmarks import BenchError

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns of `ppd bench decode`: their summary, and the table of it."""
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Callable

@@ -5,8 +5,6 @@ The second is a driver that stands in for NVIDIA's on a machine without a GPU: m
 nothing, and `fake_counts`, an array of long, has the calls so far in the order of COUNTED.
 """
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections import Counter

@@ -9,8 +9,6 @@ server without CUDA graphs around it. A kernel pays where it takes at most 80 % 
 implementation can avoid, every input and every output once: their rate says how far a kernel is from the memory's.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial

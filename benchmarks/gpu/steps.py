@@ -8,8 +8,6 @@ All engines are alive and decode in turns; calls of a step are the same in every
 disturbed round counts. The last rows are of a step in which a prompt joins the batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

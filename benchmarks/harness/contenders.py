@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is compared: a name and vLLM's speculative_config each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM in this process: an engine that decodes a batch step by step, timed from the inside."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import Counter, defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics of turns and texts: quartiles, bootstrap intervals, repeated text; and cells of tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the machine: huge pages for engines, and how much is free and held."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that all benchmarks of speeds share, declared once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 

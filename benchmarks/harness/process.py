@@ -4,8 +4,6 @@
 The engine core runs inside that process, so that its steps can be timed one by one; between turns it waits on a pipe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts as token ids, from text, chats, prompts or token ids."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

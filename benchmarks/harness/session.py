@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose turn it is: contenders take turns, of which one computes at a time, in rounds at each load."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import tempfile

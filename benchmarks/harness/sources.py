@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which source files a result was measured with, and their digest: by it results of older code are told from others."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import io

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The headline claims of the four papers: the paper's figure, and what the kept results say of it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables and plots of README, of the newest run of each file of results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

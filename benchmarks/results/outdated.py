@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results that were measured with older code than today's: which they are, and the list of those that are known."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -8,8 +8,6 @@ NAME.json has the results, NAME.md their title and what a reader should know. A 
 stands between `<!-- results: NAME -->` and `<!-- end -->`; headlines() has the names.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `ppd bench serve`, declared once."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Any, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A contender as `vllm serve` in a process of its own, on a free port of the loopback interface."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

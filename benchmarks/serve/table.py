@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turns of `ppd bench serve`: their summary, and the table of it."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 

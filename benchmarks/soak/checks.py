@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with a server's answers, counters, memory and end; each fault is a line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of a server: requests at once, hang-ups, samples of memory, and what the server leaves behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -9,8 +9,6 @@ they come; after a stop the same command, at the same commit, asks the servers t
 is compared over the second half of the requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

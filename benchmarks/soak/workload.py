@@ -6,8 +6,6 @@ draw back from a CPU generator. So these stay below CHUNK tokens, their answers 
 computed anew; greedy prompts above CHUNK are computed in chunks.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

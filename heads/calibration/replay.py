@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine would do along a given text: where cycles start, and how many drafts each of them gets accepted."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

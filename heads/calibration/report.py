@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calibration as tables like the papers'."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_ppd.heads.in_words import setting_in_words, table

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calibration of a heads folder: parts that are stored as they finish, then tables and a recommendation."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo heads measured: perplexities (eq. 4), PPL_d against eps_b with the share of n-grams, expected acceptance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stored co-occurrence counts in numpy: whether a corpus can have them, and eq. 3 of each n-gram."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DynaMo heads are measured by: perplexities (eq. 4), PPL_d, and the drafts an engine would accept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

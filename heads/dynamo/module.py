@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo token heads: one extra decoder layer each, fed by the stem (DynaMo, section 3.1)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

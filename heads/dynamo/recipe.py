@@ -4,8 +4,6 @@
 Beside the text's tokens, or in their place, each head learns the target's own distribution at the token that it drafts.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

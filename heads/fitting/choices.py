@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fit chooses by measured speeds: when data is enough, which heads, how many steps, how many prompts."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

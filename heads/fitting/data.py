@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What heads are fitted to: the prompts to answer, and the chats of training and of the figures at the end."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Mapping

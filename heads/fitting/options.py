@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `ppd fit`, declared once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at the end of a fit: what is accepted, what that is predicted to gain, and how to serve it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

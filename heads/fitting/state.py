@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a `ppd fit` has chosen and done so far, in a file: whenever it is killed, the same command goes on with it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quality gate: says in a line that heads are predicted to gain nothing, and at which batch sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm_ppd.heads.in_words import in_words

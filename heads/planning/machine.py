@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a decoder layer and of a read of the LM head by rows: as measured, as served, or by a roofline."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `ppd plan`, declared once."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationInfo, field_validator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: every setting of some heads under a load, the best setting, and from which batch size on to stop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

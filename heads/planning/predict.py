@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds a token and compute of decoding with drafts, by batch size: section by section what a step runs."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass

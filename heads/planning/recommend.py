@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The setting of heads that a calibration recommends, and how many drafts pay at each batch size on its machine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm_ppd.heads.base import LARGEST_BATCH, HeadsConfig

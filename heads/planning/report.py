@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a table, a recommendation and the command line that serves it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator
 

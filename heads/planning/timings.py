@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `--timings` reads: results of `ppd bench decode`, or the costs of its steps that a server measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent heads measured, as CP heads are."""
 
-from __future__ import annotations
-
 from vllm_ppd.heads.cp.calibration import parts_measured, tables
 from vllm_ppd.heads.recurrent.module import RecurrentHead
 

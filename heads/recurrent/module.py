@@ -11,8 +11,6 @@ w = 0.5^(0.5 / n), alpha = sqrt((1 - w^2) m / 2) / w, and norms N(x) = x / sqrt(
 and logits = H_i s_i.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -5,8 +5,6 @@ They start linear: GELU(u) - GELU(-u) = u, so that a state of twice the target's
 target's next state, beside its negative, and the LM head on it is the target's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make evidence`: commands that exist, results that are kept once they are whole, and what is skipped."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

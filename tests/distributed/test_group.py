@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker group over two pipeline stages says what one rank says without speculation, token for token."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

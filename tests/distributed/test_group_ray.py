@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker group under vLLM's Ray executor: its two stages are actors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

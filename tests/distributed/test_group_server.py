@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker group in a real server: its line, its metrics, and its end when a stage dies."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd train --ray-workers` on a Ray of this machine: two workers, a core each, as over several machines."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

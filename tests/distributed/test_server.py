@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server, started as a user would: completions, metrics, the start-up line, bad requests, bad starts."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks of tensor parallelism: the early head is vocabulary-parallel, the output is that of vLLM alone."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/adding-a-method.md: its fifth method drafts exactly, and is as short as the page promises."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import ModuleType

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bypassed steps: which steps are, and that they are an engine's without speculation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo model's heads: better than none, and accepted by vLLM exactly as often as `ppd calibrate` says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

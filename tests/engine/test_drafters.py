@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafters are tensor programs: nothing in propose waits for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every supported family, on a tiny random model: shallow then deep is the whole model, and greedy output is vLLM's."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

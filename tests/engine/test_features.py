@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own features with drafting: greedy output is vLLM's with the feature, and drafts are accepted."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options and requests damaged at random by rules: each is taken as it was meant, or refused in one short line."""
 
-from __future__ import annotations
-
 import json
 import random
 import string

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd data` through vLLM: what the engine writes is the model's own, seeded, ended and cut as asked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine whose target and heads are names on a Hub of the loopback interface."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@
 The checks are tests/interpreter_checks.py, in a process whose kernels run in Triton's interpreter.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

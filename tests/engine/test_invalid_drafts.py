@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What damaged heads compute is not sampled from: their drafts are dropped, and the output is the target's."""
 
-from __future__ import annotations
-
 import logging
 from importlib import import_module
 from types import SimpleNamespace

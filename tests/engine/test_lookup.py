@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup beside the method: what is found, which source drafts, and that the output stays the target's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

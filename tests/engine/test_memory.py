@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything of ours is allocated when the model loads, before vLLM sizes its KV cache, and nothing grows later."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multimodal targets: drafts are of the language model, and greedy output is vLLM's, with sounds and without."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ParaDecode's schedule: one storage for all layers, batched layers as good as single ones, and what a token costs."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from typing import Any

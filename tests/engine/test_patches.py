@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the patches and overrides assume of vLLM, and that a vLLM that does not ask for us is not touched."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -6,8 +6,6 @@ activations alone, a few rows may round differently from many, and each token mu
 Formats that end in `-amx` run the kernel of 8 bits that vLLM takes where there is AMX; AVX-512 BF16 runs it, too.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published speculators in engines: what they draft is the formulas', and what vLLM's own module reads is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

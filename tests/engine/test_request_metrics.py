@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request sees of its own drafts, with vLLM's --per-request-spec-decode-metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 """A sampling request with a seed gives the output that vLLM alone gives it: whatever is drafted, however its prompt is
 read, beside whichever others, and through preemptions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import preempted

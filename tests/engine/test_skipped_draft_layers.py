@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's draft layers in engines: which steps skip them, and who drafts after these, and what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs: measured once when an engine has warmed up, kept, and all that the number of drafts depends on."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

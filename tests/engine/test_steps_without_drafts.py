@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a thousand steps without drafts their acceptance is what it was: no state of a method goes stale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

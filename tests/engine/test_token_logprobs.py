@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities of chosen tokens: each request's own, whatever is beside it, as vLLM alone gives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's own decoding (verify: false): Algorithm 1 as the paper has it, and ordinary sampling where it backs off."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

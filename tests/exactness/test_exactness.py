@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy output equals vLLM's without speculation, token for token, in float32, through real engines."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

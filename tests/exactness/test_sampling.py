@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling keeps the target's distribution: chi-square tests against no speculation, over many samples."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import shutil

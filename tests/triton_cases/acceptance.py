@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification by the tokens drawn: Triton against torch, and both against a plain loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The chain of CP drafts: Triton against torch, with the same random numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

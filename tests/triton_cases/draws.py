@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws of rows of logits: Triton against torch, with the same random numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's joint and back-off: Triton against torch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws from DynaMo's joint, thresholds applied: Triton against torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of blocks inside paged KV caches: Triton against torch, in every layout that vLLM lays caches out in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

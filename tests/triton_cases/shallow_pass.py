@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs of a pass of one token a request: Triton against torch, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

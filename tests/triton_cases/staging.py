@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging a step: Triton against torch, to the bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ Most states and weights are small integers: their products are exact in any orde
 ties included, must be the same ones.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

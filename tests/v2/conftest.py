@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on runner V2, in Triton's interpreter: `PPD_TEST_V2=1 pytest tests/v2`, a process of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

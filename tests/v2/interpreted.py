@@ -5,8 +5,6 @@ prepare() comes before anything imports vLLM, TRITON_INTERPRET=1 before anything
 Triton 3.9's interpreter lacks for vLLM's kernels.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

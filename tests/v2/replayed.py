@@ -5,8 +5,6 @@ As in a graph, a replay runs no Python of ours or of vLLM: the same operations a
 memory, and whatever the host decided at the recording stays decided.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the V2 tests share: the methods on the demo model, and an engine's view that keeps cases small."""
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any
 

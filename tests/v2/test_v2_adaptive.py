@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's adaptive verification with our confidences: the drafts of a step that pay, over all requests of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

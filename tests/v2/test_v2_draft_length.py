@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of drafts on runner V2: vLLM's scheduler takes none where drafts do not pay."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

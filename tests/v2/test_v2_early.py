@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early drafting on runner V2: which steps take saved states, and what they save."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On runner V2, greedy output equals vLLM's without speculation, token for token, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

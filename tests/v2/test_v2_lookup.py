@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup on runner V2, row by row beside the method's drafts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runner V2 counts and logs what V1 does: steps, invalid drafts, time, and acceptance near zero."""
 
-from __future__ import annotations
-
 import pytest
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, our_log, runner_of

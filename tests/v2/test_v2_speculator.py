@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the V2 speculators promise beside the output: no wait for the device, masks, both ways of scheduling."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

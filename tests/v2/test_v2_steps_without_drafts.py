@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """After a thousand steps without drafts their acceptance is what it was, on runner V2 as on V1."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import Factory
 from small import METHODS

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification on runner V2: output of sampling requests is vLLM's, token for token."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands and their flags from pydantic models: names, defaults, choices, help and errors are the fields' own."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd bench KIND`: the benchmarks, which are imported when they are asked for."""
 
-from __future__ import annotations
-
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd inspect HEADS`: what heads these are, for which target, and whether they will load."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

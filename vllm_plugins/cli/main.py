@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point of `ppd`. Bad input ends with one line and exit code 2, Ctrl-C or SIGTERM with one line and 130."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolution of the name of a speculative model: a method of ours, heads (a folder, or on the Hub), or vLLM's own."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import logging

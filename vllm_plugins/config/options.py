@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our options, declared once: the command-line flags, the documentation and the errors come from here."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 from collections.abc import Mapping

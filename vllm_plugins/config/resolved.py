@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options as resolved for one target, its heads and the pipeline stages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

@@ -12,8 +12,6 @@ EXPLORING  a step with drafts all the same: after 16, 32, 64, ... steps in OFF, 
            time (256 steps where a draft costs a step), and again as long as what they emit pays for them
 """
 
-from __future__ import annotations
-
 from enum import Enum, auto
 from typing import NamedTuple
 

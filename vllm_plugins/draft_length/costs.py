@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs: seconds of a decode step by batch size and drafts per request."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

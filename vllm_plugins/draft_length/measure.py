@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures step costs when the engine has warmed up."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests can look drafts up, as the scheduler sees it: it has their texts, and no drafts of runner V2."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 

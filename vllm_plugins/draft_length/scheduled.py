@@ -5,8 +5,6 @@ A step is scheduled before the step before it is verified, so a choice holds for
 made, the first of them has been verified. The scheduler alone chooses, so tensor-parallel ranks agree.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watching acceptance: say so when drafts are made and hardly any is accepted."""
 
-from __future__ import annotations
-
 import logging
 
 logger = logging.getLogger("vllm.vllm_ppd")

@@ -5,8 +5,6 @@ In NumPy, not Numba: once Numba is imported, no CPU engine of vLLM 0.32 starts i
 calls `vars(value).get`, and one of llvmlite's values is no dict there), and each worker would compile for a second.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests draft after a step, and how many tokens: length limits, batch cut-offs, opt-outs, what pays."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, Protocol
 
 import numpy as np

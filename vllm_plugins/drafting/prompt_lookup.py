@@ -5,8 +5,6 @@ Each request takes the drafts of which more are expected to be accepted: by the 
 of this length, and for the method's drafts of this request.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

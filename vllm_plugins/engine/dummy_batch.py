@@ -7,8 +7,6 @@ costs come out a little too high. Contexts are short: where attention over a lon
 are relatively cheaper than measured, where it is bound by compute, dearer.
 """
 
-from __future__ import annotations
-
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's offline engine, which writes on-policy data."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

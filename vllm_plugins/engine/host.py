@@ -7,8 +7,6 @@ verify  in the next step: by the tokens that the target draws (v2/verification.p
         sampler with q(x); what a request must not use is rejected or left out
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from pkgutil import resolve_name

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's LM head as drafters read it, across tensor-parallel ranks: its own, or a copy on another stage."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple

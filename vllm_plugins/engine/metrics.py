@@ -9,8 +9,6 @@ So they are where vLLM's are: with workers on other machines, and with several A
 some steps. Only the wrapped calls of patches/statistics.py know of vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes outside vLLM's own steps have to mind: KV connectors, and backends that make the host wait."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A matrix of ours as a vLLM linear layer: packed for the platform's fastest product, as the target's own are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """At server start: a line of the log on heads that are predicted to gain nothing with this engine's step costs."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests by their permanent rows: what they ask of drafting, and on runner V1 the rows themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import Any

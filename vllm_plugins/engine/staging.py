@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafter's inputs of a step, in buffers of fixed place: CUDA graphs read them there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

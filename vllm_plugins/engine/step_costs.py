@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs of an engine: measured when vLLM has warmed up, or taken from an earlier start."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loaded target as drafters may read it: LM head, further matrices beside it, and its cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ adds to it only where our own configuration is present. The worker and the runne
 `worker_cls`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.metadata

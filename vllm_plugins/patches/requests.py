@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapped calls that take a request: a bad value of an option of ours is the client's error."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

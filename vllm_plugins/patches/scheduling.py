@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapped calls of vLLM's scheduler and of the engine's core."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapped calls of an engine's start: flags, methods, heads by name, and what vLLM derives from its configuration."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any, Literal, get_args

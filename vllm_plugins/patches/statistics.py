@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapped calls of vLLM's statistics, along which our counters (engine/metrics.py) travel and acceptance is watched."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of `ppd bench acceptance`: chats, token ids and categories, shortest first."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd bench acceptance`: what is compared, what is kept, and where a stopped run goes on."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

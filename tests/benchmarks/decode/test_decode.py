@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd bench decode`: contenders on a tiny model, stopped and started again; its table, groups and predictions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of kernels, rehearsed on the CPU, and the calls that a step makes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What benchmarks share: contenders, sessions in which some fail, files of results, prompts, and a parent's death."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

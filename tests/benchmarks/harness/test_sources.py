@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The digest of what a result was measured with: what changes it, in a small tree of the same form."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

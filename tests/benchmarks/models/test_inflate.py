@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Width inflation: the inflated model says, drafts and accepts what the original does, at a higher cost."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make inflated` and `make bytes`: every command, in order, once; a stopped make goes on; one writer a folder."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

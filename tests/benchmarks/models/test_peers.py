@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers of the demo model: what is trained is what vLLM runs, and inflated they draft the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

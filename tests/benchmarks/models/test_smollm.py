@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make smollm` and `make serve MODEL=smollm`: what is fetched is checked, and heads are those of the served model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

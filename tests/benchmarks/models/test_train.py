@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo model: the committed files, and how such a model is trained."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers in README, docs and CHANGELOG: what was measured is made of results, and the rest has a source."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

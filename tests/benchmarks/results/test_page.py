@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of results is what its command makes of the committed files, and shows each file by its schema."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/papers.md names every table, figure and algorithm of the papers, and what it refers to is there."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd bench serve`: what is asked for, the arithmetic of its table, and real servers, stopped and started again."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak's checks take what is right and name what is wrong; its requests depend on nothing but their index."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from multiprocessing.shared_memory import SharedMemory

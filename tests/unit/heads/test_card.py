@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model card of a heads folder: what it says, and that a user's own words stay."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft vocabularies: which tokens, how many by default, and when calibration takes a shorter one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

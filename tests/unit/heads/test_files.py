@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a heads folder: whole or not at all, on the disk, as the umask allows, and read within bounds."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 What is harmful is judged by rules of this file's own, not by those of the reader.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

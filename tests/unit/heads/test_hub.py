@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads by their name on a Hub of the loopback interface: what is fetched, and what is said where that fails."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads folders that are not right: one line before a model loads, whoever is given them, however they are named."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/adding-a-kind-of-heads.md: its fifth kind is trained, described, calibrated and planned with."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One writer a folder: who comes second is told in one line who writes it, and harms nobody."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quoted values: short, printable and on one line, whatever was given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

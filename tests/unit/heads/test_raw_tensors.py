@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of safetensors files in numpy are torch's, bit for bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Charts: what a reader would measure in them with a ruler."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

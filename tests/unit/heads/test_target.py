@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target that heads name: where it is looked for, how another is named, and by what it is told from others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixture of CP's experts at its edges, and the loss that balances them; test_module.py has its formulas."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

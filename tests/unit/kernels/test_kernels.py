@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vocabulary-parallel top-k against a direct one; copies in paged KV caches against vLLM's own writes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampling that drafters share: greedy rows, draws in proportion and their q(x), top-k and top-p."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch

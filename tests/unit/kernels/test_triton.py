@@ -4,8 +4,6 @@
 Each file of triton_cases runs in a process of its own: the interpreter must be chosen before Triton is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses over a large vocabulary, a chunk of rows at a time."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd`: commands and flags from the options' models, what `inspect` and `env` print, and how errors end."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

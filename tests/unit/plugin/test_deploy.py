@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of deploy/: the dashboard asks for metrics that exist, the image has all it needs, flags are known."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

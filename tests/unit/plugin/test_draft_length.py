@@ -11,8 +11,6 @@ scenarios below, mean of 8 seeds at batch 1 and 8, it reached:
     changes often  CHANGES: tokens per step without drafts, over bad and good text in turns
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd fit`: killed at any moment it ends the same, it chooses by the time, and its page says what was measured."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

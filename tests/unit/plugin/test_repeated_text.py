@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests can look drafts up: the scheduler's view is that of a search through the whole text."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """None or all drafts on runner V2, in a deterministic simulation: steps are scheduled ahead of what they verify."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The source of vLLM that this package leans on is what it was when the package was tried with it."""
 
-from __future__ import annotations
-
 import ast
 import json
 

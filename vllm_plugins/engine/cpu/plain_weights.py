@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeping the weights of linear layers as they were loaded, where vLLM's CPU backend would repack them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -7,8 +7,6 @@ does not use offset"), with and without speculation. Here such requests draw fro
 tokens are dropped, and their own generators stay where they were.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@
 Of 128 rows of 49,152 logits, the sort takes over half a second of a core, four times a small model's pass.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

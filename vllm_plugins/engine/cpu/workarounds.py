@@ -9,8 +9,6 @@ greedy requests are not.
 Without the second, ranks that die leave their shared memory behind.
 """
 
-from __future__ import annotations
-
 import glob
 import logging
 import os

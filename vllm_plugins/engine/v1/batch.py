@@ -4,8 +4,6 @@
 Arrays are views of the runner's own, a row for each request of the batch, and change with it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

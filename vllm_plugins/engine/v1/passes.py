@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running one stack of the cut outside vLLM's own step: its graph, its buffers and the forward context."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ vLLM builds the proposer, and the runner calls it once a phase of the engine ste
     draft           tokens were emitted: draft those that may follow
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from typing import Any

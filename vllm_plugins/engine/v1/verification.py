@@ -20,8 +20,6 @@ sampler does not return them at all, or fails on their shape. Here each request 
 the most likely tokens of every row, and the rows of such a request are filled with the tokens that it chose.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

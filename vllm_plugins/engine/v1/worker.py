@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker: vLLM's own for the platform, with our model runner; after warm-up drafts follow step costs."""
 
-from __future__ import annotations
-
 import functools
 import os
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timed decode steps of dummy requests on runner V2, enqueued back to back, as they are where vLLM schedules ahead."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any

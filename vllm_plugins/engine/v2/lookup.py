@@ -6,8 +6,6 @@ method's drafts. Output does not depend on where a draft came from (verification
 `ngram_gpu`, which keeps every token of every request on the device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

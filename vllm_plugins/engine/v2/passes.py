@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running the target's first stack outside vLLM's own step on runner V2, into the target's own paged KV cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -13,8 +13,6 @@ Overrides, each of which calls vLLM's:
     prepare_inputs    what the speculator decides from the schedule, before the target runs
 """
 
-from __future__ import annotations
-
 import functools
 from pkgutil import resolve_name
 from typing import Any

@@ -5,8 +5,6 @@ Every request of a step is given K draft IDs, as vLLM schedules a number a batch
 when it is verified. A decode step launches one staging kernel and replays one graph.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

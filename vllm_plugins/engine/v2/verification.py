@@ -8,8 +8,6 @@ that of vLLM without speculation whatever is drafted, and no q(x) has to be kept
 numbers (kernels/noise.py), or a draft x would be accepted with probability p(x) alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

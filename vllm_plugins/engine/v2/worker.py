@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker of runner V2: vLLM's own for the platform, with our model runner and step costs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

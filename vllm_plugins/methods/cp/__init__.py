@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CP drafting: a mixture of experts over the target's last hidden state."""
 
-from __future__ import annotations
-
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 
 METHOD = MethodSpec(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo drafting: token heads beside the target's last layer, and the joint over their tokens."""
 
-from __future__ import annotations
-
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 
 METHOD = MethodSpec(

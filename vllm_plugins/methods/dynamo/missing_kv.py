@@ -10,8 +10,6 @@ missing KV if one of these has. A block is filled from its first slot on: the st
 anew.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -5,8 +5,6 @@ Steps that neither compute prompts nor lead to drafts skip the layers (methods/d
 n-grams are emitted as they are sampled (unverified.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early drafting (PPD, ParaDecode): drafts are read at an exit layer, and the next step completes their deeper KV."""
 
-from __future__ import annotations
-
 from vllm_ppd.vllm_plugins.method_spec import MethodSpec
 
 METHOD = MethodSpec(

@@ -9,8 +9,6 @@ them is told from the schedule alone, so that every rank goes the same way and n
     full    vLLM's own forward
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, Protocol
 

@@ -9,8 +9,6 @@ One engine step for every decoding request:
 The target itself is not cut: prompts and steps without saved states are vLLM's own forward over the same weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -16,8 +16,6 @@ Cost of n drafts, h of them predicted rightly at l: the launches of (n + 1 - h) 
 bytes of n + 1 passes. A step that is slow to end makes new requests wait for as long.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

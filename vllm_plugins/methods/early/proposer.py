@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early drafting on runner V1: the passes of the first stack, and which steps take the states they leave."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

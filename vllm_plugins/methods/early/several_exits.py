@@ -5,8 +5,6 @@ Which tokens go on is decided on the host, draft by draft, as that saves whole s
 is no tensor program, and it runs on vLLM's runner V1 alone.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

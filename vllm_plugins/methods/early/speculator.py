@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early drafting on runner V2: the target runs by its saved states where it can, in CUDA graphs of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that work at the same time."""
 
-from __future__ import annotations
-
 from vllm_ppd.vllm_plugins.method_spec import GroupSpec
 
 GROUP = GroupSpec(

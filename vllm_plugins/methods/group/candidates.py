@@ -6,8 +6,6 @@ a tail block of its own, which holds the same tokens as the request's; the first
 target has chosen, the chosen token's entry is copied into the others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

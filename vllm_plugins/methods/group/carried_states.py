@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """States behind d_bar that the first stage keeps: of the tokens in flight, and of the next step's first tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The first stage: the sub-processes. While the last stage ends a token, it starts the k likeliest next ones."""
 
-from __future__ import annotations
-
 import copy
 import time
 from typing import Any

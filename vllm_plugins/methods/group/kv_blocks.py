@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged KV cache of vLLM's V1 runner: the blocks of each request, room for more, and copies between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last stage: the main process. It ends every token, samples as vLLM samples, and tells the first stage."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import Any

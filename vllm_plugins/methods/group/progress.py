@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each request of a group step stands: the token at hand, whether its state is ready, where the request ends."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch

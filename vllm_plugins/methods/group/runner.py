@@ -13,8 +13,6 @@ Overrides, each of which calls vLLM's:
 and those of engine/v1/verification.py.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -6,8 +6,6 @@ the group emits beyond one token counts as so many accepted. Above the cut-off, 
 nothing differs from vLLM's own scheduler.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput

@@ -10,8 +10,6 @@ which vLLM prepares, runs and samples as ever; the stages go on from there, micr
     miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
 """
 
-from __future__ import annotations
-
 import dataclasses
 from abc import ABC, abstractmethod
 from typing import Any

@@ -9,8 +9,6 @@ are not waited for until the next one. Each tensor-parallel rank talks to the ra
 Every wait of the host has vLLM's own bound for a step: a stage whose peer died ends.
 """
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 from typing import Any

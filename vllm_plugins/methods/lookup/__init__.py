@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt lookup alone: drafts from the requests' own texts, for a target without heads."""
 
-from __future__ import annotations
-
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 
 METHOD = MethodSpec(

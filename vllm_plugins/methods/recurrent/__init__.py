@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent drafting: a state that reads the newest token and each draft, as IBM's and Arctic's speculators do."""
 
-from __future__ import annotations
-
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 
 METHOD = MethodSpec(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration's texts are the target's own: greedy is the argmax, whatever generation_config.json says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

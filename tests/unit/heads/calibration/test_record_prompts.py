@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of `ppd data` as prompts: calibration and benchmarks answer what the records ask, whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd calibrate`: expected acceptance against simulation, match rates against a slow count, and a run that resumes."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

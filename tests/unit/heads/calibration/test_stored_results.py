@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`calibration.json` and `provenance.json` of another shape: one line, and nothing else goes wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

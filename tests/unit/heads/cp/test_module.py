@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CP heads of every form against the formulas, one factor at a time in probability space."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CP heads in training: the losses, the first transforms, what a condition costs, and the full recipe (section 3.1)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path

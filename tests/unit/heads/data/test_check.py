@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data are looked at before a model is loaded: bad ones end every command with one line that names the file."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

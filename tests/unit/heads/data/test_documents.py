@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Users' files: what is read and as what, what is skipped and counted, what is refused in one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reader of users' data: every command takes the same forms, and refuses the same ones with the same line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data files damaged at random, by rules: each ends in texts with counted skips, or in one line with file and line."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

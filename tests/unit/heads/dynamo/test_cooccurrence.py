@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Co-occurrence counts are those of a Counter, their mask is eq. 3, and both are bounded."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's choice of an n-gram against a direct, slow transcription of Algorithm 1 and its equations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

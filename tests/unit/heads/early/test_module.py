@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early heads: what they compute, and their folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of `ppd data`: what files ask, and how a user turn begins and ends after a chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd data` without vLLM: prompts, user turns, order, what is left out, and runs that continue."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd plan`: predictions against figures worked out by hand, on hand-made calibrations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published speculators by every way in: taken as they are, or refused in a line before a model loads."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent heads in every published layout against the formulas, and against what vLLM has of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of recurrent heads: where they start, and what is saved."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

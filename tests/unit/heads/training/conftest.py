@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small trainings, by call and by command, and a Ctrl-C in the middle of one."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

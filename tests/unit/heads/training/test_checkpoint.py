@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run continues from a whole checkpoint; a damaged one is refused in one line, and nothing of it is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that can be watched: progress in every phase, the curve, evaluations, and stopping when the loss is flat."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

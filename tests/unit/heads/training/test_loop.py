@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ppd train`: heads that learn, runs that continue, and input that is refused; on tiny models of several families."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon over a stack of matrices is torch.optim.Muon over each of them, and continues from its state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

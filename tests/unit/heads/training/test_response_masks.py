@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts are left out of the loss: what of a record is a response, and what each kind of heads makes of it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

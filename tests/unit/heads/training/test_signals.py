@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and SIGTERM end `ppd train` with the same words in every phase, and what continues says where."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

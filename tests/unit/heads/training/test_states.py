@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of the target on disk: what is read is what the target computes, once, bounded and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of the target: packed documents are computed as each is alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

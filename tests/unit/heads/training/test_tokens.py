@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From files to packed windows: what is read, what is refused, and that packed documents do not see each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

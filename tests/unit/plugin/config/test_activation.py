@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation: every way of asking gives the same configuration, and vLLM's own methods are left alone."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options as declared: spellings, bad values in one line, flags and the documented table."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

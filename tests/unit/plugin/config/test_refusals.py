@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refusals: each is one line that says what to do, before a model loads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

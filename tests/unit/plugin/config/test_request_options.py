@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a single request: values, refusals, and misspelt keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolution: exits, model runner, number of drafts and draft vocabulary where the user leaves them open."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warning where hardly any draft is accepted."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -4,8 +4,6 @@
 `pytest -s tests/unit/plugin/test_ngram_match.py -k slow` prints the times.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests draft after a step, and how many tokens, without an engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

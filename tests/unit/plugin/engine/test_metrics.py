@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our counters on the way of vLLM's statistics: worker, scheduler, serialisation, front end, several of these."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

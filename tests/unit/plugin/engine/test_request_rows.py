@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that requests keep while vLLM's V1 batch moves, and what they ask of drafting."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What CP drafting takes on a large GPU, memory beside its weights and time, counted on tensors without values."""
 
-from __future__ import annotations
-
 import weakref
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which steps take saved states, told from the schedule alone, and whose states their tokens take."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

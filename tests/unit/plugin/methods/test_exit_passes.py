@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What exits take on a GPU: their norm as one kernel, logits in chunks, attention backends that make passes wait."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import contextmanager
 from types import SimpleNamespace

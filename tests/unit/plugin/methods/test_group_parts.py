@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker group's parts: room for candidates, where its requests stand, which steps it takes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which requests have missing KV in the draft layers: vLLM's own KV cache manager against a slot-by-slot account."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 
