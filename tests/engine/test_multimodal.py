@@ -2,7 +2,6 @@
 """Multimodal targets: drafts are of the language model, and greedy output is vLLM's, with sounds and without."""
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def target(tiny_model: Factory, made_once: Factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def started(target: Path, with_heads: Factory) -> Callable[..., Any]:
+def started(target: Path, with_heads: Factory) -> Factory:
     """started(method): an engine; its heads were fitted to the text model that the language model is."""
 
     @functools.cache

@@ -7,7 +7,6 @@ Formats that end in `-amx` run the kernel of 8 bits that vLLM takes where there 
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ FOUR_BITS = [
 
 
 @pytest.fixture(scope="module")
-def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Callable[..., Any]:
+def started(tiny_model: Factory, with_heads: Factory, made_once: Factory) -> Factory:
     """started(format, method): an engine; its heads were fitted to the model before it was quantised."""
 
     @functools.cache

@@ -103,7 +103,7 @@ DRAFTERS: dict[str, tuple[str | None, dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def drafting(engine: Factory, heads: Factory) -> Callable[..., Any]:
+def drafting(engine: Factory, heads: Factory) -> Factory:
     """drafting(name, method): an engine with one of DRAFTERS, and how it draws drafts."""
 
     def get(name: str, method: str = "probabilistic") -> Any:

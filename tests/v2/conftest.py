@@ -2,13 +2,12 @@
 """Engines on runner V2, in Triton's interpreter: `PPD_TEST_V2=1 pytest tests/v2`, a process of its own."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import interpreted
 import pytest
-from conftest import DEMO, start_engine
+from conftest import DEMO, Factory, start_engine
 
 ON_GPU = os.path.exists("/dev/nvidiactl")
 if os.environ.get("PPD_TEST_V2") != "1":
@@ -25,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def v2_engine() -> Callable[..., Any]:
+def v2_engine() -> Factory:
     """v2_engine(speculative_config, asynchronous, **settings) on the demo model; equal arguments, one engine.
 
     Drafts are made in every step unless the options say something else.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import cells_of
+from conftest import Factory, cells_of
 from heads_folders import make_heads
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -56,9 +56,7 @@ class Engine:
 
 
 @pytest.fixture
-def options(
-    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., AcceptanceOptions]:
+def options(tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceptanceOptions]:
     monkeypatch.setattr(acceptance, "EngineProcess", Engine)
     Engine.turns, Engine.stop_after = 0, 99
     data = tmp_path / "ids.jsonl"
@@ -132,7 +130,7 @@ def passes(model: Path, numbers: float, layers: int, lm_heads: float) -> Any:
     ("condition", "matrices", "reads"), [("none", 3, 1), ("token", 3 + 1, 1), ("chain", 3 + 1 + 1, 2)]
 )
 def test_cp_reads_its_matrices_and_the_lm_head_once_or_once_a_draft(
-    tiny_model: Callable[..., Path], tmp_path: Path, condition: str, matrices: int, reads: int
+    tiny_model: Factory, tmp_path: Path, condition: str, matrices: int, reads: int
 ) -> None:
     """For two drafts all matrices of the checkpoint, for a single draft those of fewer positions."""
     model = tiny_model()
@@ -147,7 +145,7 @@ def test_cp_reads_its_matrices_and_the_lm_head_once_or_once_a_draft(
     }  # fmt: skip
 
 
-def test_costs_are_counted_where_weights_are_known(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_costs_are_counted_where_weights_are_known(tiny_model: Factory, tmp_path: Path) -> None:
     """Layers of heads and of peers; none of vLLM's other methods and of drafts of several exits."""
     model, drafts = tiny_model(), {"num_speculative_tokens": 2}
     early, dynamo = ({"model": str(make_heads(tmp_path / kind, kind, model))} for kind in ("early", "dynamo"))
@@ -173,9 +171,7 @@ def test_costs_are_counted_where_weights_are_known(tiny_model: Callable[..., Pat
 
 
 @pytest.mark.full
-def test_greedy_text_of_engines_is_vllms(
-    tiny_model: Callable[..., Path], heads_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_greedy_text_of_engines_is_vllms(tiny_model: Factory, heads_folder: Factory, tmp_path: Path) -> None:
     data = tmp_path / "ids.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": [3 + n, 40, 3] * 4}) + "\n" for n in range(6)))
     text = run(

@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO, cells_of
+from conftest import DEMO, Factory, cells_of
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode import group
@@ -31,7 +30,7 @@ def options(**changes: Any) -> DecodeOptions:
 
 
 @pytest.fixture
-def command(tiny_model: Callable[..., Path], tmp_path: Path) -> list[str]:
+def command(tiny_model: Factory, tmp_path: Path) -> list[str]:
     prompts = tmp_path / "prompts.jsonl"
     rows = [{"prompt_token_ids": [(7 * i + j * j) % 250 + 2 for j in range(20 + i % 4)]} for i in range(16)]
     prompts.write_text("\n".join(map(json.dumps, rows)))
@@ -181,7 +180,7 @@ def test_theorem_is_the_papers(p: float, k: int) -> None:
         assert [units * tokens for units in short] == pytest.approx([latency, latency + k * 10 * tokens])
 
 
-def test_group_compares_pipelines(heads_folder: Callable[..., Path]) -> None:
+def test_group_compares_pipelines(heads_folder: Factory) -> None:
     heads = str(heads_folder(exit_layers=(4,)))
     everyone = {c.name: c for c in group.contenders(options(heads=(heads,), group="1,5", drafts=5, batch_sizes="1,2"))}
     assert list(everyone) == [BASE, CONTROL, "group, k = 1", "group, k = 5", "TP 2"]

@@ -2,13 +2,12 @@
 """What benchmarks share: contenders, sessions in which some fail, files of results, prompts, and a parent's death."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import DEMO
+from conftest import DEMO, Factory
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
@@ -157,7 +156,7 @@ def test_contenders_that_are_refused(changes: dict[str, Any], message: str) -> N
         contenders(options(**changes))
 
 
-def test_prompts_of_texts_and_token_ids(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_prompts_of_texts_and_token_ids(tiny_model: Factory, tmp_path: Path) -> None:
     """Longer ids are left out; of texts the middle first: strides of 32 tokens leave three places of 100, two of 40."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": [*range(2, 22 + i)]}) + "\n" for i in range(16)))

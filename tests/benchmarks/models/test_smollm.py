@@ -6,12 +6,11 @@ import json
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Factory
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models import smollm
@@ -42,7 +41,7 @@ def test_another_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_model_that_is_there_is_checked_and_stays(
-    tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, tiny_model: Factory, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     folder = shutil.copytree(tiny_model(), tmp_path / "model")
     (folder / "provenance.json").write_text(json.dumps({}))

@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import cells_of, patterned_texts, write_texts
+from conftest import Factory, cells_of, patterned_texts, write_texts
 from transformers import AutoTokenizer
 
 from vllm_ppd.benchmarks import BenchError
@@ -71,7 +71,7 @@ def requests_of(workload: Workload, folder: Path, *seed: int) -> list[dict[str, 
 
 
 def test_requests_are_the_datas_prompts_in_a_drawn_order(
-    tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path
+    tiny_model: Factory, texts_file: Path, tmp_path: Path
 ) -> None:  # fmt: skip
     """No prompt comes twice before all have come; lengths of answers are log-normal and fit."""
     model = str(tiny_model())
@@ -138,7 +138,7 @@ def marked(mark: str) -> Iterator[bytes]:
 @pytest.mark.full
 @pytest.mark.ranks
 @pytest.mark.engine
-def test_turns_of_servers_that_are_stopped(tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path) -> None:
+def test_turns_of_servers_that_are_stopped(tiny_model: Factory, texts_file: Path, tmp_path: Path) -> None:
     """Turns in order, counters that add up, every token that was asked for; after Ctrl-C no process is left."""
     out = tmp_path / "serve.json"
     settings = {
@@ -191,7 +191,7 @@ def turns_of(out: Path) -> list[dict[str, Any]]:
 @pytest.mark.ranks
 @pytest.mark.engine
 def test_a_server_that_ends_under_load(
-    tiny_model: Callable[..., Path], texts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, texts_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PPD_TEST", str(tmp_path))
     made = options(

@@ -3,12 +3,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import heads_folders
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Factory
 from huggingface_hub import ModelCard
 
 from vllm_ppd.heads.card import BEGIN, END, NAME, write_card
@@ -22,7 +21,7 @@ FACTS = {
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_card_of_heads_that_were_trained(kind: str, whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_card_of_heads_that_were_trained(kind: str, whole_heads: Factory, tmp_path: Path) -> None:
     folder = shutil.copytree(whole_heads(kind), tmp_path / kind)
     config = json.loads((folder / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "acme/target"
@@ -37,7 +36,7 @@ def test_card_of_heads_that_were_trained(kind: str, whole_heads: Callable[[str],
     assert "/secret" not in card.text
 
 
-def test_card_of_heads_of_unknown_origin(whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_card_of_heads_of_unknown_origin(whole_heads: Factory, tmp_path: Path) -> None:
     """Made by hand, for a target that was a folder somewhere: what is not known is not claimed."""
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
     write_card(folder, load_config(folder))
@@ -48,7 +47,7 @@ def test_card_of_heads_of_unknown_origin(whole_heads: Callable[[str], Path], tmp
     assert target not in card.content and Path(target).name in card.content
 
 
-def test_what_a_user_wrote_stays(whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_a_user_wrote_stays(whole_heads: Factory, tmp_path: Path) -> None:
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
     write_card(folder, load_config(folder))
     path = folder / NAME

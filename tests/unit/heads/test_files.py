@@ -3,18 +3,16 @@
 
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import heads_folders
 import pytest
 import torch
+from conftest import Factory
 
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import read_json_object, write_tensors, write_text
 from vllm_ppd.heads.io import save_heads
-
-Model = Callable[..., Path]
 
 
 def test_links_are_not_followed_when_files_are_written(tmp_path: Path) -> None:
@@ -32,7 +30,7 @@ def test_links_are_not_followed_when_files_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644)])
-def test_modes_follow_the_umask(tiny_model: Model, tmp_path: Path, umask: int, mode: int) -> None:
+def test_modes_follow_the_umask(tiny_model: Factory, tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         config = heads_folders.config_of("cp", tiny_model())

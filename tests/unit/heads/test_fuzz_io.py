@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import heads_folders
 import pytest
 import torch
+from conftest import Factory
 from damages import ODD, RULES, places
 from refusals import Readers
 from safetensors import safe_open
@@ -41,7 +42,7 @@ OTHERWISE = {
 
 
 @pytest.fixture(scope="module")
-def readers(tiny_model: Callable[..., Path]) -> Readers:
+def readers(tiny_model: Factory) -> Readers:
     return Readers(tiny_model())
 
 
@@ -142,7 +143,7 @@ def within(seconds: int, what: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_damaged_heads_folders(readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+def test_damaged_heads_folders(readers: Readers, whole_heads: Factory, tmp_path: Path, kind: str) -> None:
     memory, verdicts = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for case in range(CASES):
         rng, folder = random.Random(f"{kind} {case}"), tmp_path / f"{kind}{case}"
@@ -164,7 +165,7 @@ def test_damaged_heads_folders(readers: Readers, whole_heads: Callable[[str], Pa
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_damaged_reports(readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+def test_damaged_reports(readers: Readers, whole_heads: Factory, tmp_path: Path, kind: str) -> None:
     """A plan, or one line; whoever does not read them takes the heads."""
     folder = Path(shutil.copytree(whole_heads(kind), tmp_path / kind))
     path, content = folder / "calibration.json", (whole_heads(kind) / "calibration.json").read_text()
@@ -187,7 +188,7 @@ def test_damaged_reports(readers: Readers, whole_heads: Callable[[str], Path], t
 
 
 @pytest.mark.parametrize("program", ["ppd", "vllm"])
-def test_the_commands_end_with_code_2(program: str, whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_commands_end_with_code_2(program: str, whole_heads: Factory, tmp_path: Path) -> None:
     """The programs themselves: one line at the end, exit code 2."""
     folder = Path(shutil.copytree(whole_heads("cp"), tmp_path / "cp"))
     (folder / "model.safetensors").unlink()

@@ -7,13 +7,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import heads_folders
 import pytest
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 from hub import TOKEN, Hub, at, running_hub, use
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
@@ -26,7 +26,6 @@ from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.naming import is_ours, served_heads
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
-Model = Callable[..., Path]
 NAME = "acme/tiny-cp"
 
 
@@ -37,9 +36,7 @@ def served() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def hub(
-    served: Hub, whole_heads: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Hub]:
+def hub(served: Hub, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """The Hub with CP heads, its cache empty."""
     use(served, tmp_path, monkeypatch)
     monkeypatch.setattr(_http, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))  # between its attempts
@@ -51,7 +48,7 @@ def hub(
 
 
 @pytest.fixture
-def readers(tiny_model: Model) -> Readers:
+def readers(tiny_model: Factory) -> Readers:
     return Readers(tiny_model())
 
 
@@ -96,7 +93,7 @@ def test_inspect_and_plan_do_not_fetch_weights(hub: Hub, capsys: pytest.CaptureF
     assert "not fetched" not in capsys.readouterr().out, "weights in the cache are checked"
 
 
-def test_inspect_refuses_by_the_header(hub: Hub, whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_inspect_refuses_by_the_header(hub: Hub, whole_heads: Factory, tmp_path: Path) -> None:
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "other")
     tensor("cp.gate", lambda gate: gate[:1])(folder)
     hub.add("acme/other", folder)
@@ -110,9 +107,7 @@ def test_inspect_refuses_by_the_header(hub: Hub, whole_heads: Callable[[str], Pa
         command("inspect", "acme/pickled")
 
 
-def test_server_refuses_damaged_weights(
-    hub: Hub, readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_server_refuses_damaged_weights(hub: Hub, readers: Readers, whole_heads: Factory, tmp_path: Path) -> None:
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "damaged")
     tensor("cp.gate", with_value(float("nan")))(folder)
     hub.add("acme/damaged", folder)
@@ -120,9 +115,7 @@ def test_server_refuses_damaged_weights(
         assert "not finite" in str(readers.refusal(name, "acme/damaged")), name
 
 
-def test_revisions(
-    hub: Hub, whole_heads: Callable[[str], Path], tiny_model: Model, tmp_path: Path, readers: Readers
-) -> None:
+def test_revisions(hub: Hub, whole_heads: Factory, tiny_model: Factory, tmp_path: Path, readers: Readers) -> None:
     hub.add(NAME, heads_folders.make_heads(tmp_path / "v2", "cp", tiny_model(), num_speculative_tokens=1), "v2")
     commit = str(hub.commit(NAME, "v2"))
     assert pinned(f"{NAME}@v2", "config.json") == f"{NAME}@{commit}"
@@ -137,7 +130,7 @@ def test_revisions(
         served_heads(NAME, None, "v2")
 
 
-def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("acme/target", tiny_model())
     assert not is_ours({"model": "acme/target"})
     assert served_heads("acme/target", None) is None
@@ -205,7 +198,7 @@ def test_tokens(hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch) -> 
     assert readers.refusal("inspect", NAME) is None
 
 
-def test_train_and_calibrate(hub: Hub, tiny_model: Model, tmp_path: Path) -> None:
+def test_train_and_calibrate(hub: Hub, tiny_model: Factory, tmp_path: Path) -> None:
     """A target by its name; heads by theirs are not calibrated, as the Hub's cache is not written."""
     hub.add("acme/target", tiny_model())
     data = str(write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30)))

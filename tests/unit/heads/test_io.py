@@ -12,6 +12,7 @@ from typing import Any
 import heads_folders
 import pytest
 import torch
+from conftest import Factory
 from refusals import SERVE, Damage, Readers, config_text, edited, tensor, with_value
 from safetensors.torch import save_file
 from vllm import EngineArgs
@@ -23,16 +24,14 @@ from vllm_ppd.vllm_plugins.config.activation import active_config
 from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
-Model = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
-def readers(tiny_model: Model) -> Readers:
+def readers(tiny_model: Factory) -> Readers:
     return Readers(tiny_model())
 
 
 @pytest.fixture
-def refused_by_all(readers: Readers, whole_heads: Callable[[str], Path], tmp_path: Path) -> Callable[..., None]:
+def refused_by_all(readers: Readers, whole_heads: Factory, tmp_path: Path) -> Factory:
     """refused_by_all(kind, damage, message): a folder of a kind, damaged."""
 
     def check(kind: str, damage: Damage, message: str) -> None:
@@ -47,7 +46,7 @@ def refused_by_all(readers: Readers, whole_heads: Callable[[str], Path], tmp_pat
 
 
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
-def test_sound_heads_are_taken(readers: Readers, whole_heads: Callable[[str], Path], kind: str) -> None:
+def test_sound_heads_are_taken(readers: Readers, whole_heads: Factory, kind: str) -> None:
     assert {name: readers.refusal(name, str(whole_heads(kind))) for name in readers.of} == dict.fromkeys(readers.of)
 
 
@@ -61,7 +60,7 @@ def test_sound_heads_are_taken(readers: Readers, whole_heads: Callable[[str], Pa
     ],
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite(refused_by_all: Callable[..., None], kind: str, name: str, value: float) -> None:
+def test_weights_that_are_not_finite(refused_by_all: Factory, kind: str, name: str, value: float) -> None:
     message = f"tensor '{name}' has numbers that are not finite; train or copy the heads again"
     refused_by_all(kind, tensor(name, with_value(value)), message)
 
@@ -97,7 +96,7 @@ def test_weights_that_are_not_finite(refused_by_all: Callable[..., None], kind: 
         ("dynamo", edited("cooccurrence_entries", value={"2": 4}), "must count n-grams of orders 2 to 3, or none"),
     ],
 )  # fmt: skip
-def test_dtypes_layers_and_counts(refused_by_all: Callable[..., None], kind: str, damage: Damage, message: str) -> None:
+def test_dtypes_layers_and_counts(refused_by_all: Factory, kind: str, damage: Damage, message: str) -> None:
     refused_by_all(kind, damage, message)
 
 
@@ -126,9 +125,7 @@ def test_dtypes_layers_and_counts(refused_by_all: Callable[..., None], kind: str
         ("cp", ("transformer_layer_config", "vocab_size"), 10**30),
     ],
 )
-def test_settings_have_bounds(
-    refused_by_all: Callable[..., None], kind: str, path: tuple[str, ...], value: Any
-) -> None:
+def test_settings_have_bounds(refused_by_all: Factory, kind: str, path: tuple[str, ...], value: Any) -> None:
     refused_by_all(kind, edited(*path, value=value), f"{path[-1]}.*; correct it, or write the heads again")
 
 
@@ -150,18 +147,18 @@ def damaged_weights(change: Callable[[bytes], bytes]) -> Damage:
         (lambda folder: save_file({"x": torch.zeros(2)}, folder / "model.safetensors"), "no tensor 'cp.gate'"),
     ],
 )
-def test_weights_that_cannot_be_read(refused_by_all: Callable[..., None], damage: Damage, message: str) -> None:
+def test_weights_that_cannot_be_read(refused_by_all: Factory, damage: Damage, message: str) -> None:
     refused_by_all("cp", damage, message)
 
 
-def test_config_is_in_speculators_format(heads_folder: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
+def test_config_is_in_speculators_format(heads_folder: Factory, tiny_model: Factory) -> None:
     folder = heads_folder()
     model, tokenizer, speculative = maybe_override_with_speculators(str(folder), None, trust_remote_code=False)
     assert model == tokenizer == str(tiny_model())
     assert speculative == {"method": "early", "num_speculative_tokens": 2, "model": str(folder)}
 
 
-def test_serving_heads_keeps_what_is_asked(tiny_model: Model, whole_heads: Callable[[str], Path]) -> None:
+def test_serving_heads_keeps_what_is_asked(tiny_model: Factory, whole_heads: Factory) -> None:
     folder = str(whole_heads("early"))
     args = EngineArgs(model=folder, dtype="float32", spec_tokens=1, speculative_config={"method": "paradecode"})
     config = active_config(args.create_engine_config())
@@ -205,7 +202,7 @@ METHODS = ("speculators_config", "proposal_methods")
         (edited("transformer_layer_config", value=None), "transformer_layer_config: Input should be"),
     ],
 )  # fmt: skip
-def test_config_of_another_shape(refused_by_all: Callable[..., None], damage: Damage, message: str) -> None:
+def test_config_of_another_shape(refused_by_all: Factory, damage: Damage, message: str) -> None:
     refused_by_all("cp", damage, message)
 
 
@@ -222,7 +219,7 @@ def test_config_of_another_shape(refused_by_all: Callable[..., None], damage: Da
     ],
 )
 def test_files_that_are_not_regular(
-    refused_by_all: Callable[..., None], name: str, put: Callable[[Path], Any], message: str
+    refused_by_all: Factory, name: str, put: Callable[[Path], Any], message: str
 ) -> None:
     def damage(folder: Path) -> None:
         (folder / name).unlink()
@@ -231,7 +228,7 @@ def test_files_that_are_not_regular(
     refused_by_all("cp", damage, f"{name}.*({message})|({message}) {name}")
 
 
-def test_names_that_are_no_folder(readers: Readers, whole_heads: Callable[[str], Path]) -> None:
+def test_names_that_are_no_folder(readers: Readers, whole_heads: Factory) -> None:
     for folder, message in (
         ("/" + "a" * 5000, r"'/aaa.*aaa'"),
         ("a/" * 2500, r"'a/a/.*a/'"),
@@ -265,7 +262,7 @@ def test_what_is_left_to_vllm(tmp_path: Path) -> None:
         is_ours({"method": ["ppd"]})
 
 
-def test_one_line_at_the_command_line(tiny_model: Model, whole_heads: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_line_at_the_command_line(tiny_model: Factory, whole_heads: Factory, tmp_path: Path) -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     folder = shutil.copytree(whole_heads("cp"), tmp_path / "cp")
     tensor("cp.gate", with_value(float("nan")))(folder)

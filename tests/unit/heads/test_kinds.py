@@ -4,11 +4,11 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, patterned_texts, write_texts
+from conftest import ROOT, Factory, patterned_texts, write_texts
 
 import vllm_ppd.heads
 from vllm_ppd.heads.kinds import KINDS
@@ -34,7 +34,7 @@ def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_fifth_kind_is_a_folder_and_a_line(
-    shift: None, tiny_model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shift: None, tiny_model: Factory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, heads = str(write_texts(tmp_path / "data.jsonl", patterned_texts(30, 30))), str(tmp_path / "trained")
     train = ["train", "shift", "--model", str(tiny_model()), "--data", data, "--out", heads, "--steps", "2"]

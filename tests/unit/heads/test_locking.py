@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 
 from vllm_ppd.heads.io import check_folder
 from vllm_ppd.heads.locking import InUse, writing_file, writing_folder
@@ -44,7 +43,7 @@ def train(model: Path, data: Path, out: Path, steps: int) -> list[str]:
 
 
 def test_the_second_of_two_trainings_ends_with_one_line_and_the_first_is_whole(
-    tiny_model: Callable[..., Path], data: Path, tmp_path: Path
+    tiny_model: Factory, data: Path, tmp_path: Path
 ) -> None:
     out, steps = tmp_path / "heads", 60
     argv = [*PPD, *train(tiny_model(), data, out, steps)]
@@ -117,9 +116,7 @@ def test_a_folder_that_stays_empty_is_not_left_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_commands_that_continue_say_who_writes(
-    tiny_model: Callable[..., Path], data: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_commands_that_continue_say_who_writes(tiny_model: Factory, data: Path, tmp_path: Path, capsys: Any) -> None:
     """Before a model is loaded."""
     heads, results = tmp_path / "heads", tmp_path / "results.json"
     assert main(train(tiny_model(), data, heads, 1)) == 0

@@ -3,7 +3,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import heads_folders
 import pytest
 import tiny
 import torch
-from conftest import ROOT
+from conftest import ROOT, Factory
 from refusals import edited
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,14 +25,13 @@ from vllm_ppd.heads.target import check_layers, check_target, decoder_layer, fin
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.activation import active_config
 
-Model = Callable[..., Path]
 DEMO = ROOT / "benchmarks" / "demo"
 SAME_DTYPE = "the dtype of its lm_head differs"
 VALUES = torch.randn(300, 16, generator=torch.Generator().manual_seed(0))
 
 
 def test_targets_travel_with_a_checkout(
-    tiny_model: Model, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative path is looked for from the heads' folder upwards, from wherever it is asked."""
     checkout = tmp_path / "checkout"
@@ -60,7 +58,7 @@ def test_targets_travel_with_a_checkout(
     assert active is not None and active.model == str(folder)
 
 
-def test_a_target_that_is_nowhere(tiny_model: Model, tmp_path: Path, capsys: Any) -> None:
+def test_a_target_that_is_nowhere(tiny_model: Factory, tmp_path: Path, capsys: Any) -> None:
     """It is said which was looked for, and how to name another; naming another works."""
     folder = heads_folders.make_heads(tmp_path / "heads", "cp", tiny_model())
     edited("speculators_config", "verifier", "name_or_path", value="some/old/path")(folder)
@@ -96,7 +94,7 @@ def compare(folder: Path, **changes: object) -> None:
     check_target(config, folder, **{**facts, "fingerprint": config.fingerprint, **changes})
 
 
-def test_matching_target_is_accepted(heads_folder: Callable[..., Path], tiny_model: Callable[..., Path]) -> None:
+def test_matching_target_is_accepted(heads_folder: Factory, tiny_model: Factory) -> None:
     folder = heads_folder()
     compare(folder)
     compare(folder, fingerprint=fingerprint(tiny_model()))
@@ -113,12 +111,12 @@ def test_matching_target_is_accepted(heads_folder: Callable[..., Path], tiny_mod
         ({"fingerprint": TargetFingerprint(lm_head="0" * 64)}, "the hash of its lm_head differs"),
     ],
 )
-def test_other_target_is_refused(heads_folder: Callable[..., Path], changes: dict, message: str) -> None:
+def test_other_target_is_refused(heads_folder: Factory, changes: dict, message: str) -> None:
     with pytest.raises(HeadsError, match=message):
         compare(heads_folder(), **changes)
 
 
-def test_layers_of_the_target(tiny_model: Model, tmp_path: Path) -> None:
+def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
     """The names and shapes are what heads were trained with, of every family; another family's layers are refused."""
     families = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "phi3", "gpt_neox")
     configs = {family: AutoConfig.from_pretrained(tiny_model(family)) for family in families}

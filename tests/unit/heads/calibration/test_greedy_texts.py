@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration's texts are the target's own: greedy is the argmax, whatever generation_config.json says."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from conftest import Factory
 from transformers import GenerationConfig
 
 from vllm_ppd.benchmarks.serve.options import ServeOptions
@@ -30,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Path]) -> Target:
+def target(tiny_model: Factory) -> Target:
     return Target(str(tiny_model()), torch.device("cpu"), torch.float32)
 
 

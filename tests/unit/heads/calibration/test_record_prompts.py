@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of `ppd data` as prompts: calibration and benchmarks answer what the records ask, whole."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Factory
 from records import write
 
 from vllm_ppd.benchmarks import BenchError
@@ -24,7 +24,7 @@ def chats(path: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Path]) -> Target:
+def target(tiny_model: Factory) -> Target:
     return Target(str(tiny_model()), torch.device("cpu"), torch.float32)
 
 

@@ -3,13 +3,12 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 
 from vllm_ppd.heads import draft_vocabulary
 from vllm_ppd.heads.base import LARGEST_BATCH
@@ -73,7 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def heads(tiny_model: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def heads(tiny_model: Factory, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Factory:
     """heads(kind, **options): trained for a few steps on the tiny llama, made once."""
     made: dict[str, Path] = {}
 
@@ -100,7 +99,7 @@ def options(folder: Path, data: Path, **changes: Any) -> CalibrationOptions:
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_exit_matches_against_a_slow_count(heads: Callable[..., Path], data: Path, kind: str) -> None:
+def test_exit_matches_against_a_slow_count(heads: Factory, data: Path, kind: str) -> None:
     calibration = open_calibration(options(heads("early"), data))
     target, texts = calibration.target, getattr(calibration, kind)
     early = early_calibration._early_heads(calibration)
@@ -138,9 +137,7 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", EXTRA)
-def test_report_and_recommendation(
-    heads: Callable[..., Path], data: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_and_recommendation(heads: Factory, data: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_vocabulary, "LEAST", 128)
     folder = heads(kind, **EXTRA[kind])
     result = calibrate(options(folder, data))
@@ -178,7 +175,7 @@ def test_report_and_recommendation(
 
 
 @pytest.mark.parametrize("kind", ["cp", "dynamo"])
-def test_documents_shorter_than_a_window(heads: Callable[..., Path], tmp_path: Path, kind: str) -> None:
+def test_documents_shorter_than_a_window(heads: Factory, tmp_path: Path, kind: str) -> None:
     """Also where most of them have no room for a prompt; a window is as long as the longest one."""
     folder, texts = heads(kind, **EXTRA[kind]), patterned_texts(1, 8)
     short = write_texts(tmp_path / "short.jsonl", [text[:8] for text in patterned_texts(60, 30)] + texts)
@@ -193,7 +190,7 @@ def test_documents_shorter_than_a_window(heads: Callable[..., Path], tmp_path: P
         _ = open_calibration(options(folder, nothing)).windows
 
 
-def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_calibration_goes_on(heads: Factory, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = heads("cp", **EXTRA["cp"])
     asked = options(folder, data, recommend=False, seed=5)
     seen: list[str] = []
@@ -226,7 +223,7 @@ def test_stopped_calibration_goes_on(heads: Callable[..., Path], data: Path, mon
         (("--temperature", "0"), "--temperature 0: input should be greater than 0"),
     ],
 )
-def test_bad_input(heads: Callable[..., Path], data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:
+def test_bad_input(heads: Factory, data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:
     folder = heads("early")
     before = (folder / "model.safetensors").read_bytes()
     assert main(["calibrate", str(folder), "--data", str(data), "--device", "cpu", *more]) == 2
@@ -234,7 +231,7 @@ def test_bad_input(heads: Callable[..., Path], data: Path, capsys: Any, more: tu
     assert (folder / "model.safetensors").read_bytes() == before
 
 
-def test_heads_of_another_target(heads: Callable[..., Path], tiny_model: Callable[..., Path], data: Path) -> None:
+def test_heads_of_another_target(heads: Factory, tiny_model: Factory, data: Path) -> None:
     from vllm_ppd.heads.errors import HeadsError
 
     with pytest.raises(HeadsError, match="hidden_size is 64 there and 128"):

@@ -4,12 +4,11 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO
+from conftest import DEMO, Factory
 
 from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.calibration.report import report
@@ -42,7 +41,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
     ],
 )  # fmt: skip
 def test_calibration_of_another_shape(
-    whole_heads: Callable[[str], Path], tmp_path: Path, kind: str, content: Any, message: str, capsys: Any
+    whole_heads: Factory, tmp_path: Path, kind: str, content: Any, message: str, capsys: Any
 ) -> None:
     folder = Path(shutil.copytree(whole_heads(kind), tmp_path / "heads"))
     path = folder / "calibration.json"
@@ -110,9 +109,7 @@ def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) ->
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", "{", '{"time": [], "command": 3}'])
-def test_provenance_of_another_shape(
-    whole_heads: Callable[[str], Path], tmp_path: Path, content: str, capsys: Any
-) -> None:
+def test_provenance_of_another_shape(whole_heads: Factory, tmp_path: Path, content: str, capsys: Any) -> None:
     """It says nothing that keeps heads from loading: it is named, and the rest is told."""
     folder = Path(shutil.copytree(whole_heads("cp"), tmp_path / "heads"))
     (folder / "provenance.json").write_text(content)

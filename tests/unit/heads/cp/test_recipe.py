@@ -2,12 +2,13 @@
 """CP heads in training: the losses, the first transforms, what a condition costs, and the full recipe (section 3.1)."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Factory
 from torch.nn import functional
 
 from vllm_ppd.heads.base import TargetLayers
@@ -98,7 +99,7 @@ def windows(count: int = 3, length: int = 40) -> Batch:
 )
 @pytest.mark.parametrize("vocabulary", [0, 120])
 def test_loss_is_the_formula(
-    tiny_model: Callable[..., Path], condition: Condition, layers: tuple[int, ...], vocabulary: int
+    tiny_model: Factory, condition: Condition, layers: tuple[int, ...], vocabulary: int
 ) -> None:
     """Cross-entropy to the target's top-k at each position, the text's likelihood and the balance; and its gradient.
 
@@ -160,7 +161,7 @@ def test_loss_is_the_formula(
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_a_share_of_the_positions(tiny_model: Callable[..., Path]) -> None:
+def test_a_share_of_the_positions(tiny_model: Factory) -> None:
     """Drawn anew in each epoch while training; the evaluation reads all."""
     recipe, batch = recipe_of(tiny_model(), position_share=0.25), windows()
     _, valid = batch.ahead(4)
@@ -172,7 +173,7 @@ def test_a_share_of_the_positions(tiny_model: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(("condition", "slow"), [("none", 0), ("token", 2), ("chain", 2), ("recurrent", 1)])
-def test_ridge_starts_below_the_identity(tiny_model: Callable[..., Path], condition: Condition, slow: int) -> None:
+def test_ridge_starts_below_the_identity(tiny_model: Factory, condition: Condition, slow: int) -> None:
     """Nearer to the target's distributions than its own LM head is, before the first step."""
     losses = {}
     for start in ("identity", "ridge"):
@@ -190,7 +191,7 @@ def test_ridge_starts_below_the_identity(tiny_model: Callable[..., Path], condit
 
 
 @pytest.mark.parametrize("factorised", [True, False])
-def test_the_loss_of_the_full_recipe_is_the_formula(tiny_model: Callable[..., Path], factorised: bool) -> None:
+def test_the_loss_of_the_full_recipe_is_the_formula(tiny_model: Factory, factorised: bool) -> None:
     """Next token by the LM head, eq. 9 with the LM head a constant, eq. 10; and the gradients of head and base."""
     recipe = recipe_of(tiny_model(), **FULL, factorised=factorised)
     target, head = recipe.target, recipe.head
@@ -220,7 +221,7 @@ def test_the_loss_of_the_full_recipe_is_the_formula(tiny_model: Callable[..., Pa
     assert "next_token" not in alone
 
 
-def test_from_scratch(tiny_model: Callable[..., Path]) -> None:
+def test_from_scratch(tiny_model: Factory) -> None:
     """A random base model is the same for a seed, and nothing of the given one but its shape."""
     weights = []
     for seed in (5, 5, 6):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's heads learn the target's own distribution at the token that they draft."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Factory
 
 from vllm_ppd.heads.dynamo.config import DynaMoOptions
 from vllm_ppd.heads.dynamo.recipe import DynaMoRecipe
@@ -32,7 +32,7 @@ def two_documents(length: int = 24) -> Batch:
 
 
 @pytest.mark.parametrize("distillation", [0.0, 0.3, 1.0])
-def test_loss_is_the_formula(tiny_model: Callable[..., Path], distillation: float) -> None:
+def test_loss_is_the_formula(tiny_model: Factory, distillation: float) -> None:
     """Head i at t: cross-entropy to the target's top-k at t + i - 1 and the text's token t + i, and its gradient."""
     recipe = recipe_of(tiny_model(), distillation=distillation, distillation_top_k=5)
     batch, target = two_documents(), recipe.target
@@ -70,7 +70,7 @@ def test_loss_is_the_formula(tiny_model: Callable[..., Path], distillation: floa
     assert recipe.reads.top_k == (5 if distillation else 0)
 
 
-def test_the_full_recipe_is_taught_by_the_model_that_it_trains(tiny_model: Callable[..., Path]) -> None:
+def test_the_full_recipe_is_taught_by_the_model_that_it_trains(tiny_model: Factory) -> None:
     """The teacher is the base model of the moment, which learns nothing from being made."""
     recipe = recipe_of(tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=1.0)
     plain = recipe_of(tiny_model(), recipe="full", stem_learning_rate=0.0, distillation=0.0)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Early heads: what they compute, and their folder."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
+from conftest import Factory
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.early.config import EarlyConfig
@@ -26,7 +24,7 @@ def test_head_is_lm_head_times_transform() -> None:
     torch.testing.assert_close(heads(hidden, 3) @ lm_head.T, hidden @ (lm_head @ transform).T)
 
 
-def test_round_trip(heads_folder: Callable[..., Path]) -> None:
+def test_round_trip(heads_folder: Factory) -> None:
     folder = heads_folder(exit_layers=(2, 4), noise=0.1)
     config, tensors = load_tensors(folder, EarlyConfig)
     heads = EarlyHeads.from_tensors(config, tensors)

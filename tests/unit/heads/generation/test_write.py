@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Factory
 from records import templated
 
 from vllm_ppd.heads.errors import TrainingError
@@ -199,7 +200,7 @@ def test_user_turns_are_filtered_and_written_once(tmp_path: Path) -> None:
     assert all(turn and turn == turn.strip() and "\ufffd" not in turn for turn in turns)
 
 
-def test_a_model_without_a_chat_template_writes_whole_texts(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+def test_a_model_without_a_chat_template_writes_whole_texts(tmp_path: Path, tiny_model: Factory) -> None:
     out = options(model=str(tiny_model()), out=str(tmp_path / "a.jsonl"), number=9)
 
     def enough(writer: Writer) -> None:
@@ -268,7 +269,7 @@ def test_a_file_that_another_run_writes_is_left_alone(tmp_path: Path) -> None:
     assert len(chats_of(path)) == 6
 
 
-def test_bad_input_ends_with_one_line(tmp_path: Path, tiny_model: Callable[..., Path], capsys: Any) -> None:
+def test_bad_input_ends_with_one_line(tmp_path: Path, tiny_model: Factory, capsys: Any) -> None:
     command = ["data", "--model", str(tiny_model()), "--out", str(tmp_path / "a.jsonl")]
     for more, message in (
         (["--prompts", str(tmp_path / "none.jsonl")], "does not exist"),

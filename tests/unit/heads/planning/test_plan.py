@@ -2,12 +2,11 @@
 """`ppd plan`: predictions against figures worked out by hand, on hand-made calibrations."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO
+from conftest import DEMO, Factory
 from heads_folders import blank_tensors
 
 from vllm_ppd.heads.base import LARGEST_BATCH, HeadsConfig, TargetLayers
@@ -70,7 +69,7 @@ def cp_config(rank: int = 1, **changes: Any) -> CPConfig:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Callable[..., str]:
+def folder(tmp_path: Path) -> Factory:
     """folder(config, parts): a heads folder with a hand-made calibration."""
 
     def get(config: HeadsConfig, parts: dict[str, Any], finished: bool = True) -> str:
@@ -84,7 +83,7 @@ def folder(tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def early(folder: Callable[..., str]) -> str:
+def early(folder: Factory) -> str:
     return folder(early_config(), early_parts(0.8))
 
 
@@ -160,7 +159,7 @@ def test_transforms_are_part_of_the_price() -> None:
     assert layers[0][1] == [0] * 3 and layers[1][1] == pytest.approx([0.4, 0.6, 0.4])
 
 
-def test_cp_by_hand(folder: Callable[..., str]) -> None:
+def test_cp_by_hand(folder: Factory) -> None:
     planned = plan(folder(cp_config(), cp_parts(0.5)))
     whole = next(p.decoding for p in planned.predicted if p.decoding.options["num_speculative_tokens"] == 2)
     # One more read of the LM head: 2 + 10 + 2 of 12.
@@ -194,7 +193,7 @@ def test_stops_where_drafting_no_longer_gains(early: str) -> None:
     assert f"--ppd-disable-by-batch-size {planned.stop_at}" in report(planned, PlanOptions(heads=(early,)))
 
 
-def test_nothing_gains(folder: Callable[..., str]) -> None:
+def test_nothing_gains(folder: Factory) -> None:
     heads = folder(early_config(), early_parts(0.01))
     planned = plan(heads)
     assert planned.best is None
@@ -204,7 +203,7 @@ def test_nothing_gains(folder: Callable[..., str]) -> None:
     assert f"Warning: the heads in {quoted(heads)} are predicted to gain nothing at every batch size (1, 2, 4" in text
 
 
-def test_heads_that_gain_nothing_are_named_beside_others(folder: Callable[..., str], early: str) -> None:
+def test_heads_that_gain_nothing_are_named_beside_others(folder: Factory, early: str) -> None:
     useless = folder(early_config(), early_parts(0.01))
     text = report(plan(early, useless), PlanOptions(heads=(early, useless)))
     assert text.count("Warning: ") == 1 and f"Warning: the heads in {quoted(useless)}" in text
@@ -281,7 +280,7 @@ def test_bad_options_are_one_line(
     assert message in line
 
 
-def test_refuses_what_cannot_be_planned(folder: Callable[..., str], early: str) -> None:
+def test_refuses_what_cannot_be_planned(folder: Factory, early: str) -> None:
     with pytest.raises(HeadsError, match="no finished calibration; run `ppd calibrate"):
         plan(folder(early_config(), early_parts(0.5), finished=False))
     with pytest.raises(HeadsError, match="has heads for 'another', the others for 'the/target'"):
@@ -337,7 +336,7 @@ def measured_costs(path: Path, seconds: list[list[float]], **engine: Any) -> str
     return str(path / "costs.json")
 
 
-def test_an_h200_whose_host_was_too_slow_is_told_not_to_draft(folder: Callable[..., str], tmp_path: Path) -> None:
+def test_an_h200_whose_host_was_too_slow_is_told_not_to_draft(folder: Factory, tmp_path: Path) -> None:
     """4B target, batch 1: 3.0 ms a step with vLLM alone, 4.8 ms with CP heads and 1.54 tokens of it."""
     heads = folder(cp_config(), cp_parts(0.36))
     assert plan(heads).best is not None  # by layers and LM head alone
@@ -352,7 +351,7 @@ def test_an_h200_whose_host_was_too_slow_is_told_not_to_draft(folder: Callable[.
     assert "host's work" not in text
 
 
-def test_steps_that_a_server_measured_give_the_gain(folder: Callable[..., str], tmp_path: Path) -> None:
+def test_steps_that_a_server_measured_give_the_gain(folder: Factory, tmp_path: Path) -> None:
     heads = folder(cp_config(), cp_parts(0.5))
     seconds = [[3e-3, 3.2e-3, 3.4e-3], [4e-3, 5e-3, 6e-3]]
     planned = plan(heads, timings=measured_costs(tmp_path, seconds, runner="v1"))
@@ -374,7 +373,7 @@ def test_steps_that_a_server_measured_give_the_gain(folder: Callable[..., str], 
     ],
 )
 def test_settings_that_a_server_did_not_measure_are_named(
-    folder: Callable[..., str], tmp_path: Path, engine: dict[str, Any], lacks: str
+    folder: Factory, tmp_path: Path, engine: dict[str, Any], lacks: str
 ) -> None:
     heads = folder(cp_config(), cp_parts(0.5))
     planned = plan(heads, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], **engine))
@@ -394,7 +393,7 @@ def test_settings_that_a_server_did_not_measure_are_named(
     ],
 )
 def test_steps_of_another_server_are_refused(
-    folder: Callable[..., str], tmp_path: Path, engine: dict[str, Any], message: str
+    folder: Factory, tmp_path: Path, engine: dict[str, Any], message: str
 ) -> None:
     heads = folder(cp_config(), cp_parts(0.5))
     with pytest.raises(HeadsError, match=message):
@@ -414,7 +413,7 @@ def test_early_steps_are_of_a_single_exit(early: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("load", [["--batch", "1"], ["--rate", "2", "--new-tokens", "100"]])
 def test_heads_that_were_asked_about_are_in_the_table(
-    folder: Callable[..., str], load: list[str], capsys: pytest.CaptureFixture[str]
+    folder: Factory, load: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [folder(early_config(), early_parts(rate)) for rate in (0.9, 0.02)]
     names.append(folder(cp_config(), cp_parts(0.11)))
@@ -424,7 +423,7 @@ def test_heads_that_were_asked_about_are_in_the_table(
 
 
 def test_heads_without_a_setting_that_keeps_up_say_so(
-    folder: Callable[..., str], early: str, capsys: pytest.CaptureFixture[str]
+    folder: Factory, early: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows are dear for the second ones: their largest batch is slower than the requests come."""
     slow = early_parts(0.8)

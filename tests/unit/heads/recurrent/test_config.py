@@ -4,13 +4,12 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 from hub import running_hub, use
 from published import LAYOUTS, publish
 from refusals import SERVE, Damage, Readers, command, config_text, edited, tensor, with_value
@@ -22,13 +21,12 @@ from vllm_ppd.heads.kinds import recurrent
 from vllm_ppd.vllm_plugins.cli.main import main
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
-Model = Callable[..., Path]
 SERVERS = ("model alone", "--speculative-model")
 HEAD = "speculator.head.0.weight"
 
 
 @pytest.fixture(scope="module")
-def readers(tiny_model: Model) -> Readers:
+def readers(tiny_model: Factory) -> Readers:
     return Readers(tiny_model())
 
 
@@ -112,7 +110,7 @@ def test_an_index_of_shards_that_is_damaged(readers: Readers, tmp_path: Path, pl
 
 @pytest.mark.parametrize("layout", ["ibm", "arctic-lstm"])
 def test_calibration_adds_the_target_and_counts(
-    readers: Readers, tiny_model: Model, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    readers: Readers, tiny_model: Factory, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What was published stays as it is; every way in takes the folder then, and a plan can be made."""
     folder = publish(tmp_path / "recurrent", layout, shards=2)

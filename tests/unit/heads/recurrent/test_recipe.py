@@ -2,12 +2,12 @@
 """Training of recurrent heads: where they start, and what is saved."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import Factory
 from overfitted import fit
 
 from vllm_ppd.heads.errors import TrainingError
@@ -16,8 +16,6 @@ from vllm_ppd.heads.recurrent.config import RecurrentConfig, RecurrentOptions
 from vllm_ppd.heads.recurrent.recipe import RecurrentRecipe
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
-
-Model = Callable[..., Path]
 
 
 def recipe_of(model: Path, **options: Any) -> RecurrentRecipe:
@@ -28,7 +26,7 @@ def recipe_of(model: Path, **options: Any) -> RecurrentRecipe:
 @pytest.mark.parametrize("scale_input", [False, True])
 @pytest.mark.parametrize("tie_weights", [False, True])
 def test_heads_start_as_a_linear_prediction_of_the_next_state(
-    tiny_model: Model, scale_input: bool, tie_weights: bool
+    tiny_model: Factory, scale_input: bool, tie_weights: bool
 ) -> None:
     """The state's halves are GELU(u) and GELU(-u); their difference is nearest to the target's next state."""
     recipe = recipe_of(tiny_model(), scale_input=scale_input, tie_weights=tie_weights)
@@ -47,7 +45,7 @@ def test_heads_start_as_a_linear_prediction_of_the_next_state(
     torch.testing.assert_close(logits, predicted @ recipe.target.unembedding.T, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_saved_has_the_keys_and_tensors_of_ibm(tiny_model: Model, tmp_path: Path) -> None:
+def test_what_is_saved_has_the_keys_and_tensors_of_ibm(tiny_model: Factory, tmp_path: Path) -> None:
     folder = fit(tiny_model(), "recurrent", [[5, 6, 7, 8, 9, 10, 11, 12]] * 4, tmp_path, 2, tie_weights=False)
     written = json.loads((folder / "config.json").read_text())
     assert written["architectures"] == ["MLPSpeculatorPreTrainedModel"] and written["model_type"] == "mlp_speculator"
@@ -59,6 +57,6 @@ def test_what_is_saved_has_the_keys_and_tensors_of_ibm(tiny_model: Model, tmp_pa
     assert config.verifier == str(tiny_model()) and config.target.num_hidden_layers == 6
 
 
-def test_a_ridge_start_needs_a_state_of_twice_the_width(tiny_model: Model) -> None:
+def test_a_ridge_start_needs_a_state_of_twice_the_width(tiny_model: Factory) -> None:
     with pytest.raises(TrainingError, match=r"--inner-size 100: a ridge regression starts a state of twice .*, 128;"):
         recipe_of(tiny_model(), inner_size=100)

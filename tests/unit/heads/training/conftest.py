@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.training import loop
@@ -33,7 +33,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., Path]:
+def train(tiny_model: Factory, data: Path, tmp_path: Path) -> Factory:
     """train(kind, family, **options): a heads folder."""
 
     def run(kind: str = "early", family: str | Path = "llama", out: str = "heads", **options: Any) -> Path:
@@ -46,7 +46,7 @@ def train(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Callab
 
 
 @pytest.fixture
-def command(tiny_model: Callable[..., Path], data: Path, tmp_path: Path) -> Callable[..., list[str]]:
+def command(tiny_model: Factory, data: Path, tmp_path: Path) -> Callable[..., list[str]]:
     """command(*more, kind="early", out="heads", data=...): words of a `ppd train`."""
 
     def words(*more: str, kind: str = "early", out: str = "heads", data: Path = data) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 from damages import DAMAGE
 from torch import nn
 
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_other_heads_or_of_another_step_is_refused(tmp_path: Pat
 
 
 def test_changed_data_and_damaged_state_end_with_one_line(
-    command: Callable[..., list[str]], stop_at: Callable[..., Any], tmp_path: Path, capsys: Any
+    command: Callable[..., list[str]], stop_at: Factory, tmp_path: Path, capsys: Any
 ) -> None:
     data, work = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 6)), tmp_path / "heads" / WORK
     words = command("--steps", "8", "--exit-layers", "3", data=data)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Factory
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
@@ -54,7 +55,7 @@ def test_curve(train: Train) -> None:
         assert by_position[0] == pytest.approx(sum(x["match"] for x in exits) / len(exits), abs=0.02)
 
 
-def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Callable[..., Any]) -> None:
+def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Factory) -> None:
     train = partial(train, evaluate_every=2, save_every=3)
     whole = train(out="whole")
     stop_at(6)
@@ -66,7 +67,7 @@ def test_curve_of_a_stopped_run_continues(train: Train, stop_at: Callable[..., A
     assert read_curve(train(out="parts")) == read_curve(whole)
 
 
-def test_a_stop_does_not_wait_for_the_step(train: Train, stop_at: Callable[..., Any]) -> None:
+def test_a_stop_does_not_wait_for_the_step(train: Train, stop_at: Factory) -> None:
     train = partial(train, accumulation=4)
     whole = train(out="whole")
     batches = stop_at(10)  # the second part of the third step
@@ -131,7 +132,7 @@ def test_a_run_that_improves_is_not_stopped(train: Train, monkeypatch: Any) -> N
     assert facts["steps"] == 12 and not facts["stopped_flat"] and facts["held_out_after_step"] == 12
 
 
-def test_patience_survives_a_stop(train: Train, stop_at: Callable[..., Any], monkeypatch: Any) -> None:
+def test_patience_survives_a_stop(train: Train, stop_at: Factory, monkeypatch: Any) -> None:
     real, steps = loop.evaluate, []
 
     def falling(*args: Any) -> Evaluation:

@@ -15,6 +15,7 @@ import accelerate.checkpointing
 import pytest
 import tiny
 import torch
+from conftest import Factory
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -53,7 +54,7 @@ FIGURES = {
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.full), "gpt_neox"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_learn_and_the_target_stays_what_it_was(
-    train: Train, tiny_model: Callable[..., Path], kind: str, family: str
+    train: Train, tiny_model: Factory, kind: str, family: str
 ) -> None:
     weights = {p.name: p.read_bytes() for p in tiny_model(family).iterdir()}
     folder = train(kind, family)
@@ -109,7 +110,7 @@ def test_variants_learn(train: Train, kind: str, options: dict[str, Any], figure
     ],
 )
 def test_full_recipe_moves_the_base_model_and_names_it(
-    train: Train, tiny_model: Callable[..., Path], kind: str, options: dict[str, Any], figure: str
+    train: Train, tiny_model: Factory, kind: str, options: dict[str, Any], figure: str
 ) -> None:
     folder = train(kind, recipe="full", base_learning_rate=1e-3, **options)
     config = load_config(folder)
@@ -122,7 +123,7 @@ def test_full_recipe_moves_the_base_model_and_names_it(
     assert losses(folder, figure)[1] < losses(folder, figure)[0]
 
 
-def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Callable[..., Path]) -> None:
+def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
     folders = [
@@ -137,9 +138,7 @@ def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Callable[...
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stopped_run_continues_to_the_same_heads(
-    train: Train, tmp_path: Path, stop_at: Callable[..., Any], kind: str
-) -> None:
+def test_stopped_run_continues_to_the_same_heads(train: Train, tmp_path: Path, stop_at: Factory, kind: str) -> None:
     whole = train(kind, out="whole")
     batches = stop_at(6)
     with pytest.raises(loop.Stopped, match="stopped at step 5 of 12"):
@@ -174,9 +173,7 @@ def test_killed_run_continues(command: Command, tmp_path: Path) -> None:
     check_folder(out)
 
 
-def test_diverging_loss_stops_and_keeps_the_last_good(
-    train: Train, tmp_path: Path, stop_at: Callable[..., Any]
-) -> None:
+def test_diverging_loss_stops_and_keeps_the_last_good(train: Train, tmp_path: Path, stop_at: Factory) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
         train()

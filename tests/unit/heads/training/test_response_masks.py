@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from conftest import Factory
 from records import templated, write
 
 from vllm_ppd.heads.data.documents import Documents
@@ -109,7 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def recipe(tiny_model: Callable[..., Path]) -> Callable[[str], Any]:
+def recipe(tiny_model: Factory) -> Callable[[str], Any]:
     def make(name: str) -> Any:
         torch.manual_seed(0)
         target = Target(str(tiny_model()), torch.device("cpu"), torch.float32)

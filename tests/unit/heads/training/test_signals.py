@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from conftest import Factory
 
 from vllm_ppd.heads.cp.recipe import CPRecipe
 from vllm_ppd.heads.data.documents import Documents
@@ -63,7 +64,7 @@ def test_every_phase_ends_with_the_words_of_the_loop(
     assert capsys.readouterr().err.strip().splitlines()[-1] == told
 
 
-def test_a_run_that_continues_says_where(words: list[str], stop_at: Callable[..., Any], capsys: Any) -> None:
+def test_a_run_that_continues_says_where(words: list[str], stop_at: Factory, capsys: Any) -> None:
     stop_at(6)
     assert main(words) == 130
     text = capsys.readouterr().err

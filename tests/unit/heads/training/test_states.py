@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from conftest import patterned_texts, write_texts
+from conftest import Factory, patterned_texts, write_texts
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
@@ -49,9 +49,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("family", list(tiny.FAMILIES))
-def test_cached_states_are_the_targets(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, family: str
-) -> None:
+def test_cached_states_are_the_targets(tiny_model: Factory, tmp_path: Path, store: TokenStore, family: str) -> None:
     target = load(tiny_model, family)
     batch = store.batch("train", [3, 0, 5])
     cache = StatesCache(tmp_path / "cache", target, store, ALL, ROOM)
@@ -77,7 +75,7 @@ def test_cached_states_are_the_targets(
 
 
 def test_each_window_is_computed_once(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, passes = load(tiny_model), counted(monkeypatch)
     cache = StatesCache(tmp_path / "cache", target, store, Reads(exits=(2, 5)), ROOM)
@@ -93,9 +91,7 @@ def test_each_window_is_computed_once(
     assert passes == [3, 1, 1]
 
 
-def test_another_target_has_files_of_its_own(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore
-) -> None:
+def test_another_target_has_files_of_its_own(tiny_model: Factory, tmp_path: Path, store: TokenStore) -> None:
     target = load(tiny_model)
     first = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
     with torch.no_grad():  # same tokenizer and LM head, as a fine-tuned copy may have
@@ -104,7 +100,7 @@ def test_another_target_has_files_of_its_own(
 
 
 def test_data_that_grew_keeps_the_states_of_what_it_was(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, passes = load(tiny_model), counted(monkeypatch)
     StatesCache(tmp_path / "cache", target, store, Reads(), ROOM).states(store.batch("train", [0, 5]))
@@ -119,7 +115,7 @@ def test_data_that_grew_keeps_the_states_of_what_it_was(
 
 
 def test_windows_of_other_data_that_begins_alike_are_computed_again(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore
+    tiny_model: Factory, tmp_path: Path, store: TokenStore
 ) -> None:
     target = load(tiny_model)
     cache = StatesCache(tmp_path / "cache", target, store, Reads(), ROOM)
@@ -142,7 +138,7 @@ def flip(data: bytes) -> bytes:
 @pytest.mark.parametrize("change", [flip, lambda data: data[:150], lambda data: b""], ids=["flipped", "cut", "empty"])
 @pytest.mark.parametrize("name", ["train.final", "train.layer-2", "train.final.crc"])
 def test_damaged_windows_are_computed_again(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, capsys: Any, name: str, change: Any
+    tiny_model: Factory, tmp_path: Path, store: TokenStore, capsys: Any, name: str, change: Any
 ) -> None:
     batch, reads = store.batch("train", [0, 1]), Reads(exits=(2,))
     cache = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM)
@@ -159,7 +155,7 @@ def test_damaged_windows_are_computed_again(
 
 
 def test_a_kill_between_values_and_checksum_loses_the_window_only(
-    tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = StatesCache(tmp_path / "cache", load(tiny_model), store, Reads(), ROOM)
     cache.states(store.batch("train", [0, 1]))
@@ -170,7 +166,7 @@ def test_a_kill_between_values_and_checksum_loses_the_window_only(
     assert passes == [1]
 
 
-def test_bounds(tiny_model: Callable[..., Path], tmp_path: Path, store: TokenStore, monkeypatch: Any) -> None:
+def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: Any) -> None:
     target, folder = load(tiny_model), tmp_path / "cache"
     message = r"--states-cache needs 0\.00 GB beside the 0\.00 GB it holds, and --states-cache-gb allows 1e-05"
     with pytest.raises(TrainingError, match=message) as caught:
@@ -188,9 +184,7 @@ def test_bounds(tiny_model: Callable[..., Path], tmp_path: Path, store: TokenSto
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_over_a_cache(
-    tiny_model: Callable[..., Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_over_a_cache(tiny_model: Factory, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs run the target over each window once, a second training not at all, and heads are the same."""
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
     passes = counted(monkeypatch)
@@ -218,7 +212,7 @@ def test_training_over_a_cache(
         assert moved <= 0.03 * tensor.float().norm(), name  # rounded states
 
 
-def test_the_full_recipe_has_no_cache(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_full_recipe_has_no_cache(tiny_model: Factory, tmp_path: Path) -> None:
     data = write_texts(tmp_path / "data.jsonl", patterned_texts(60, 3))
     options = KINDS["dynamo"].options(
         model=str(tiny_model()), data=(str(data),), out=str(tmp_path / "out"), recipe="full", device="cpu",

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """States of the target: packed documents are computed as each is alone."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 import torch
+from conftest import Factory
 
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gpt_oss", "llama4", "olmo2"])
-def test_packed_documents_do_not_see_each_other(tiny_model: Callable[..., Path], family: str) -> None:
+def test_packed_documents_do_not_see_each_other(tiny_model: Factory, family: str) -> None:
     target = Target(str(tiny_model(family)), torch.device("cpu"), torch.float32)
     torch.manual_seed(0)
     ids = torch.randint(1, 200, (1, 60))
