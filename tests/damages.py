@@ -5,7 +5,7 @@ import json
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +49,26 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(inner, (*path, key))
 
 
+def put(value: Any, path: Sequence[Any], new: Any) -> None:
+    """Set what stands at a path of nested dicts and lists; an Ellipsis deletes it."""
+    *parents, last = path
+    for key in parents:
+        value = value[key]
+    if new is ...:
+        del value[last]
+    else:
+        value[last] = new
+
+
 def other_value(folder: Path, rng: random.Random) -> str:
     path = folder / "config.json"
     data = json.loads(path.read_text())
-    *parents, last = rng.choice(list(places(data)))
-    place = data
-    for key in parents:
-        place = place[key]
-    if rng.random() < 0.2:
-        del place[last]
-        told = "deleted"
-    else:
-        place[last] = rng.choice(ODD)
-        told = repr(place[last])[:40]
+    path_of_value = rng.choice(list(places(data)))
+    value = ... if rng.random() < 0.2 else rng.choice(ODD)
+    put(data, path_of_value, value)
+    told = "deleted" if value is ... else repr(value)[:40]
     path.write_text(json.dumps(data))
-    return f"{'.'.join(map(str, [*parents, last]))} is {told}"
+    return f"{'.'.join(map(str, path_of_value))} is {told}"
 
 
 def whole_config(folder: Path, rng: random.Random) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from damages import put
 from safetensors.torch import load_file, save_file
 from vllm import EngineArgs
 from vllm.engine import arg_utils
@@ -100,13 +101,7 @@ def edited(*path: Any, value: Any) -> Damage:
     def damage(folder: Path) -> None:
         file = folder / "config.json"
         data = json.loads(file.read_text())
-        place = data
-        for key in path[:-1]:
-            place = place[key]
-        if value is ...:
-            del place[path[-1]]
-        else:
-            place[path[-1]] = value
+        put(data, path, value)
         file.write_text(json.dumps(data))
 
     return damage

@@ -70,7 +70,6 @@ ASSUMED = [
     f"{V2}.sample.states:SamplingStates.add_request",
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device",
-    "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sample_tokens",
 ]  # fmt: skip

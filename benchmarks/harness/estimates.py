@@ -24,10 +24,6 @@ class Estimate(NamedTuple):
         value, low, high = map(form.format, self)
         return f"{value} ({low} to {high})"
 
-    def above(self, bound: float = 0.0) -> bool | None:
-        """Whether it is above a bound; None: the interval holds the bound."""
-        return True if self.low > bound else False if self.high < bound else None
-
 
 def bootstrap(statistic: Callable[..., Any], *counts: Any) -> Estimate:
     """A function of sums over texts; texts are resampled.

@@ -37,10 +37,10 @@ class Sham:
     facts: ClassVar[dict[str, Any]] = {"free_bytes": 10, "peak_bytes": 1}
 
     def __init__(self, name: str) -> None:
-        self.name, self.closed = name, False
+        self.name = name
 
     def close(self) -> None:
-        self.closed = True
+        pass
 
 
 class Shams(Session[Sham, int]):
@@ -157,10 +157,14 @@ def test_contenders_that_are_refused(changes: dict[str, Any], message: str) -> N
 
 
 def test_prompts_of_texts_and_token_ids(tiny_model: Factory, tmp_path: Path) -> None:
-    """Longer ids are left out; of texts the middle first: strides of 32 tokens leave three places of 100, two of 40."""
+    """Ids are taken whole, longer ones left out; of texts the middle first: strides of 32 tokens leave three places of
+    100, two of 40.
+    """
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt_token_ids": [*range(2, 22 + i)]}) + "\n" for i in range(16)))
-    assert [len(ids) for ids in read_prompts((str(data),), "-", 24, 100, False)] == [20, 21, 22, 23, 24]
+    assert read_prompts((str(data),), "-", 24, 100, False) == [[*range(2, end)] for end in range(22, 27)]
+    with pytest.raises(BenchError, match="or a prompt of up to 3; give longer documents, or more --prompt-tokens"):
+        read_prompts((str(data),), "-", 3, 9, False)
     data.write_text("\n".join(json.dumps({"text": text}) for text in ("a" * 100, "short one", "b" * 40)))
     prompts = read_prompts((str(data),), str(tiny_model()), 8, 100, False)
     assert [len(ids) for ids in prompts] == [8, 8, 8, 8, 8, 8]

@@ -40,7 +40,7 @@ def test_results_say_where_they_are_from() -> None:
             assert all(run[fact] for fact in ("command", "time", "git", "machine", "versions")), path
 
 
-def test_results_of_older_code_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_older_code_say_so(tmp_path: Path) -> None:
     options = DecodeOptions(model="model", data=("d",), plain="none", out=str(tmp_path / "speeds.json"))
     results = Results(options, contenders(options))
     results.add({"contender": BASE, "batch": 1})

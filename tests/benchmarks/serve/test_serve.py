@@ -90,7 +90,7 @@ def test_requests_are_the_datas_prompts_in_a_drawn_order(
     assert np.std(np.log(inside)) == pytest.approx(0.8, rel=0.1)
 
 
-def test_vllm_reads_its_data_sets_itself(tmp_path: Path, capsys: Any) -> None:
+def test_vllm_reads_its_data_sets_itself(tmp_path: Path) -> None:
     words = Workload(options(data=("question.jsonl",), dataset="spec_bench")).write(tmp_path, 1)
     assert words == ["--dataset-name", "spec_bench", "--dataset-path", "question.jsonl", "--output-len", "128"]
     assert options(dataset="spec_bench").files == ()

@@ -53,7 +53,7 @@ def test_files_are_on_the_disk_before_they_replace_others(tmp_path: Path, monkey
     assert order == ["file", "replace", "folder"] * 2
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     write_text(path, "old")
     with pytest.raises(UnicodeEncodeError):

@@ -23,7 +23,7 @@ import heads_folders
 import pytest
 import torch
 from conftest import Factory
-from damages import ODD, RULES, places
+from damages import ODD, RULES, places, put
 from refusals import Readers
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -173,13 +173,10 @@ def test_damaged_reports(readers: Readers, whole_heads: Factory, tmp_path: Path,
     for case in range(CASES):
         rng = random.Random(f"{kind} {case}")
         data = json.loads(content)
-        *parents, last = rng.choice(list(places(data)))
-        place = data
-        for key in parents:
-            place = place[key]
-        place[last] = value = rng.choice(ODD)
+        place, value = rng.choice(list(places(data))), rng.choice(ODD)
+        put(data, place, value)
         path.write_text(json.dumps(data) if case % 5 else content[: rng.randrange(len(content))])
-        told = f"case {case}: {parents}, {last} is {value!r}"[:200]
+        told = f"case {case}: {place} is {value!r}"[:200]
         with within(SECONDS, told):
             refused += readers.refusal("plan", str(folder)) is not None
             assert readers.refusal("inspect", str(folder)) is None, told

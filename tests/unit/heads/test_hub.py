@@ -115,7 +115,7 @@ def test_server_refuses_damaged_weights(hub: Hub, readers: Readers, whole_heads:
         assert "not finite" in str(readers.refusal(name, "acme/damaged")), name
 
 
-def test_revisions(hub: Hub, whole_heads: Factory, tiny_model: Factory, tmp_path: Path, readers: Readers) -> None:
+def test_revisions(hub: Hub, tiny_model: Factory, tmp_path: Path, readers: Readers) -> None:
     hub.add(NAME, heads_folders.make_heads(tmp_path / "v2", "cp", tiny_model(), num_speculative_tokens=1), "v2")
     commit = str(hub.commit(NAME, "v2"))
     assert pinned(f"{NAME}@v2", "config.json") == f"{NAME}@{commit}"
@@ -150,7 +150,7 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Factory, monkeypatc
 
 
 def test_bad_names_and_hubs_that_do_not_answer_are_one_line(
-    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub, readers: Readers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = ("method and model", "model alone", "inspect", "plan", "calibrate")
 

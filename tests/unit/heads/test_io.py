@@ -158,7 +158,7 @@ def test_config_is_in_speculators_format(heads_folder: Factory, tiny_model: Fact
     assert speculative == {"method": "early", "num_speculative_tokens": 2, "model": str(folder)}
 
 
-def test_serving_heads_keeps_what_is_asked(tiny_model: Factory, whole_heads: Factory) -> None:
+def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
     folder = str(whole_heads("early"))
     args = EngineArgs(model=folder, dtype="float32", spec_tokens=1, speculative_config={"method": "paradecode"})
     config = active_config(args.create_engine_config())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of `ppd data` as prompts: calibration and benchmarks answer what the records ask, whole."""
+"""Files of `ppd data` as prompts: calibration answers what the records ask, whole."""
 
 from pathlib import Path
 
@@ -8,8 +8,6 @@ import torch
 from conftest import Factory
 from records import write
 
-from vllm_ppd.benchmarks import BenchError
-from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.calibration.text import generate, record_prompts
 from vllm_ppd.heads.errors import TrainingError
@@ -51,7 +49,7 @@ def test_prompts_that_are_too_few_or_not_the_models(tmp_path: Path, target: Targ
         record_prompts([write(tmp_path / "c.jsonl", {"prompt_token_ids": [9999]})], target, 1, longest=99)
 
 
-def test_calibration_asks_for_them_first(tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_asks_for_them_first(tmp_path: Path, target: Target) -> None:
     class Options:
         data: tuple[str, ...] = (chats(tmp_path / "a.jsonl"),)
         prompts, prompt_tokens, new_tokens = 5, 8, 12
@@ -63,10 +61,3 @@ def test_calibration_asks_for_them_first(tmp_path: Path, target: Target, monkeyp
     Options.data = (write(tmp_path / "b.jsonl", *[{"text": "abcdefghijklmnop"}] * 9),)
     assert made.prompts.ids.shape == (5, 8)
     assert made.prompts.starts is None
-
-
-def test_benchmarks_take_prompts_whole(tmp_path: Path) -> None:
-    data = (chats(tmp_path / "a.jsonl"),)
-    assert read_prompts(data, "-", 20, 9, False) == [ids for ids in PROMPTS if len(ids) <= 20]
-    with pytest.raises(BenchError, match="or a prompt of up to 3; give longer documents, or more --prompt-tokens"):
-        read_prompts(data, "-", 3, 9, False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import DEMO, Factory
+from damages import put
 
 from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.calibration.report import report
@@ -48,10 +49,7 @@ def test_calibration_of_another_shape(
     if isinstance(content, tuple):
         *places, value = content
         data = json.loads(path.read_text())
-        place = data["parts"]
-        for key in places[:-1]:
-            place = place[key]
-        place[places[-1]] = value
+        put(data["parts"], places, value)
         content = json.dumps(data)
     path.write_text(content)
     capsys.readouterr()
@@ -87,7 +85,7 @@ def test_values_in_words() -> None:
     assert in_words({"a": [1, 0.25], "b": True, "c": None, "d": []}) == "a: 1, 0.25, b: yes, c: none, d: none"
 
 
-def test_a_damaged_calibration_is_measured_again(tmp_path: Path, capsys: Any) -> None:
+def test_a_damaged_calibration_is_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     fresh: dict[str, Any] = {"options": {"seed": 1}, "heads_stamp": 1, "parts": {}, "digests": {}}
     part = {"length": 1.5}

@@ -110,7 +110,7 @@ def test_an_index_of_shards_that_is_damaged(readers: Readers, tmp_path: Path, pl
 
 @pytest.mark.parametrize("layout", ["ibm", "arctic-lstm"])
 def test_calibration_adds_the_target_and_counts(
-    readers: Readers, tiny_model: Factory, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+    readers: Readers, tiny_model: Factory, tmp_path: Path, layout: str
 ) -> None:
     """What was published stays as it is; every way in takes the folder then, and a plan can be made."""
     folder = publish(tmp_path / "recurrent", layout, shards=2)
