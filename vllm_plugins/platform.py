@@ -8,14 +8,20 @@ import sys
 from typing import Any, get_args
 
 ENDS_WITH = "PPD_ENDS_WITH"  # id of the process whose engine must not outlive it, also where that is killed
-SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
+SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
 GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
 
 
 def end_with_parent() -> None:
     """End this process of an engine when its parent ends, however that does, if ENDS_WITH asks for it."""
-    if os.environ.get(ENDS_WITH, str(os.getpid())) != str(os.getpid()) and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.environ.get(ENDS_WITH, str(os.getpid())) != str(os.getpid()):
+        on_end_of_parent(signal.SIGKILL)
+
+
+def on_end_of_parent(number: signal.Signals) -> None:
+    """Ask the system to send this process a signal when its parent ends, however that does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, number)
 
 
 def is_cpu() -> bool:

@@ -8,7 +8,7 @@ from vllm_ppd.benchmarks.acceptance import run as acceptance
 from vllm_ppd.benchmarks.decode.table import rows_of
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL
 from vllm_ppd.benchmarks.harness.estimates import number, with_quartiles
-from vllm_ppd.benchmarks.harness.results import Measured, Row, stored
+from vllm_ppd.benchmarks.harness.results import Measured, stored
 from vllm_ppd.benchmarks.results import outdated
 from vllm_ppd.heads.in_words import table
 from vllm_ppd.heads.svg import Value, bars, lines
@@ -65,9 +65,9 @@ def group(runs: list[Measured]) -> str:
     return table(["speed-up over two stages", "measured", THEOREM], lines)
 
 
-def newest(runs: list[Measured], temperature: float = 0.0) -> Measured:
-    """The newest run at a temperature."""
-    return max((m for m in runs if m.run["options"]["temperature"] == temperature), key=lambda m: str(m.run["time"]))
+def newest(runs: list[Measured]) -> Measured:
+    """The newest greedy run."""
+    return max((m for m in runs if m.run["options"]["temperature"] == 0), key=lambda m: str(m.run["time"]))
 
 
 def plots(folder: Path) -> dict[str, str]:
@@ -99,13 +99,11 @@ def speed_bars(runs: list[Measured]) -> str:
 
 def step_bars(runs: list[Measured]) -> str:
     rows = [row for row in rows_of(newest(runs)) if row["batch"] == 1 and row["contender"] != CONTROL]
-    return bars(
-        "Milliseconds of a step at batch 1, greedy", {row["contender"]: _split(row) for row in rows}, stacked=True
-    )
-
-
-def _split(row: Row) -> dict[str, Value]:
-    return dict(zip(("target's pass", "drafting", "host"), row["split_ms"], strict=True))
+    parts = ("target's pass", "drafting", "host")
+    split: dict[str, dict[str, Value]] = {
+        row["contender"]: dict(zip(parts, row["split_ms"], strict=True)) for row in rows
+    }
+    return bars("Milliseconds of a step at batch 1, greedy", split, stacked=True)
 
 
 def group_lines(runs: list[Measured]) -> str:

@@ -2,7 +2,6 @@
 """A contender as `vllm serve` in a process of its own, on a free port of the loopback interface."""
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,11 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.machine import free_bytes, huge_pages, peak_bytes
 from vllm_ppd.benchmarks.harness.process import last_line
+from vllm_ppd.vllm_plugins.platform import on_end_of_parent
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 START_SECONDS = 900
 STOP_SECONDS = 30
-SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
 SETTLE_SECONDS = 10.0  # until a server has counted the requests that it has answered
 
 
@@ -152,14 +152,8 @@ def start(words: list[str], log: Path, environment: dict[str, str] | None = None
     with log.open("w") as output:
         return subprocess.Popen(
             [*VLLM, *words], stdout=output, stderr=subprocess.STDOUT, env=variables | (environment or {}),
-            start_new_session=True, preexec_fn=_end_with_parent,
+            start_new_session=True, preexec_fn=partial(on_end_of_parent, signal.SIGTERM),
         )  # fmt: skip
-
-
-def _end_with_parent() -> None:
-    """Ask the system to end this process when its parent does, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def end(process: subprocess.Popen[Any], how: signal.Signals) -> None:
