@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmarks: `ppd bench KIND`, and `python -m vllm_ppd.benchmarks.FOLDER.NAME` for the rest.
 
-harness/  contenders, engines, turns, files of results, statistics: what every benchmark shares
+harness/  contenders, engines, turns, files of results, statistics, for all benchmarks
 acceptance/  equal output, and accepted drafts, on all prompts of a file
 decode/   batches of fixed size; worker groups beside Theorem 4.1
 serve/    requests that arrive at real servers
-soak/     many thousand requests to real servers: equal answers, counters, memory, what is left
+soak/     thousands of requests to real servers: equal answers, counters, memory, leftovers
 models/   the demo corpus and model, the inflated models and the peers
-gpu/      times of kernels, and what a step launches
+gpu/      times of kernels, and the launches of a step
 results/  results, and the page made of them
 """
 
@@ -26,7 +26,7 @@ class BenchError(UserError):
 
 @contextlib.contextmanager
 def only_writer(out: Path) -> Iterator[None]:
-    """The file that a script writes, locked against others; where another writes it, the script ends with one line."""
+    """The file that a script writes, locked against others; if another process writes it, exit with one line."""
     try:
         with writing_file(out):
             yield

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what the results page shows, part by part, on a machine without a GPU, and check it.
+"""Measure and check the results on the results page, part by part, on a machine without a GPU.
 
-    python -m vllm_ppd.benchmarks.evidence --data FOLDER            # all parts; make evidence DATA=FOLDER does the same
+    python -m vllm_ppd.benchmarks.evidence --data FOLDER            # all parts; or make evidence ARGS='--data FOLDER'
     python -m vllm_ppd.benchmarks.evidence --data FOLDER --only group decode
 
-FOLDER has spec_bench.jsonl: questions of Spec-Bench, one a line, as chats with a `category`. A part is measured in
-build/evidence, where a stopped one goes on, and becomes a result once it is whole and without a fault; parts whose
-results are of today's code are skipped. Minutes are those of two cores of an AMD EPYC.
+FOLDER has spec_bench.jsonl: questions of Spec-Bench, one per line, as chats with a `category`. A part is measured in
+build/evidence, where a stopped part continues, and becomes a result once it is complete without a fault; parts whose
+results are of the current code are skipped. Minutes are for two cores of an AMD EPYC.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     @property
     def lacks(self) -> list[str]:
-        """What is not on this machine: files, or a driver."""
+        """Files, or a driver, that are missing on this machine."""
         words = (word.partition("=")[2] or word for command in self.commands for word in command)
         paths = {word for word in words if re.fullmatch(r"\S+/\S+", word) and "{" not in word}
         missing = sorted(path for path in paths - {str(WORK / "soak")} if not Path(path).exists())
@@ -99,7 +99,7 @@ def heads(kind: str) -> str:
 
 
 def faults(path: Path, part: Part) -> list[str]:
-    """What keeps a file from being a result of today's code."""
+    """Reasons why a file is not a result of the current code."""
     if not path.exists():
         return ["is not there"]
     if outdated.older_than_code(path):

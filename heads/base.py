@@ -38,7 +38,7 @@ RecommendedDrafts = Annotated[
 
 
 class TargetFingerprint(BaseModel):
-    """Hashes in hexadecimal; None where the target is not at hand."""
+    """Hashes of a target's files in hexadecimal; None where the target is not available."""
 
     tokenizer: str | None = None  # of the file
     vocabulary: str | None = None  # which token has which ID (None: not recorded, as in older heads)
@@ -50,9 +50,9 @@ class TargetFingerprint(BaseModel):
     rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
 
     def difference(self, target: TargetFingerprint) -> str | None:
-        """What tells the target of heads with this fingerprint from another; None if nothing does.
+        """The first difference between the target of these heads and another one; None if there is none.
 
-        Fingerprints are compared where both sides have one (a target that is not on this disk yet has none).
+        Only hashes that both sides have are compared (a target that is not on this disk yet has none).
         """
         if self.vocabulary and target.vocabulary:
             # The same tokenizer is another file when another version of transformers writes it.
@@ -69,7 +69,7 @@ class TargetFingerprint(BaseModel):
 
 
 class TargetLayers(BaseModel):
-    """What the heads need to know of the target; speculators calls it `transformer_layer_config`."""
+    """Sizes of the target that heads depend on; speculators calls it `transformer_layer_config`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model_type: str
@@ -79,7 +79,7 @@ class TargetLayers(BaseModel):
 
 
 class Calibrated(BaseModel):
-    """What `ppd calibrate` measured on one device, and holds there alone."""
+    """Measurements of `ppd calibrate` on one device, which are valid for that device only."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     device: str = Field(min_length=1, max_length=200, description="name of the device that was measured")
@@ -101,7 +101,7 @@ class Calibrated(BaseModel):
 
 
 class HeadsConfig(BaseModel, ABC):
-    """What all kinds share. A kind adds its fields, its tensors and what drafting with it costs."""
+    """Configuration that all kinds share. A kind adds its fields, its tensors and the cost of drafting with it."""
 
     # Strict: a truth value is no number of layers, and 2.0 is none either.
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=(), strict=True)
@@ -149,11 +149,11 @@ class HeadsConfig(BaseModel, ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What they are, in a few words."""
+        """A description of the heads in a few words."""
 
     @abstractmethod
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """What drafting reads.
+        """What drafting reads per step.
 
         Args:
             drafts: of a step.
@@ -179,31 +179,31 @@ class HeadsConfig(BaseModel, ABC):
 
     @property
     def max_drafts(self) -> int | None:
-        """Drafts a step that they can make at most (None: any number)."""
+        """The most drafts per step that these heads can make (None: any number)."""
         return None
 
     @property
     def counts_tensor(self) -> str | None:
-        """The tensor of how often tokens occur, which a draft vocabulary is made of (None: they do not know)."""
+        """The name of the tensor with token counts, from which draft vocabularies are made (None: there is none)."""
         return None
 
     @property
     def names_target(self) -> bool:
-        """Whether they say all of their target; heads of other projects may leave it to whoever serves them."""
+        """Whether these heads describe their target completely; heads of other projects may not name it."""
         return True
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Types that their floating-point tensors may be of."""
+        """Allowed types of the floating-point tensors."""
         return (self.dtype,)
 
     @classmethod
     def is_named_in(cls, data: dict[str, Any]) -> bool:
-        """Whether a config.json is of heads of this kind."""
+        """Whether a config.json describes heads of this kind."""
         return data.get("speculators_model_type") == cls.kind
 
     def stored_names(self, tensor: str) -> Iterator[str]:
-        """Names that a tensor of `shapes` may have in the file; the first that is there is read."""
+        """Names that a tensor of `shapes` may have in the file; the first one present is read."""
         yield tensor
 
     @classmethod
@@ -212,7 +212,7 @@ class HeadsConfig(BaseModel, ABC):
         return tensor.startswith(cls.counts)
 
     def check_counts(self, tensors: dict[str, np.ndarray]) -> None:
-        """Refuse counts, none of them negative, that no corpus has (nothing by default).
+        """Refuse counts, known not to be negative, that no corpus can have (nothing by default).
 
         Raises:
             ValueError: saying what is wrong with them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model card of a heads folder, README.md: what the Hub shows of them, from the files beside it."""
+"""The model card of a heads folder (README.md), which the Hub shows, made from the files beside it."""
 
 import os
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ OTHER = "other"  # the Hub's name of a licence that it does not know
 
 
 def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None) -> None:
-    """Write the model card, or the part between its marks anew: what a user wrote around them stays.
+    """Write the model card, or rewrite the part between its marks; what a user wrote around them stays.
 
-    A card without the marks is the user's and stays as it is.
+    A card without the marks is the user's and is left alone.
 
     Args:
-        folder: of the heads, and of how they were trained where that is known.
+        folder: with the heads and, if they were trained here, their provenance.
         config: of the heads.
         calibration: the report of a finished calibration.
 
@@ -87,5 +87,5 @@ def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: str | No
 
 
 def shown_target(config: HeadsConfig) -> str:
-    """The target without the folders of the disk that it lay on."""
+    """The name of the target without the folders of the disk that it was on."""
     return Path(config.verifier).name if os.path.isabs(config.verifier) else config.verifier

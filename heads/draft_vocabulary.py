@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a draft vocabulary holds, and how many are worth holding.
+"""Draft vocabularies: which tokens they hold, and which sizes are worth trying.
 
-Most text is made of few tokens: drafting only the most frequent ones loses few drafts, and saves reading the LM head's
+Most text consists of few tokens: drafting only the most frequent ones loses few drafts, and saves reading the LM head's
 other rows (FR-Spec drafts from a quarter of a vocabulary of 128K).
 """
 
@@ -19,7 +19,7 @@ def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def columns(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Where each token of the vocabulary stands among some token ids, -1 outside: [vocabulary] int64."""
+    """The index of each token of the vocabulary among some token ids, -1 if it is not one: [vocabulary] int64."""
     places = torch.full((vocab_size,), -1, dtype=torch.int64, device=token_ids.device)
     places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
     return places
@@ -52,9 +52,9 @@ def compared(counts: torch.Tensor, trained: int | None) -> list[tuple[torch.Tens
 
 
 def first_guess(counts: torch.Tensor) -> int | None:
-    """The size before anything was measured, from the training text alone.
+    """The recommended size before calibration, from the training text alone.
 
-    The smallest that covers 99 % of the text, and at most a quarter of the vocabulary; None, the whole vocabulary,
+    It is the smallest that covers 99 % of the text, and at most a quarter of the vocabulary; None, the whole one,
     where that would leave out more than a tenth of the text.
     """
     share = covered(counts)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a heads folder: read if they are regular and of a sane size, and written whole or not at all.
+"""Files of a heads folder, which are read only if they are regular and of sane size, and written atomically.
 
-Unfinished work tells by digests what is damaged, or was made of something else.
+Digests detect unfinished work that is damaged or was made from something else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_is_folder(folder: str | os.PathLike[str]) -> None:
-    """Refuse a name that is no folder of this disk.
+    """Refuse a name that is no local folder.
 
     Raises:
         HeadsError: if it is empty, missing, too long, a file, or may not be looked at.
@@ -45,7 +45,7 @@ def check_is_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def check_is_regular(path: Path) -> int:
-    """The bytes of a regular file, which nothing is read of.
+    """Check that a file is regular, without reading it; returns its size in bytes.
 
     Raises:
         MissingFile: if there is none.
@@ -121,7 +121,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A new file to write; where that ends without an error, it takes the place of `path` and is on the disk."""
+    """Open a new file that replaces `path`, synced to disk, when the block ends without an error."""
     new = path.with_name(path.name + ".part")
     new.unlink(missing_ok=True)  # of a run that was killed, or a link, which is not followed
     os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
@@ -146,7 +146,7 @@ def _sync(path: Path) -> None:
 
 
 class FileDigest(BaseModel):
-    """What a file was when it was written."""
+    """Size and digest of a file when it was written."""
 
     size: int  # bytes
     sha256: str
@@ -161,12 +161,12 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def digest_of_value(value: Any) -> str:
-    """Of what JSON holds."""
+    """The digest of a JSON value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def first_damaged(folder: Path, digests: Mapping[str, FileDigest]) -> Path | None:
-    """The first of a folder's files that is missing or is not what it was; None if all are."""
+    """The first file of a folder that is missing or has changed; None if none has."""
     for name, digest in digests.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != digest.size or digest_of(path) != digest:
@@ -175,10 +175,10 @@ def first_damaged(folder: Path, digests: Mapping[str, FileDigest]) -> Path | Non
 
 
 def named(path: Path) -> str:
-    """A file, as a message names it."""
+    """The name of a file for messages."""
     return f"{path.name} in {quoted(str(path.parent))}"
 
 
 def _reason(error: OSError | ValueError) -> str:
-    """What the operating system or a parser says, without the path, which may be long."""
+    """The message of the operating system or a parser, without the path, which may be long."""
     return getattr(error, "strerror", None) or shortened(str(error), LONGEST_VALUE)

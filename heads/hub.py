@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads by name: ORGANISATION/NAME[@REVISION] on the Hub. Each file is fetched when it is needed, into the Hub's cache.
+"""Heads on the Hub by name, ORGANISATION/NAME[@REVISION]; files are fetched into the Hub's cache when needed.
 
-huggingface_hub does all of it, so that its cache, offline mode, tokens and endpoint are those that its users know.
+huggingface_hub does all of it, so its cache, offline mode, tokens and endpoint apply.
 """
 
 import os
@@ -31,7 +31,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | os.PathLike[str]) -> HubName | None:
-    """What a name means on the Hub; None for a path of this disk, and for what cannot be a name there."""
+    """Parse a name on the Hub; None for a local path and for anything that cannot be such a name."""
     text = os.fspath(name)
     match = _NAME.fullmatch(text) if len(text) <= LONGEST_NAME else None
     if match is None or os.path.lexists(text) or "--" in match[1] or ".." in text or text.endswith(".gguf"):
@@ -54,12 +54,12 @@ def folder_of(name: str | os.PathLike[str], file: str, *files: str, also: Iterab
 
     Args:
         name: a folder, which is returned as it is, or a name on the Hub.
-        file, files: which it must have.
-        also: files that are taken where they can be had.
+        file, files: that it must have.
+        also: files that are fetched if they exist.
 
     Raises:
         MissingFile: if heads on the Hub lack a file.
-        HeadsError: if the Hub has no such heads, does not give them, or cannot be reached.
+        HeadsError: if the Hub has no such heads, refuses access, or cannot be reached.
     """
     repository = hub_name(name)
     if repository is None:
@@ -75,7 +75,7 @@ def folder_of(name: str | os.PathLike[str], file: str, *files: str, also: Iterab
 
 
 def cached(name: str | os.PathLike[str], file: str) -> str | None:
-    """The path of a file that is in the Hub's cache; the Hub is not asked."""
+    """The path of a file in the Hub's cache, without a request to the Hub."""
     from huggingface_hub import try_to_load_from_cache
 
     repository = hub_name(name)
@@ -84,7 +84,7 @@ def cached(name: str | os.PathLike[str], file: str) -> str | None:
 
 
 def pinned(name: str | os.PathLike[str], file: str) -> str:
-    """The name with the commit that it means now, so that every process has the same heads; a folder as it is.
+    """The name with its current commit, so that every process loads the same heads; a folder is returned as it is.
 
     Raises:
         HeadsError: as folder_of.
@@ -94,7 +94,7 @@ def pinned(name: str | os.PathLike[str], file: str) -> str:
 
 
 def remote_tensors(name: str, file: str) -> dict[str, tuple[list[int], str]]:
-    """Shape and dtype of each tensor of a safetensors file on the Hub, by the file's header alone.
+    """Shape and dtype of each tensor of a safetensors file on the Hub, from the file's header alone.
 
     Raises:
         MissingFile, HeadsError: as folder_of, or if it is not safetensors.
@@ -110,7 +110,7 @@ def remote_tensors(name: str, file: str) -> dict[str, tuple[list[int], str]]:
 
 
 def _fetched(repository: HubName, file: str) -> str:
-    """The path of a file in the cache, fetched if it is not there or if the revision has another now."""
+    """The path of a file in the cache, fetched if it is missing or the revision has changed."""
     from huggingface_hub import hf_hub_download
 
     with _errors_in_a_line(repository, file):
@@ -132,7 +132,7 @@ def _errors_in_a_line(repository: HubName, file: str) -> Iterator[None]:
 
 
 def _problem(error: Exception, repository: HubName, file: str) -> str | None:
-    """What is said of a repository after its name; None where the error is not of huggingface_hub's work."""
+    """The end of a message about a repository; None if the error is not one of huggingface_hub's."""
     from huggingface_hub import constants, errors
 
     log_in, hub = "log in (`hf auth login` or HF_TOKEN)", constants.ENDPOINT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored values for people: words on a line, and Markdown tables that read in a terminal too."""
+"""Readable forms of stored values: words on a line, and Markdown tables that also read well in a terminal."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -46,7 +46,7 @@ def _sizes(first: int, last: int) -> str:
 
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table with columns padded to their widest cell; numbers stand right."""
+    """A Markdown table with columns padded to their widest cell; numbers are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
     numeric = [all(_is_number(row[i]) for row in cells[1:]) for i in range(len(header))]
@@ -67,7 +67,7 @@ def percent(value: float) -> str:
 
 
 def vocabulary_table(measured: Mapping[int, tuple[float, Sequence[Counts]]]) -> Iterator[str]:
-    """Accepted drafts by draft vocabulary, at the setting that accepts most; nothing where none was measured.
+    """Accepted drafts by draft vocabulary, at the setting that accepts most; empty if none was measured.
 
     Args:
         measured: by size, the share of the training text that it covers, and what each setting counted.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads folder: `config.json` (speculators format) and `model.safetensors`; nothing in it is ever executed.
 
-The config names the target and what of it the heads depend on, so that a mismatch is refused before a model loads.
-Whoever takes a heads folder comes through here: the server, however it is named, and every command of `ppd`. Where a
-folder is wanted, a name on the Hub does as well (hub.py).
+The config names the target and the sizes that the heads depend on, so a mismatch is refused before a model loads.
+The server and every command of `ppd` read heads folders through this module. A name on the Hub may be given in place
+of a folder (hub.py).
 
-The tensors stay mapped from the file, and every one is read once to see that it is finite: 0.02 s for 270 MB of
+Tensors stay mapped from the file, and each is read once to check that it is finite: 0.02 s for 270 MB of
 bfloat16 in the page cache, on one core.
 """
 
@@ -83,7 +83,7 @@ def load_config(folder: str | os.PathLike[str], wanted: type[Config] | None = No
 
 
 def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
-    """Check all of a heads folder: its configuration, and every number of its weights.
+    """Check a heads folder completely: its configuration, and every number of its weights.
 
     Raises:
         HeadsError: as load_tensors.
@@ -95,15 +95,15 @@ def check_folder(folder: str | os.PathLike[str]) -> HeadsConfig:
 
 
 def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConfig, bool]:
-    """Heads as far as they can be told without fetching weights.
+    """The configuration of heads, checked as far as is possible without fetching weights.
 
     Args:
         name: a folder, or a name on the Hub.
-        files: further files that are wanted, where the heads have them.
+        files: further files to fetch if the heads have them.
 
     Returns:
         The folder with the configuration and these files; the configuration; whether the numbers of the weights were
-        checked, or, of heads on the Hub whose weights are not in its cache, names, shapes and dtypes alone.
+        checked (for heads on the Hub whose weights are not in its cache, only names, shapes and dtypes are).
 
     Raises:
         HeadsError: as check_folder.
@@ -120,11 +120,11 @@ def described(name: str | os.PathLike[str], *files: str) -> tuple[str, HeadsConf
 def load_tensors(
     folder: str | os.PathLike[str], wanted: type[Config] | None = None
 ) -> tuple[Config, dict[str, torch.Tensor]]:
-    """Load a checked heads folder: its configuration, and the tensors that this names, mapped from the file.
+    """Load a heads folder and check it: its configuration, and the tensors that this names, mapped from the file.
 
     Raises:
-        HeadsError: as load_config; if the weights are missing, truncated, a pickle or not regular; if a tensor lacks,
-            is of another shape or dtype, holds what is not finite, or counts that cannot be.
+        HeadsError: as load_config; if weights are missing, truncated, a pickle or not regular; if a tensor is missing,
+            has another shape or dtype, or holds non-finite numbers or impossible counts.
     """
     name = pinned(folder, CONFIG_NAME)
     config = load_config(name, wanted)
@@ -136,7 +136,7 @@ def load_tensors(
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of the tensors of a folder's weights; none where they cannot be read."""
+    """Names of the tensors of a folder's weights; empty if they cannot be read."""
     try:
         return list(stored_tensors(folder))
     except HeadsError:
@@ -144,7 +144,7 @@ def tensor_names(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a heads folder; each file appears whole or not at all, the config last.
+    """Write a heads folder; each file is written atomically, the config last.
 
     Floating-point tensors are stored in the config's dtype.
     """
@@ -162,7 +162,7 @@ def save_heads(folder: str | os.PathLike[str], config: HeadsConfig, tensors: dic
 
 
 def save_config(folder: str | os.PathLike[str], config: HeadsConfig) -> None:
-    """Write the configuration of heads whose weights are there."""
+    """Write the configuration of heads whose weights exist already."""
     write_text(Path(folder) / CONFIG_NAME, json.dumps(config.to_json(), indent=2) + "\n")
 
 
@@ -170,7 +170,7 @@ def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
     """The parts of a calibration, typed by the kind of the heads.
 
     Raises:
-        HeadsError: if one of them is missing or of another shape.
+        HeadsError: if one of them is missing or malformed.
     """
     try:
         return config.parts.model_validate(parts, context={"num_layers": config.target.num_hidden_layers})
@@ -180,18 +180,18 @@ def parts_of(config: HeadsConfig, parts: Any, path: Path) -> Parts:
 
 
 def load_calibration(folder: str | os.PathLike[str]) -> Parts:
-    """What the finished calibration of a heads folder measured.
+    """The parts of the finished calibration of a heads folder.
 
     Raises:
         MissingFile: if there is none.
-        HeadsError: if it is not finished, or of another shape.
+        HeadsError: if it is not finished, or malformed.
     """
     result = read_calibration(folder)
     return parts_of(load_config(folder), result.get("parts"), Path(folder) / CALIBRATION_NAME)
 
 
 def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The finished calibration of a heads folder as it is stored; its parts are not checked.
+    """The finished calibration of a heads folder as it is stored, without a check of its parts.
 
     Raises:
         MissingFile, HeadsError: as load_calibration.
@@ -236,12 +236,12 @@ def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[
 
 
 def _check_header(config: HeadsConfig, tensors: dict[str, Stored], whole: Path) -> dict[Path, dict[str, str]]:
-    """Refuse tensors, by their names in the files, that are not those of the configuration; returns as _check_weights.
+    """Check the tensors' names, shapes and dtypes in the files against the configuration; returns as _check_weights.
 
     Args:
         config: of the heads.
-        tensors: as the headers have them.
-        whole: the file that is named where a tensor is missing.
+        tensors: those of the files' headers.
+        whole: the file to name if a tensor is missing.
     """
     places: dict[Path, dict[str, str]] = {}
     for name, expected in config.shapes().items():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of heads: a folder of this package each, whose config registers itself when it is imported here.
+"""The kinds of heads: each has a folder, whose config registers itself when it is imported here.
 
-Whatever lists or reads kinds asks KINDS. `recipe.py` and `calibration.py` stand beside a kind's `config.py`; they load
-torch, so they are imported when they are asked for.
+KINDS lists them. `recipe.py` and `calibration.py` are beside a kind's `config.py`; they load
+torch, so they are imported only when needed.
 """
 
 from importlib import import_module
@@ -18,17 +18,17 @@ __all__ = ["KINDS", "calibration_of", "cp", "dynamo", "early", "kind_in", "recip
 
 
 def kind_in(data: dict[str, Any]) -> str | None:
-    """The kind of heads that a config.json is of; None if it is of none of ours."""
+    """The kind of heads that a config.json describes; None if it is none of ours."""
     return next((kind for kind, config in KINDS.items() if config.is_named_in(data)), None)
 
 
 def recipe_of(kind: str) -> Any:
-    """The recipe class by which heads of a kind are trained: RECIPE in `recipe.py`."""
+    """The recipe class that trains heads of a kind: RECIPE in `recipe.py`."""
     return _beside(kind, "recipe").RECIPE
 
 
 def calibration_of(kind: str) -> Any:
-    """The module `calibration.py` of a kind: PARTS, what `ppd calibrate` measures by name, and their `tables`."""
+    """The module `calibration.py` of a kind, with PARTS (measurements of `ppd calibrate` by name) and `tables`."""
     return _beside(kind, "calibration")
 
 

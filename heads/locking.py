@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer for a folder or a file: a lock beside what is written, which ends with the process that holds it.
+"""Locks for a single writer of a folder or a file; a lock ends with the process that holds it.
 
-Readers take no lock. The kernel drops it with its process, so that a kill leaves at most a file that locks nothing.
+Readers take no lock. The kernel releases it with its process, so a kill leaves at most a file that locks nothing.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ class InUse(HeadsError):
 
 @contextlib.contextmanager
 def writing_folder(folder: str | os.PathLike[str], named: str = "--out") -> Iterator[None]:
-    """Be the only writer of a folder, which is made if it is missing, and removed again if it stays empty.
+    """Become the only writer of a folder, which is made if it is missing, and removed again if it stays empty.
 
     Args:
         folder: what is written.
-        named: what a message calls it, before its path.
+        named: its name in messages, before its path.
 
     Raises:
         InUse: if another process is writing it.
@@ -51,7 +51,7 @@ def writing_folder(folder: str | os.PathLike[str], named: str = "--out") -> Iter
 
 @contextlib.contextmanager
 def writing_file(path: str | os.PathLike[str], named: str = "--out") -> Iterator[None]:
-    """Be the only writer of a file; its folder is made if it is missing.
+    """Become the only writer of a file; its folder is made if it is missing.
 
     Raises:
         InUse, OSError: as writing_folder.
@@ -77,7 +77,7 @@ def _locked(lock: Path, what: str, kind: str) -> Iterator[None]:
 
 
 def _take(lock: Path, what: str, kind: str) -> int:
-    """A descriptor that holds the lock, with a note of who holds it in the file."""
+    """Take the lock and note the holder in the file; returns the descriptor that holds it."""
     while True:
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -102,7 +102,7 @@ def _take(lock: Path, what: str, kind: str) -> int:
 
 
 def _note() -> str:
-    """This process, for those that find the lock taken: its host, and what it is."""
+    """A note about this process for others that want the lock: its host, id and command."""
     words = list(sys.orig_argv)
     if len(words) > 1 and not words[1].startswith("-"):  # a script, and no `python -m`
         del words[0]
@@ -112,7 +112,7 @@ def _note() -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """Who holds a lock, as its note says."""
+    """The holder of a lock, from its note."""
     host, _, process = os.pread(descriptor, 1024, 0).decode(errors="replace").partition("\n")
     if not process:
         return "another process"

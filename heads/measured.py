@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a calibration stores of heads, in parts that each kind types, and the settings of drafting made of them.
+"""The stored parts of a calibration, typed by each kind of heads, and the drafting settings made from them.
 
-Reading needs no torch. Reports and plans read these parts; what only reports show is stored as it is.
+Reading needs no torch. Reports and plans read these parts; figures that only reports show are stored untyped.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Stored(BaseModel):
-    """A part, or a part of one; keys of later versions are left out."""
+    """A part of a calibration, or a piece of one; keys of later versions are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ class Timed(Stored):
 
 
 class Timing(Stored):
-    """What drafts cost beside a pass of the target."""
+    """Times that give the cost of drafts relative to a pass of the target."""
 
     seconds: Timed
     lm_head_share: Share  # h: a read of the LM head in units of a full pass, batch 1
@@ -49,7 +49,7 @@ class Counts(Stored):
 
 
 class ByDrafts(Stored):
-    """Counts with 1, 2, ... drafts a step."""
+    """Counts with 1, 2, ... drafts per step."""
 
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
     repeated_4_grams: Share = 0.0
@@ -67,7 +67,7 @@ ByTexts = Annotated[dict[Annotated[str, Field(max_length=80)], T], AfterValidato
 
 
 def on_texts(by_texts: Mapping[str, T], greedy: bool) -> T:
-    """What was measured on greedy texts, or on the sampled ones."""
+    """The part measured on greedy texts, or on the sampled ones."""
     (name,) = (name for name in by_texts if (name == "greedy") == greedy)
     return by_texts[name]
 
@@ -79,7 +79,7 @@ class Parts(Stored):
 
 
 class Work(NamedTuple):
-    """What the drafts of a step read beside a full pass of the target."""
+    """What the drafts of a step read, in addition to a full pass of the target."""
 
     layers: float = 0.0  # decoder layers
     matrices: float = 0.0  # d x d matrices of the heads' own
@@ -88,12 +88,12 @@ class Work(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A calibrated setting of drafting with heads, what it costs, and how much of it is accepted."""
+    """A calibrated setting of drafting with heads, its cost, and its accepted drafts."""
 
     options: dict[str, Any]  # fields of the heads' configuration
-    drafts: int  # most drafts a cycle, n
-    drafted: float  # drafts a cycle, on average
-    length: float  # tokens a cycle
+    drafts: int  # most drafts per cycle, n
+    drafted: float  # drafts per cycle, on average
+    length: float  # tokens per cycle
     layers: float  # decoder layers that drafting adds to a pass, the heads' own d x d transforms among them
     reads: float  # reads of the whole LM head that it adds
     rows: int = 1  # hidden states of a request in each such read

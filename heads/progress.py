@@ -18,15 +18,15 @@ CELLS = 16  # of a stage's bar
 
 
 class Stage:
-    """The line of a stage: how much of its time is over, and what it does; bars and messages go there meanwhile.
+    """The progress line of a stage, with its elapsed time and status; bars and messages go there meanwhile.
 
-    It is drawn from its first moment on, twice a second on a terminal and every 20 seconds elsewhere.
+    It is drawn at once, then twice a second on a terminal and every 20 seconds elsewhere.
 
     Args:
         title: names the stage.
         planned: seconds.
         spent: seconds that earlier runs took for it.
-        tick: called with the seconds so far whenever the line is drawn, in a thread of its own.
+        tick: called with the seconds so far whenever the line is drawn, in a separate thread.
     """
 
     current: ClassVar[Stage | None] = None
@@ -38,7 +38,7 @@ class Stage:
 
     @property
     def seconds(self) -> float:
-        """How long the stage has taken so far, in all runs."""
+        """Seconds that the stage has taken so far, in all runs."""
         return time.monotonic() - self._started
 
     def line(self) -> str:
@@ -76,7 +76,7 @@ class Stage:
 
 
 class Bar(tqdm):
-    """A bar of tqdm's, or the status of the present stage."""
+    """A bar of tqdm, or the status of the current stage."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         if Stage.current is not None:
@@ -94,7 +94,7 @@ class Bar(tqdm):
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line (to stderr if no file is given), or make it the status of the present stage."""
+    """Print a line (to stderr if no file is given), or make it the status of the current stage."""
     if Stage.current is None:
         print(text, file=sys.stderr if file is None else file, flush=True)
     else:

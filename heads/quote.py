@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and files of a user in our messages: a message is one short line, whatever was given."""
+"""Users' values and file names in messages, shortened and escaped so that a message stays one line."""
 
 import reprlib
 from pathlib import Path
@@ -12,7 +12,7 @@ _BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = LONG
 
 
 def quoted(value: object) -> str:
-    """A value as Python writes it, on one line of at most 80 characters."""
+    """The repr of a value on one line of at most 80 characters."""
     try:
         return _cut(_BOUNDED.repr(value), LONGEST_VALUE)
     except Exception:  # an integer of too many digits, or a __repr__ that fails
@@ -20,19 +20,19 @@ def quoted(value: object) -> str:
 
 
 def shortened(text: str, most: int = LONGEST_MESSAGE) -> str:
-    """A text on one printable line of at most so many characters; what is left out is in the middle."""
+    """A text on one printable line of limited length, with its middle left out if it is longer."""
     return _cut(_printable(" ".join(text.split())), most)
 
 
 def place(file: Path, line: int | None = None) -> str:
-    """`file:line`; of a long path, its end."""
+    """`file:line`, with only the end of a long path."""
     name = _printable(str(file))
     name = name if len(name) <= LONGEST_VALUE else "..." + name[3 - LONGEST_VALUE :]
     return name if line is None else f"{name}:{line}"
 
 
 def _printable(text: str) -> str:
-    """With escapes for what a terminal cannot print or would obey: control sequences, lone surrogates."""
+    """A text with escapes for what a terminal cannot print or would obey: control sequences, lone surrogates."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

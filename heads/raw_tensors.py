@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a safetensors file as numpy maps them: the bits, as numpy has no bfloat16. torch takes seconds to load."""
+"""Tensors of a safetensors file, mapped by numpy as raw bits (it has no bfloat16), as torch takes seconds to load."""
 
 import json
 import math
@@ -14,14 +14,14 @@ INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}  # the bits; those
 
 
 class RawTensor(NamedTuple):
-    """A tensor of one of these dtypes."""
+    """The bits of a tensor of one of the dtypes in NUMPY."""
 
     dtype: str  # as safetensors names it
     bits: np.ndarray  # in its shape; integers are themselves
 
     @property
     def is_finite(self) -> bool:
-        """Whether no number is NaN or infinite. Without the sign's bit, or below it, no number has more bits set."""
+        """Whether no number is NaN or infinite, that is, has bits (without the sign) of at least infinity's."""
         if not self.bits.size:
             return True
         most, sign = INFINITY[self.dtype], 1 << (8 * self.bits.itemsize - 1)
@@ -30,18 +30,18 @@ class RawTensor(NamedTuple):
         return int(signed.max()) < most and int(self.bits.max()) < most + sign
 
     def float32(self) -> np.ndarray:
-        """The numbers, exactly."""
+        """The exact numbers."""
         if self.dtype == "BF16":
             return (self.bits.astype(np.uint32) << 16).view(np.float32)
         return self.bits.view(np.float16).astype(np.float32) if self.dtype == "F16" else self.bits.view(np.float32)
 
 
 def raw_tensors(path: Path, names: Iterable[str]) -> dict[str, RawTensor]:
-    """Some tensors of a file that safetensors has opened before, and so has found sound.
+    """Some tensors of a file that safetensors has opened, and thereby checked, before.
 
     Raises:
         OSError: if it cannot be read.
-        KeyError: if there is no such tensor, or it is of a dtype that is none of these.
+        KeyError: if there is no such tensor, or it has another dtype.
     """
     mapped = np.memmap(path, np.uint8, "r")
     start = 8 + int(mapped[:8].view(np.uint64)[0])

@@ -29,12 +29,12 @@ STYLE = (
 def bars(
     title: str, groups: Mapping[str, Mapping[str, Value]], stacked: bool = False, reference: float | None = None
 ) -> str:
-    """Bars from zero, side by side with their values, or on each other, without intervals.
+    """Bars from zero, side by side with their values, or stacked without intervals.
 
     Args:
         title: what is drawn, and its unit.
-        groups: values by series, by group; a group may lack a series.
-        stacked: a bar a group, of all its series.
+        groups: values by group, then by series; a group may lack a series.
+        stacked: a bar per group, of all its series.
         reference: a value at which a dashed line stands.
     """
     series = list(dict.fromkeys(name for group in groups.values() for name in group))
@@ -63,7 +63,7 @@ def bars(
 
 
 def lines(title: str, series: Mapping[str, Mapping[float, Value]], x_label: str, reference: float | None = None) -> str:
-    """Lines through points with their intervals; the vertical axis starts at zero where values come near it.
+    """Lines through points with their intervals; the vertical axis starts at zero if values come near it.
 
     Args:
         title: what is drawn, and its unit.
@@ -107,7 +107,7 @@ class _Chart:
             self._across("reference", reference)
 
     def y(self, value: float) -> float:
-        """Where a value stands."""
+        """The vertical coordinate of a value."""
         return BOTTOM - (value - self.low) / (self.high - self.low) * (BOTTOM - TOP)
 
     def draw(self, element: str) -> None:
@@ -130,7 +130,7 @@ class _Chart:
             self.draw(f'<path class="axis" d="M{x - 3:.1f} {high:.1f}h6m-3 0V{low:.1f}m-3 0h6"/>')
 
     def file(self) -> str:
-        """What the file holds."""
+        """The text of the file."""
         size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>'
         return "\n".join([head, *self.elements, "</svg>\n"])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of heads on this disk: where the name in their `config.json` leads, and whether it is the same model.
+"""The target of heads on this disk: finding it by the name in their `config.json`, and checking that it matches.
 
-Nothing is loaded: configuration, tokenizer and a few rows of the LM head tell two models apart.
+No model is loaded: configuration, tokenizer and a few rows of the LM head tell two models apart.
 """
 
 import copy
@@ -27,9 +27,9 @@ SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
 
 def find_target(name: str, folder: str | os.PathLike[str]) -> str:
-    """The target that heads name, as whoever loads it should call it.
+    """The path or name by which to load the target that heads name.
 
-    A relative path is looked for in the heads' folder and the folders above it, so that it travels with a checkout, and
+    A relative path is looked up in the heads' folder and the folders above it, so that it travels with a checkout, and
     then in the current folder.
 
     Args:
@@ -37,14 +37,14 @@ def find_target(name: str, folder: str | os.PathLike[str]) -> str:
         folder: the heads folder.
 
     Returns:
-        The name itself where it leads to a model from here, or nowhere (it may be a name on the Hub); else a path.
+        The name itself if it leads to a model from here, or to nothing (it may be a name on the Hub); else a path.
     """
     path = _from(folder, name) if name else None
     return name if path is None or (_is_model(name) and os.path.samefile(name, path)) else path
 
 
 def stored_name(name: str, folder: str | os.PathLike[str]) -> str:
-    """What heads in a folder should call their target: a relative path only where it leads back from there."""
+    """The name of the target to store in a heads folder: a relative path only if it leads back to the target."""
     if os.path.isabs(name) or not _is_model(name):
         return name
     path = _from(folder, name)
@@ -55,9 +55,9 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     """Refuse a target that is not on this disk and cannot be a name on the Hub (offline: is not in its cache).
 
     Args:
-        target: as find_target returned it; empty where the heads do not name it.
+        target: as find_target returned it; empty if the heads do not name it.
         folder: the heads folder.
-        instead: how to name another.
+        instead: how to name another target, for the message.
 
     Raises:
         HeadsError: naming the target, where it was looked for, and what to do instead.
@@ -95,9 +95,9 @@ def _is_model(path: str | os.PathLike[str]) -> bool:
 def fingerprint(model_folder: str | Path) -> TargetFingerprint:
     """Hash the tokenizer file, its vocabulary, and rows of the LM head of a model folder on this disk.
 
-    The LM head's hashes cover its shape, dtype, first and last 64 rows: enough to tell two models apart, and read
-    in milliseconds from files of any size. A folder without the files gives None for that hash, as does an LM head
-    that is not of float32, bfloat16 or float16.
+    The LM head's hash covers its shape, dtype, first and last 64 rows: enough to tell two models apart, and read
+    in milliseconds from files of any size. A hash is None if the folder lacks its files, or if the LM head's dtype
+    is not float32, bfloat16 or float16.
     """
     folder = Path(model_folder)
     tokenizer = folder / "tokenizer.json"
@@ -110,7 +110,7 @@ def fingerprint(model_folder: str | Path) -> TargetFingerprint:
 
 
 def _vocabulary_hash(tokenizer: bytes) -> str | None:
-    """Of a tokenizer.json; None for one that is written in another way."""
+    """The hash of a tokenizer.json's vocabulary; None for a file with another layout."""
     try:
         content = json.loads(tokenizer)
         known, added = content["model"]["vocab"], content.get("added_tokens") or []
@@ -149,7 +149,7 @@ def _lm_head_hashes(folder: Path) -> dict[str, Any]:
 
 
 def _tensor_files(model_folder: Path) -> dict[str, str]:
-    """The file of each tensor of a checkpoint in safetensors, by name; none where there is no such checkpoint."""
+    """The file of each tensor of a safetensors checkpoint, by name; empty without such a checkpoint."""
     index, whole = model_folder / "model.safetensors.index.json", model_folder / "model.safetensors"
     if index.is_file():
         return json.loads(index.read_text())["weight_map"]
@@ -187,10 +187,10 @@ def check_target(
 def check_on_disk(
     config: HeadsConfig, folder: str | os.PathLike[str], target: str, trust_remote_code: bool = False
 ) -> bool:
-    """Compare heads with a target of this disk, by its files alone where these say all; transformers loads in seconds.
+    """Compare heads with a target on this disk, by its files alone if possible, as transformers takes seconds to load.
 
     Returns:
-        Whether the target is here to be compared with.
+        Whether the target is on this disk.
 
     Raises:
         HeadsError: on the first difference.
@@ -213,7 +213,7 @@ def check_on_disk(
 
 
 def _written_sizes(target: str) -> dict[str, Any] | None:
-    """Sizes that `config.json` of a model folder has; None where the family has other names or places for them."""
+    """Sizes in the `config.json` of a model folder; None if the family stores them under other names."""
     try:
         data = json.loads((Path(target) / "config.json").read_bytes())
     except (OSError, ValueError):
@@ -234,7 +234,7 @@ def _text_config(target: str, trust_remote_code: bool) -> Any:
 
 
 def _stored_layer(target: str, layers: int) -> Shapes:
-    """Names and shapes of the last decoder layer's tensors in a model folder's checkpoint; none where it has none."""
+    """Names and shapes of the last decoder layer's tensors in a model folder's checkpoint; empty if there are none."""
     prefix = f".layers.{layers - 1}."
     shapes: Shapes = {}
     try:
@@ -249,15 +249,15 @@ def _stored_layer(target: str, layers: int) -> Shapes:
 
 
 def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: Any) -> None:
-    """Refuse heads of decoder layers that are not the target's.
+    """Refuse heads with decoder layers that differ from the target's.
 
     Args:
-        config: of the heads; other kinds have no layers.
+        config: of the heads; kinds without layers pass.
         folder: the heads folder.
         target: transformers' configuration of the target's text model.
 
     Raises:
-        HeadsError: naming the first tensor that lacks, is unknown, or has another shape.
+        HeadsError: naming the first tensor that is missing, unknown, or of another shape.
     """
     shapes = config.layer_shapes
     expected = None if shapes is None else decoder_layer(target)
@@ -277,9 +277,9 @@ def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: An
 
 
 def decoder_layer(target: Any) -> Shapes | None:
-    """Names and shapes of the last decoder layer's tensors, from transformers' model without weights.
+    """Names and shapes of the last decoder layer's tensors, from a transformers model without weights.
 
-    None for a target that transformers cannot build, or whose layers are not where they can be found.
+    None for a target that transformers cannot build, or whose layers are not found.
     """
     import torch
     from transformers import AutoModelForCausalLM

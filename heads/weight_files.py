@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a heads folder: `model.safetensors`, or the shards that an index lists, and files beside them."""
+"""The weights of a heads folder: `model.safetensors`, or the shards of an index, and files beside them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
 
 class Stored(NamedTuple):
-    """A tensor as the header of its file has it."""
+    """A tensor as described by the header of its file."""
 
     path: Path
     shape: list[int]
@@ -34,7 +34,7 @@ def with_weights(name: str | os.PathLike[str], config_name: str, beside: Sequenc
     Args:
         name: a folder, which is returned as it is, or a name on the Hub, whose files are fetched.
         config_name: of the configuration.
-        beside: files that may stand beside the weights.
+        beside: optional files beside the weights.
 
     Raises:
         HeadsError: as hub.folder_of, or if an index of shards is damaged.
@@ -46,7 +46,7 @@ def with_weights(name: str | os.PathLike[str], config_name: str, beside: Sequenc
 
 
 def stored_tensors(folder: str | os.PathLike[str], beside: Sequence[str] = ()) -> dict[str, Stored]:
-    """Every tensor in the files of a folder's weights, by the name that it has there.
+    """Every tensor in the files of a folder's weights, by its name in the file.
 
     Raises:
         MissingFile: if a file is missing.
@@ -70,11 +70,11 @@ def stored_tensors(folder: str | os.PathLike[str], beside: Sequence[str] = ()) -
 
 
 def remote_tensors(name: str, folder: str, beside: Sequence[str] = ()) -> dict[str, Stored]:
-    """The same of heads on the Hub, by the files' headers alone.
+    """The same for heads on the Hub, from the files' headers alone.
 
     Args:
         name: of the heads.
-        folder: in the Hub's cache, with those of the files beside the weights that there are.
+        folder: in the Hub's cache, with the existing files beside the weights.
         beside: as of stored_tensors.
 
     Raises:
@@ -92,7 +92,7 @@ def remote_tensors(name: str, folder: str, beside: Sequence[str] = ()) -> dict[s
 
 
 def _with_index(name: str | os.PathLike[str], missing: MissingFile) -> str:
-    """The folder of heads on the Hub with the index of their shards; raises what says that they lack a whole file."""
+    """The folder of heads on the Hub with the index of their shards; without an index, raise the given error."""
     try:
         return hub.folder_of(name, INDEX_NAME)
     except MissingFile:
@@ -101,7 +101,7 @@ def _with_index(name: str | os.PathLike[str], missing: MissingFile) -> str:
 
 @contextmanager
 def damage_in_a_line(path: Path) -> Iterator[None]:
-    """Raise HeadsError where a file turns out to be damaged."""
+    """Turn errors about damaged files into a HeadsError of one line."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -113,7 +113,7 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
     """The names of the weights' files in a folder: the shards if there is an index and no whole file.
 
     Raises:
-        HeadsError: if the index is damaged, or names files of other folders.
+        HeadsError: if the index is damaged, or names files in other folders.
     """
     index = Path(folder, INDEX_NAME)
     if os.path.lexists(Path(folder, WEIGHTS_NAME)) or not os.path.lexists(index):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure tensor functions: each has a torch reference; a faster kernel stands beside it where one pays."""
+"""Pure tensor functions: each has a torch reference, and a faster kernel beside it if one pays."""

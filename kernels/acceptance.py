@@ -10,10 +10,10 @@ def accept_drawn(
     starts: torch.Tensor,  # [requests + 1] int32, where each request's rows of logits begin
     width: int,  # K + 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept each request's drafts up to the first that is not the token drawn; -1 is none.
+    """Accept each request's drafts up to the first that is not the token drawn; -1 means no draft.
 
     Returns:
-        (tokens [requests, K + 1] in the drafts' type, counts [requests] int32 of those that each request emits).
+        (tokens [requests, K + 1] in the drafts' type, counts [requests] int32 of the tokens that each request emits).
     """
     begin, end = starts[:-1, None].long(), starts[1:, None].long()
     places = begin + torch.arange(width, device=drawn.device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification in one launch, a program a request."""
+"""Verification in one launch, a program per request."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def _accept(
 def accept_drawn(
     drawn: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; tokens behind a request's last row of logits are 0."""
+    """Same as the reference; tokens behind a request's last row of logits are 0."""
     requests = len(starts) - 1
     tokens = drafts.new_empty(requests, width)
     counts = torch.empty(requests, dtype=torch.int32, device=drawn.device)

@@ -3,7 +3,7 @@
 
 P(x_1..x_n) = sum_a w_a prod_s P_a^(s)(x_s)   (CP heads, eq. 2)
 
-Everything is computed in float32 (float64 stays float64) and returned so; logs are natural.
+Everything is computed and returned in float32 (float64 stays float64); logs are natural.
 """
 
 import torch
@@ -17,7 +17,7 @@ RULED_OUT = -1e5
 
 
 def at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32, or in float64 if it is."""
+    """The tensor in float32; float64 stays float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -25,9 +25,9 @@ def posterior(
     log_weights: torch.Tensor,  # [rows, r], before the token
     log_factor: torch.Tensor,  # [rows, r], each expert's log-probability of the token
 ) -> torch.Tensor:
-    """Experts' log weights after a token was observed, w'_a ~ w_a P_a(x), normalised: [rows, r].
+    """Experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised: [rows, r].
 
-    A token that every expert rules out says nothing about them; the weights then stay as they were.
+    A token that every expert rules out leaves the weights as they were.
     """
     prior = at_least_float32(log_weights)
     updated = prior + at_least_float32(log_factor)
@@ -39,7 +39,7 @@ def chain_log_likelihood(
     log_weights: torch.Tensor,  # [rows, r]
     log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
 ) -> torch.Tensor:
-    """log P(x_s | x_1..x_{s-1}), the terms that sum up to eq. 9: [rows, n]."""
+    """log P(x_s | x_1..x_{s-1}), the terms of eq. 9: [rows, n]."""
     return conditional_log_probs(log_weights, log_factors.unsqueeze(-1)).squeeze(-1)
 
 
@@ -64,7 +64,7 @@ def mixture(
     """Log-probabilities of the next token, logsumexp_a(log w'_a + log P_a^(s)(x)) (eq. 11 to 13): [rows, vocab].
 
     Eq. 13 as printed lacks the factor of position s itself, and (12) and (13) give the joint with the tokens before
-    s where the conditional is sampled from. Here both are mended: the weights, posterior of the tokens before,
+    s where the conditional is needed for sampling. Both are corrected here: the weights, posterior to earlier tokens,
     are normalised, so the result is a distribution wherever the factors are.
     """
     log_weights = torch.log_softmax(at_least_float32(log_weights), dim=-1)
@@ -75,10 +75,10 @@ def balance_loss(
     log_weights: torch.Tensor,  # [tokens, r]
     valid: torch.Tensor | None = None,  # [tokens] bool: the tokens that count (None: all)
 ) -> torch.Tensor:
-    """sum_a (n_a / N - 1/r)^2, n_a the tokens on which expert a weighs most (eq. 10): a scalar.
+    """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest weight (eq. 10): a scalar.
 
-    The counts have no gradient, so this is a straight-through estimate: the value is that of the hard counts, the
-    gradient that of the mean soft weights in their place. 0 for rank 1 and where no token counts.
+    The counts have no gradient, so this is a straight-through estimate: the value is from the hard counts, the
+    gradient from the mean soft weights. 0 for rank 1 and if no token counts.
     """
     if valid is not None:
         log_weights = log_weights[valid]
@@ -102,19 +102,19 @@ def draft_chain(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
 
-    The first token, which another than the mixture chose, moves the weights in log space. From there on probabilities
-    do: an expert that gives a token less than float32 can hold adds nothing to a sum that another one leads.
+    The first token, which was not drawn from the mixture, updates the weights in log space. After that, probabilities
+    suffice: an expert whose probability of a token underflows float32 adds nothing to a sum that another one leads.
 
     Greedy rows take the best token position by position. The joint's best chain, by a beam of 2 to 4 tokens a position,
-    is accepted less often (0.306 to 0.316 drafts a step in place of 0.320, demo model), as its first draft is.
+    is accepted less often (0.306 to 0.316 drafts per step in place of 0.320, demo model), as its first draft is.
 
     Args:
-        log_weights: the experts' weights given the context alone, or the first token too where that is None.
+        log_weights: the experts' weights given the context alone, or also the first token if that is None.
         logits: before eq. 6's softmax, in any floating-point type.
-        first_token: what the target sampled; -1 says nothing about the experts. None: every position is drafted.
+        first_token: the token that the target sampled; -1 leaves the weights as they are. None: all are drafted.
         sampling: rows at a temperature from 1e-5 on sample in proportion to mixture^(1/temperature), cut to their top-k
             and top-p; the others take the arg-max (None: all).
-        token_ids: for the noise of samples.
+        token_ids: of the entries, for the noise of samples.
         with_probs: whether the probabilities are returned.
 
     Returns:
@@ -146,7 +146,7 @@ def draft_chain(
 def _drawn(
     weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, token_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An entry [rows] of the mixture of factors [rows, r, vocab], and what it was drawn from [rows, vocab]."""
+    """An entry [rows] of the mixture of factors [rows, r, vocab], and the distribution it is from [rows, vocab]."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
     if sampling is not None:
         entries, cut = draw_rows(probs.log(), sampling, token_ids)

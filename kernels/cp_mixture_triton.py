@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of CP drafts: two passes over the logits, and one launch for what torch needs a dozen of.
+"""The chain of CP drafts: two passes over the logits, and one launch in place of a dozen of torch's.
 
     softmax  once: parts of the log-sum-exp of every row, position and expert
     sum_up   once: that log-sum-exp
     mix      a position: the mixture over experts, and its best entry; its logarithm where rows sample
     draw     a position, where rows sample (draws_triton.py)
-    advance  a position, a program a row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
+    advance  a position, a program per row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
 
 The product that gives the logits stays the library's (every expert and position is a row of one read of E*).
 """
@@ -21,7 +21,7 @@ from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
 
-BLOCK_V = 2048  # of the vocabulary a program
+BLOCK_V = 2048  # of the vocabulary per program
 INVALID = tl.constexpr(NO_TOKEN)
 
 
@@ -154,7 +154,7 @@ def draft_chain(
     token_ids: torch.Tensor | None = None,
     with_probs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """As the reference, which itself runs for float64, in float32. Ties give the lowest id."""
+    """Same as the reference, in float32; float64 goes through the reference. Ties give the lowest id."""
     lead = 0 if first_token is None else 1
     if logits.dtype == torch.float64 or len(logits) == 0 or logits.shape[1] == lead:
         return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids, with_probs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs: the torch reference, or its Triton namesake where the tensors are on a GPU.
+"""The choice of an implementation: the torch reference, or its Triton namesake for tensors on a GPU.
 
 A reference `kernels/<module>.py:<name>` has its kernel in `kernels/<module>_triton.py:<name>`, with the same signature.
 """
@@ -22,9 +22,9 @@ R = TypeVar("R")
 
 
 def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
-    """The implementation of a reference for tensors where this one lies: `chosen(copy_blocks, cache)(...)`.
+    """The implementation of a reference for the device of a tensor: `chosen(copy_blocks, cache)(...)`.
 
-    Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0, else the reference itself.
+    It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0, else the reference.
     """
     return cast("Callable[P, R]", namesake(reference)) if enabled(tensor) else reference
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a draft on the device: token IDs that the next step embeds, and a count of damaged ones."""
+"""The last part of drafting on the device: token IDs that the next step embeds, and a count of invalid ones."""
 
 import torch
 
@@ -14,10 +14,10 @@ def finish(
     confidence: tuple[torch.Tensor, torch.Tensor] | None,  # each draft's [requests, n] float32, and where it is written
     invalid: torch.Tensor,  # [1] int64: requests with invalid drafts; is added to
 ) -> None:
-    """Make drafts what vLLM embeds and verifies: some token everywhere.
+    """Replace INVALID drafts, so that vLLM embeds and verifies some token everywhere.
 
-    An INVALID draft's stand-in is verified as any draft is, so that nothing needs to be masked. The confidence of what
-    its request may not use, or its method does not stand for, is 0.
+    The replacement of an INVALID draft is verified like any draft, so nothing needs to be masked. The confidence of
+    drafts that the request may not use, or the method does not propose, is 0.
     """
     requests, made = token_ids.shape
     wanted = torch.full_like(rows, made) if counts is None else counts.clamp(max=made)

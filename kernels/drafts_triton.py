@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a draft in one launch.
+"""The last part of drafting in one launch.
 
 finish is one program, so that its count needs no atomics, which memory of the host that the device sees may lack.
 """
@@ -65,7 +65,7 @@ def finish(
     confidence: tuple[torch.Tensor, torch.Tensor] | None,
     invalid: torch.Tensor,
 ) -> None:
-    """As the reference."""
+    """Same as the reference."""
     requests, made = token_ids.shape
     known, out = (token_ids, draft_tokens) if confidence is None else (confidence[0].contiguous(), confidence[1])
     _finish[(1,)](

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draw of each row of logits as its request samples, and what it was drawn from."""
+"""A draw from each row of logits as its request samples, and the distribution it was drawn from."""
 
 import torch
 
@@ -13,11 +13,11 @@ def draw_rows(
     token_ids: torch.Tensor | None = None,  # [entries] or [rows, entries] int64, what entries stand for; None: 0, 1, ..
     with_probs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draw an entry of each row at its temperature, from what its top-k and top-p leave; the best one at temperature 0.
+    """Draw an entry of each row at its temperature within its top-k and top-p; the best one at temperature 0.
 
     Returns:
         (entries [rows] int64, INVALID where a row's greatest logit is not finite; the distributions [rows, entries]
-        in float32 or float64, at temperature 1 in rows at temperature 0, where they are asked for).
+        in float32 or float64, if requested; rows at temperature 0 have theirs at temperature 1).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     peak, best = logits.max(dim=-1)
@@ -27,7 +27,7 @@ def draw_rows(
 
 
 def draw_as(probs: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None) -> torch.Tensor:
-    """An entry of each row of probabilities [rows, entries], with the random numbers of its request: [rows] int64."""
+    """An entry of each row of probabilities [rows, entries], drawn with its request's random numbers: [rows] int64."""
     if sampling.seeds is None or sampling.positions is None:
         return draw(probs)
     if token_ids is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draw of each row of logits in one launch that sorts nothing.
+"""A draw from each row of logits in one launch, without a sort.
 
 A program a row. Top-k and top-p keep the entries from a least one on, so the least is looked for: by its bits, sixteen
 candidates a read of the row, which count what they keep. Rows without limits are read three times: for their peak, for
@@ -35,7 +35,7 @@ def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """As noise.exponential, exact in the lower tail: the least of many decides a race."""
+    """Same as noise.exponential, exact in the lower tail, since the least of many decides a race."""
     state = _mixed((seed ^ seed).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, (position & 0xFFFFFFFF).to(tl.uint32))
@@ -165,7 +165,7 @@ def _draw(
 def draw_rows(
     logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None, with_probs: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the reference; ties and rows of NaN give the lowest entry or none."""
+    """Same as the reference; ties and rows of NaN give the lowest entry or none."""
     rows, entries = logits.shape
     tokens = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
     shape = (rows, 1, entries if with_probs else 0)
@@ -176,7 +176,7 @@ def draw_rows(
 
 
 def with_seeds(sampling: Sampling) -> Sampling:
-    """Sampling with seeds of torch's generator where it has none."""
+    """Sampling with seeds from torch's generator if it has none."""
     if sampling.seeds is not None and sampling.positions is not None:
         return sampling
     seeds = torch.randint(1 << 62, sampling.temperature.shape, device=sampling.temperature.device)
@@ -191,7 +191,7 @@ def draw_next(
     probs: torch.Tensor | None,  # [rows, draws, entries] float32, is written; may be the logits
     token_ids: torch.Tensor | None,  # as draw_rows'
 ) -> None:
-    """One of several draws of each row, as draw_rows."""
+    """One of several draws from each row; see draw_rows."""
     _draw[(len(logits),)](
         logits, logits.stride(0), sampling, token_ids,
         0 if token_ids is None or token_ids.dim() == 1 else token_ids.stride(0), tokens, tokens.stride(0),

@@ -2,7 +2,7 @@
 """Top-k of an early head over a vocabulary that is split across tensor-parallel ranks.
 
 Each rank reduces its own shard to (value, token id) pairs and one log-sum-exp; only those are exchanged, so
-the traffic is k + 1 numbers a row and rank instead of a vocabulary of logits.
+the traffic is k + 1 numbers per row and rank instead of a vocabulary of logits.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from vllm_ppd.kernels.sampling import INVALID
 
 
 class ShardTopK(NamedTuple):
-    """What one rank knows of its shard."""
+    """The top-k of one rank's shard."""
 
     values: torch.Tensor  # [rows, k] float32, descending
     token_ids: torch.Tensor  # [rows, k] int64, ids in the whole vocabulary; INVALID where the value is not finite
@@ -31,10 +31,10 @@ def shard_topk(
 
     Args:
         logits: this rank's logits; columns from num_valid on are padding and are never returned.
-        k: entries a row, 1 <= k <= num_valid.
+        k: entries per row, 1 <= k <= num_valid.
         vocab_start: id of the shard's first token in the whole vocabulary.
         num_valid: columns that are real tokens.
-        with_logsumexp: whether a probability will be asked for; otherwise anything is returned and no pass is spent.
+        with_logsumexp: whether a probability will be needed; otherwise its value is arbitrary and no pass is spent.
 
     Raises:
         ValueError: if k is not within 1..num_valid.

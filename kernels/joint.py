@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's joint over the top-k of n token heads before thresholds: mask, likeliest n-gram of each order, back-off.
 
-A joint is [rows, k, ..., k] with one axis a token, each in descending order of its head's probability; the axis of a
-first token that is emitted already has one entry. Section and equation numbers are DynaMo's.
+A joint is [rows, k, ..., k] with an axis per token, each in descending order of its head's probability; the axis of a
+first token that is already emitted has one entry. Section and equation numbers are DynaMo's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Ngrams(NamedTuple):
-    """Counted n-grams of orders 2 to n, the entries of each followed by one that no n-gram has."""
+    """Counted n-grams of orders 2 to n; the entries of each order end with a sentinel that no n-gram has."""
 
     keys: torch.Tensor  # [entries] int64, x_1 V^(n-1) + ... + x_n, ascending within an order
     ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
@@ -42,7 +42,7 @@ class Top(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The likeliest n-gram in each part of the joint of each order from 1, which is not divided by its sum yet."""
+    """The likeliest n-gram in each part of the joint of each order from 1, before its division by the sum."""
 
     sums: torch.Tensor  # [n, rows, parts] float32
     entries: torch.Tensor  # [n, rows, parts] float32
@@ -50,7 +50,7 @@ class Peaks(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """The order that Algorithm 1 takes of each row, and the likeliest n-gram of it."""
+    """The order that Algorithm 1 takes for each row, and its likeliest n-gram."""
 
     order: torch.Tensor  # [rows] int64 tokens, 1..n; 1 where a joint is not finite
     drafts: torch.Tensor  # [rows] int64 tokens after the first; 1, which is INVALID, where a joint is not finite
@@ -90,7 +90,7 @@ def find_peaks(
         top: of n tokens.
         ngrams: of every order; None: the joint is the plain product.
         alpha_c: power of the mask.
-        with_joints: whether the joints themselves are asked for.
+        with_joints: whether to return the joints themselves.
 
     Returns:
         (peaks, joints [rows, k_1, ..., k_m] float32, not divided by their sums).
@@ -106,7 +106,7 @@ def find_peaks(
 
 
 def peaks_of(joints: list[torch.Tensor]) -> Peaks:
-    """Peaks of joints in one part."""
+    """Peaks of joints that are a single part."""
     best = [joint.flatten(1).max(dim=1, keepdim=True) for joint in joints]
     values, places = (torch.stack(parts) for parts in zip(*best, strict=True))
     return Peaks(torch.stack([joint.flatten(1).sum(dim=1, keepdim=True) for joint in joints]), values, places)
@@ -115,7 +115,7 @@ def peaks_of(joints: list[torch.Tensor]) -> Peaks:
 def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
     """Take the highest order whose likeliest n-gram is over eps_b^(n-1), else one token (Algorithm 1).
 
-    Strictly over it, so that eps_b = 1 always backs off and eps_b = 0 never does where an entry is left.
+    The comparison is strict, so eps_b = 1 always backs off and eps_b = 0 never does as long as an entry is left.
 
     Args:
         peaks: of n orders.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint cut by its static and Otsu's threshold, its repetition penalty, and draws of n-grams from the rest."""
+"""DynaMo's joint: static and Otsu's thresholds, repetition penalty, and draws of n-grams from the rest."""
 
 import math
 from collections.abc import Sequence
@@ -97,7 +97,7 @@ def penalise_repetition(
     penalty: float,
     seen: Sequence[torch.Tensor] | None = None,  # [rows, k_i] bool of each head: tokens of the context
 ) -> torch.Tensor:
-    """Divide an entry by the penalty, once, if one of its tokens is in the context or repeats an earlier one of it."""
+    """Divide an entry by the penalty, once, if one of its tokens is in the context or repeats an earlier token."""
     if penalty == 1:
         return joint
     repeats = torch.zeros(joint.shape, dtype=torch.bool, device=joint.device)
@@ -116,7 +116,7 @@ def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
 
 
 def cut(joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptive: bool) -> list[torch.Tensor]:
-    """Joints of each order from 1 divided by their sums and thresholded, right in rows of that order alone."""
+    """Joints of each order from 1, divided by their sums and thresholded; valid only in rows of that order."""
     totals, result = likeliest.total.clamp(min=TINY), []
     for order, joint in enumerate(joints, start=1):
         share = joint / totals.view(-1, *[1] * order)
@@ -125,7 +125,7 @@ def cut(joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptiv
 
 
 def conditional(joints: Sequence[torch.Tensor], order: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The distribution [rows, k] of the token after those at some places [rows, tokens]; zero past the order."""
+    """The distribution [rows, k] of the token after those at some indices [rows, tokens]; zero past the order."""
     rows, position = torch.arange(len(order), device=order.device), before.shape[1]
     result = torch.zeros(len(order), joints[position].shape[-1], device=order.device)
     for m, joint in enumerate(joints[position:], start=position + 1):
@@ -150,8 +150,8 @@ def draw_ngrams(
     and top-p; the joint is at the rows' temperatures already.
 
     Returns:
-        (tokens [rows, n] int64, -1 past the order and where what a draft is drawn from is no distribution;
-        of each token from the second the probabilities of its head's top-k [rows, n - 1, k] float32, one-hot where the
+        (tokens [rows, n] int64, -1 past the order and if a draft's distribution is invalid;
+        probabilities of each head's top-k from the second token on [rows, n - 1, k] float32, one-hot where the
         likeliest n-gram is taken, all zero past the order).
     """
     joints, greedy = cut(joints, likeliest, blur, adaptive), is_greedy(sampling.temperature)

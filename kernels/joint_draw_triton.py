@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of DynaMo's joint and a draw from it in one launch, where torch needs some two hundred.
+"""Thresholds of DynaMo's joint and a draw from it in one launch, where torch needs about two hundred.
 
-A program a row, of its own order alone: floor and blur, Otsu's threshold from 256 counts, the cut, token after token.
+A program per row, of its own order alone: floor and blur, Otsu's threshold from 256 counts, the cut, token after token.
 
 """
 
@@ -166,7 +166,7 @@ def draw_ngrams(
     adaptive: bool,
     sampling: Sampling,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference, which other blurs than 1 and 3 and more than three heads go through."""
+    """Same as the reference, which runs for blurs other than 1 and 3 and for more than three heads."""
     (heads, rows, k), given, device = top.ids.shape, int(top.first_token is not None), top.ids.device
     if heads > MOST_HEADS or (adaptive and blur not in (1, 3)):
         return joint_draw.draw_ngrams(joints, likeliest, top, blur, adaptive, sampling)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint down to the n-grams to draft, in two launches where torch needs some sixty.
+"""DynaMo's joint and the n-grams to draft, in two launches where torch needs about sixty.
 
-find peaks  a program a row, order and part of the joint's entries: product, mask by binary search, sum and maximum
-back off    a program a row: the parts put together, the order, its tokens
+find peaks  a program per row, order and part of the joint's entries: product, mask by binary search, sum and maximum
+back off    a program per row: the parts put together, the order, its tokens
 """
 
 import torch
@@ -13,7 +13,7 @@ from vllm_ppd.kernels import joint
 from vllm_ppd.kernels.joint import Likeliest, Ngrams, Peaks, Top
 from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 
-BLOCK = 1024  # entries a program
+BLOCK = 1024  # entries per program
 TINY = tl.constexpr(joint.TINY)
 
 
@@ -145,7 +145,7 @@ def _back_off(
 def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[torch.Tensor]]:
-    """As the reference; several parts a row."""
+    """Same as the reference; several parts per row."""
     (heads, rows, k), given, device = top.ids.shape, int(top.first_token is not None), top.ids.device
     orders, parts = heads + given, triton.cdiv(k**heads, BLOCK)
     types = (torch.float32, torch.float32, torch.int64)
@@ -161,7 +161,7 @@ def find_peaks(
 
 
 def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
-    """As the reference."""
+    """Same as the reference."""
     (heads, rows, k), given, parts = top.ids.shape, int(top.first_token is not None), peaks.sums.shape[2]
     integers = (
         torch.empty(rows, *n, dtype=torch.int64, device=eps_b.device) for n in ((), (), *[(heads + given,)] * 2)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The random numbers of vLLM's runner V2: a function of a request's seed, a position, and a token ID.
+"""The random numbers of vLLM's runner V2, a function of a request's seed, a position, and a token ID.
 
 vLLM adds Gumbel noise to the target's logits and takes the greatest sum. A drafter that adds the same noise to its own
-draws the token that the target will draw wherever their distributions agree on it, and never less often than (1 - d) /
-(1 + d), d their total variation distance (Daliri et al., "Coupling without Communication and Drafter-Invariant
-Speculative Decoding"). The hash is MurmurHash3's of 32 bits.
+draws the target's token wherever their distributions agree on it, and with a probability of at least (1 - d) / (1 + d),
+with d their total variation distance (Daliri et al., "Coupling without Communication and Drafter-Invariant Speculative
+Decoding"). The hash is MurmurHash3's of 32 bits.
 """
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and columns as one integer each, so that one maximum finds the best value and the lowest column that has it.
+"""Values and columns packed into integers, so that one maximum finds the best value and its lowest column.
 
 The order is torch's: -inf < ... < -0 = 0 < ... < inf < NaN. For Triton kernels alone; importing this imports Triton.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of whole blocks inside vLLM's paged KV caches.
 
-The worker group's k candidates of a request share its blocks but for the last, of which each has its own; the block of
-the candidate that matched is copied into the others (PPD, section 3). Whole blocks, since a backend may
+The worker group's k candidates for a request share its blocks except the last, of which each has its own; the block of
+the candidate that matched is copied into the others (PPD, section 3). Whole blocks are copied, since a backend may
 keep the tokens of a block in any order (vLLM's CPU attention does).
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of blocks inside vLLM's paged KV caches in one launch for all layers and blocks.
 
-torch needs a gather and a scatter a layer; here the layers' addresses travel as a table and a program moves a part of
+torch needs a gather and a scatter per layer; here the layers' addresses are a table, and a program moves a part of
 one block in one layer. In every layout of vLLM in which layers and blocks are outermost a block is one run of bytes,
 whatever the order of heads and tokens inside it. Bit patterns are moved, as wide as addresses allow, so fp8 caches and
-per-token scales come along, and NaN stays what it was.
+per-token scales come along, and NaNs are unchanged.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from vllm_ppd.kernels import paged_copy
 
-BLOCK = 1024  # numbers a program
+BLOCK = 1024  # numbers per program
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,7 +52,7 @@ def _likes(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _contiguous(kv_caches: Sequence[torch.Tensor]) -> bool:
-    """Whether every layer's block is one run of memory, and all layers' are alike."""
+    """Whether the blocks of every layer are contiguous, and all layers have the same layout."""
     first = kv_caches[0]
     if len({(cache.dtype, cache.shape[1:], cache.stride()) for cache in kv_caches}) > 1:
         return False
@@ -65,7 +65,7 @@ def _contiguous(kv_caches: Sequence[torch.Tensor]) -> bool:
 
 
 def copy_blocks(kv_caches: Sequence[torch.Tensor], source_blocks: torch.Tensor, target_blocks: torch.Tensor) -> None:
-    """As the reference; layers that differ, and blocks that are no single run, go through it."""
+    """Same as the reference, which runs for layers that differ and blocks that are not contiguous."""
     if len(kv_caches) == 0 or len(source_blocks) == 0:
         return
     if not _contiguous(kv_caches):

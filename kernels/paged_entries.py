@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of single tokens' entries inside vLLM's paged KV caches, where a backend keeps a block in an order of its own.
+"""Copies of single tokens' entries inside vLLM's paged KV caches, for backends with their own order within a block.
 
 vLLM's CPU attention does (keys transposed or in pairs, values in pairs of tokens), and its blocks are large, so that
 copying one token's entry is far cheaper than copying its block (paged_copy.py). A slot is block * block size + offset,
@@ -30,9 +30,9 @@ def entry_places(
     write: Callable[[torch.Tensor, int, torch.Tensor], None],  # (cache, slot, numbers [2 * KV heads * head size])
     kv_cache: torch.Tensor,  # [blocks, KV heads, block size, content], taken for its shape and type alone
 ) -> torch.Tensor:
-    """Where a backend keeps each offset of a block: [block size, numbers] int64 into the flattened block.
+    """The places of each offset in a backend's block: [block size, numbers] int64 into the flattened block.
 
-    Found by letting the backend write: numbers are a slot's key, all heads of it, and then its value.
+    They are found by letting the backend write: numbers are a slot's key, for all heads, and then its value.
     An offset's places ascend; that the i-th of one offset means what the i-th of another does holds for every order of
     vLLM's CPU attention.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling that every way of drafting shares: temperatures, draws, and the q(x) that rejection sampling is given."""
+"""Sampling that all drafters share: temperatures, draws, and q(x) for rejection sampling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INVALID = -1  # in place of a draft: what it was taken from is not a distributio
 
 
 class Sampling(NamedTuple):
-    """How each row asks to be sampled: as vLLM applies them, temperature first, then top-k, then top-p.
+    """The sampling parameters of each row, which apply in vLLM's order: temperature, top-k, top-p.
 
     With seeds and positions a token is drawn with the random numbers that vLLM's runner V2 draws the target's own with
     (kernels/noise.py).
@@ -29,7 +29,7 @@ class Sampling(NamedTuple):
         return Sampling(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
 
     def ahead(self, drafts: int) -> Sampling:
-        """The settings behind so many drafts."""
+        """The settings for the position after a number of drafts."""
         return self if self.positions is None else self._replace(positions=self.positions + drafts)
 
 
@@ -39,12 +39,12 @@ def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
 
 
 def divisor(temperature: torch.Tensor) -> torch.Tensor:
-    """What logits are divided by: the temperature [rows], 1 where it is greedy; [rows, 1] for a row of logits each."""
+    """The divisor of logits: the temperature [rows], 1 for greedy rows; [rows, 1] for a row of logits each."""
     return torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(-1)
 
 
 def known_unlimited(limits: torch.Tensor, bound: float) -> bool:
-    """Whether no row has a limit below a bound; on the CPU alone, where to ask is no wait, and a sort is dear."""
+    """Whether no row has a limit below a bound; on the CPU only, where the check does not wait and a sort is slow."""
     return limits.device.type == "cpu" and bool((limits >= bound).all())
 
 
@@ -93,6 +93,6 @@ def drawn_from(
     index: torch.Tensor,  # [rows, ...] int64, the entries that were taken
     greedy: torch.Tensor,  # [rows] bool
 ) -> torch.Tensor:
-    """q(x) of taken entries: the probabilities where they were drawn, one-hot in rows that took the best."""
+    """q(x) of the chosen entries: the probabilities where they were drawn, one-hot in rows that took the best."""
     one_hot = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
     return torch.where(greedy.view(-1, *[1] * (probs.dim() - 1)), one_hot, probs)

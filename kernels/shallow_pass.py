@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass of one token a request needs to know, in buffers of fixed place, from the draft before."""
+"""Inputs of a pass of one token per request, written into fixed buffers from the previous draft."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ def begin_pass(
     most: int,  # the model's length, behind which nothing is written
     inputs: PassInputs,
 ) -> None:
-    """Write the inputs of a pass over the tokens that stand `offset` behind the newest ones."""
+    """Write the inputs of a pass over the tokens that are `offset` after the newest ones."""
     requests = len(rows)
     wanted = torch.where(rows < 0, 0, base + offset)
     positions = wanted.clamp(max=most - 1)

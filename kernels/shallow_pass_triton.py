@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of a pass of one token a request in one launch, where torch needs ten."""
+"""The inputs of a pass of one token per request in one launch, where torch needs ten."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from vllm_ppd.kernels.shallow_pass import PassInputs
 
-BLOCK = 128  # requests a program
+BLOCK = 128  # requests per program
 
 
 @triton.jit(do_not_specialize=["requests", "offset"])
@@ -36,7 +36,7 @@ def _begin_pass(
 def begin_pass(
     rows: torch.Tensor, base: torch.Tensor, token_ids: torch.Tensor, offset: int, most: int, inputs: PassInputs
 ) -> None:
-    """As the reference."""
+    """Same as the reference."""
     _begin_pass[(triton.cdiv(len(rows), BLOCK),)](
         rows, base, token_ids.contiguous(), inputs, offset, most, len(rows), BLOCK=BLOCK
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting reads of a step that has just been verified, gathered into buffers of fixed place.
+"""Drafting's inputs from a step that has just been verified, gathered into fixed buffers.
 
-CUDA graphs of the drafts read it there, so this is all that a decode step launches before it replays one.
+CUDA graphs of the drafts read them there, so this is all that a decode step launches before it replays one.
 """
 
 from typing import NamedTuple
@@ -35,14 +35,14 @@ class Staged(NamedTuple):
 
 
 def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
-    """Gather what drafts of the step's requests read, and mark the padding behind them.
+    """Gather the drafting inputs of the step's requests, and mark the padding after them.
 
-    A chunk that does not end its prompt sampled nothing: it is padding, too.
+    A chunk that does not end its prompt sampled nothing, so it counts as padding.
 
     Args:
         end: the step.
         settings: [request rows + 1, settings] float32, by request row.
-        staged: takes the first `padded` places.
+        staged: buffers, of which the first `padded` places are written.
         padded: at least the step's requests.
     """
     requests = len(end.rows)

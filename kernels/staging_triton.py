@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging in one launch, a program a place: torch needs some twenty operations for it, each the host's time."""
+"""Staging in one launch, a program per place: torch needs some twenty operations for it, each the host's time."""
 
 import torch
 import triton
@@ -58,7 +58,7 @@ def _stage(
 
 
 def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
-    """As the reference."""
+    """Same as the reference."""
     columns = settings.shape[1]
     _stage[(padded,)](
         end.rows, end.query_starts, end.num_sampled, end.num_rejected, end.last_sampled, end.last_sampled.stride(0),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's k best tokens of an early head, straight from the states that go into the unembedding.
 
-Norm and T come before: inside the kernel every part of the vocabulary would redo their d x d product. For greedy drafts
-and candidates: sampled ones need q(x) of the whole vocabulary, and DynaMo's heads the best 50 at a temperature.
+Norm and T come before, since inside the kernel every part of the vocabulary would redo their product. For greedy drafts
+and candidates only: sampled ones need q(x) of the whole vocabulary, and DynaMo's heads the best 50 at a temperature.
 """
 
 import torch
@@ -22,8 +22,8 @@ def unembed_topk(
 ) -> ShardTopK:
     """shard_topk of E* h: logits are rounded to the states' type before they are compared, as an LM head's are.
 
-    NaN is the greatest value, as in torch, and makes the row's log-sum-exp NaN. shard_topk says the rest, errors
-    included; merge_topk makes the whole vocabulary's top-k and its probabilities of the ranks' results.
+    NaN is the greatest value, as in torch, and makes the row's log-sum-exp NaN. See shard_topk for the rest, including
+    errors; merge_topk merges the ranks' results into the whole vocabulary's top-k and its probabilities.
     """
     logits = functional.linear(hidden, unembedding, bias)
     return shard_topk(logits, k, vocab_start, num_valid, with_logsumexp)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unembedding and top-k in one pass over E*: no logit is written.
+"""Unembedding and top-k in one pass over E*, without writing logits.
 
     scan    each program takes every P-th block of the vocabulary, multiplies it with all rows and keeps the k best keys
-            and a log-sum-exp a row, in registers
-    merge   a program a row: the k best of P * k keys, and the sum of P log-sum-exps
+            and a log-sum-exp per row, in registers
+    merge   a program per row: the k best of P * k keys, and the sum of P log-sum-exps
 
-For the few rows of decoding, where reading E* is the cost; over MOST_ROWS, and for k over MOST_K, the reference runs:
+It is for the few rows of decoding, where reading E* is the cost; over MOST_ROWS rows or MOST_K the reference runs:
 large products are the library's. Ties go to the lowest id for every k (the reference promises that for k = 1).
 """
 
@@ -131,7 +131,7 @@ def _merge(
 
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
-    """Programs that fill a device; in the interpreter a few, so that merging is tried, too."""
+    """The number of programs that fill a device; a few in the interpreter, so that merging is tested, too."""
     if device.type != "cuda":
         return 3
     return PROGRAMS_A_PROCESSOR * int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -146,7 +146,7 @@ def unembed_topk(
     bias: torch.Tensor | None = None,
     with_logsumexp: bool = True,
 ) -> ShardTopK:
-    """As the reference; many rows, a large k, float64 and columns that lie apart go through it."""
+    """Same as the reference, which runs for many rows, a large k, float64 and strided columns."""
     rows, width = hidden.shape
     fits = 0 < rows <= MOST_ROWS and 1 <= k <= min(MOST_K, num_valid) and hidden.dtype == unembedding.dtype
     known = hidden.dtype in (torch.float32, torch.bfloat16, torch.float16)

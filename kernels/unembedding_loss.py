@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses through a frozen unembedding: gradients reach the states, and no row of logits outlives its chunk.
 
-The unembedding E is fixed, so what of the gradient reads all logits of a row is formed with them in the forward pass,
-chunk after chunk, and memory is chunk x vocabulary whatever the number of rows.
+The unembedding E is fixed, so the part of the gradient that depends on a row's logits is computed in the forward pass,
+chunk after chunk, and memory is chunk x vocabulary for any number of rows.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def top_log_probs(
     unembedding: torch.Tensor,  # [vocabulary, hidden]
     bias: torch.Tensor | None = None,  # [vocabulary]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k likeliest tokens of each row, the likeliest first.
+    """The k likeliest tokens of each row in descending order.
 
     Returns:
         ([rows, k] int64, their log softmax(E h) over the whole vocabulary [rows, k] float32).

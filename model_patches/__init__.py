@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cutting a loaded vLLM model at exit layers into stacks that run on their own; one adapter a family."""
+"""Cutting a loaded vLLM model at exit layers into stacks that run separately; one adapter per family."""

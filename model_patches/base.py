@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a model: its decoder layers as consecutive stacks, each of which runs on its own.
+"""The cut of a model: its decoder layers as consecutive stacks, each of which can run separately.
 
     token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last stack: layers ..L, norm] -> hidden
 
-A multimodal model's forward is given embeddings, so there the first stack starts from these.
+A multimodal model's forward gets embeddings, so its first stack starts from these.
 
 The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
 draft, and the deep pass that completes deferred KV. Without CUDA graphs the full forward is one more compiled piece.
@@ -36,7 +36,7 @@ CutState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Adapter(ABC):
-    """What a family must say of itself to be cut. Holds the loaded model; adds no weights."""
+    """The interface through which a family's model is cut. It holds the loaded model and adds no weights."""
 
     has_residual: bool
 
@@ -93,9 +93,9 @@ def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
 
 
 class Stack(nn.Module):
-    """Consecutive layers [start, stop) of the target; the first also embeds, the last also norms.
+    """Consecutive layers [start, stop) of the target; the first stack also embeds, the last also applies the norm.
 
-    Layers that are not the target's are given; they are numbered on from its own, and normed.
+    Further layers than the target's may be given; they are numbered after its own, and their output is normed.
     """
 
     def __init__(self, *, adapter: Adapter, start: int, stop: int, layers: Sequence[nn.Module] | None = None) -> None:
@@ -156,7 +156,7 @@ def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
 
 
 def summed(state: CutState) -> torch.Tensor:
-    """What a layer's norm reads of a state, [tokens, hidden]: a layer that is given (sum, None) does the same."""
+    """The sum that a layer's norm reads of a state, [tokens, hidden]; a layer computes the same from (sum, None)."""
     return state[0].clone() if state[1] is None else state[0] + state[1]
 
 
@@ -166,11 +166,11 @@ class ModelCut:
     Args:
         model: the causal LM as vLLM loaded it.
         vllm_config: vLLM's configuration; its compilation mode is the stacks' too.
-        exit_layers: ascending layer counts after which the model is cut, each within the layers.
-        layers: (first, behind the last) of this pipeline stage; None: all.
-        whole: whether a forward of all of it runs as one piece, for a compilation more: each piece takes the host time
+        exit_layers: ascending layer counts after which to cut, each within the layers.
+        layers: (first, last + 1) of this pipeline stage; None: all.
+        whole: whether the full forward is one piece, for one more compilation: each piece takes the host time
             to start, which CUDA graphs hide.
-        embedded: whether forwards are given embeddings in place of token IDs.
+        embedded: whether forwards get embeddings in place of token IDs.
 
     Raises:
         ValueError: if the family cannot be cut or an exit layer is out of range.
@@ -216,12 +216,12 @@ class ModelCut:
     def allocate_graph_buffers(
         self, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the buffers that stand between stacks when CUDA graphs are on."""
+        """Allocate the buffers between stacks for CUDA graphs."""
         hidden = torch.zeros(max_tokens, hidden_size, dtype=dtype, device=device)
         self.graph_buffers = (hidden, torch.zeros_like(hidden) if self.adapter.has_residual else None)
 
     def in_graph_buffers(self, state: CutState) -> CutState:
-        """The state where the next stack expects it: itself, or its copy in the buffers that CUDA graphs read."""
+        """The state where the next stack expects it: the state itself, or its copy in buffers of CUDA graphs."""
         if self.graph_buffers is None:
             return state
         views = tuple(
@@ -231,11 +231,11 @@ class ModelCut:
         return views[0], views[1]  # type: ignore[return-value]
 
     def embeddings(self, input_ids: torch.Tensor | None, given: torch.Tensor | None = None) -> torch.Tensor | None:
-        """What the first stack starts from in place of token IDs: [tokens, hidden]; None where it embeds them itself.
+        """The embeddings from which the first stack starts, [tokens, hidden]; None if it embeds token IDs itself.
 
         Args:
-            input_ids: [tokens]; may be None where embeddings are given.
-            given: [tokens, hidden] of the model's own, images included.
+            input_ids: [tokens]; may be None if embeddings are given.
+            given: [tokens, hidden] embeddings by the model, including images.
         """
         if not self.embedded:
             return None
@@ -261,16 +261,16 @@ class ModelCut:
         state: CutState | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | CutState:
-        """All of the model.
+        """Run the whole model.
 
         Args:
             input_ids: [tokens].
             positions: [tokens].
-            state: what the pipeline stage before gave; None on the first.
-            inputs_embeds: [tokens, hidden] in place of input_ids, of a multimodal model.
+            state: from the previous pipeline stage; None on the first.
+            inputs_embeds: [tokens, hidden] in place of input_ids, for a multimodal model.
 
         Returns:
-            Normed hidden states [tokens, hidden]; the state where the target's last layer is in a later stage.
+            Normed hidden states [tokens, hidden]; the state if the target's last layer is in a later stage.
         """
         embeddings = self.embeddings(input_ids, inputs_embeds) if state is None else None
         if self.whole is not None:
@@ -298,6 +298,6 @@ class ModelCut:
         return stacks[-1](positions, *self.in_graph_buffers(state))
 
     def attention_layers(self, level: int, names: Sequence[str]) -> list[str]:
-        """Those of vLLM's attention layer names that belong to a stack."""
+        """The names of vLLM's attention layers in a stack."""
         stack = self.stacks[level]
         return [name for name in names if stack.start <= extract_layer_index(name) < stack.stop]

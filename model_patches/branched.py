@@ -4,8 +4,8 @@
     token ids -> [embed, layers ..L-1] -> pre-final state -> [layer L, norm] -> hidden
                                                           -> [branch: a token head's layer, norm] -> hidden
 
-The target stays in one piece, so that a forward without the branches takes as long as vLLM's own. Heads that read the
-states of several layers need no branch: the forward keeps these for them (TappedModel).
+The target stays in one piece, so a forward without the branches takes as long as vLLM's own. Heads that read the
+states of several layers need no branch: the forward stores these states (TappedModel).
 """
 
 import itertools
@@ -33,7 +33,7 @@ def tapped(
 
 
 class TappedStack(FirstStack):
-    """All of the target, which also gives the states before some of its layers."""
+    """A stack of the whole target that also returns the states before some of its layers."""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # type: ignore[override]
         return tapped(self, positions, self.adapter.embed(input_ids), None)
@@ -80,7 +80,7 @@ class TappedModel(ModelCut):
 
 
 class Branches(Stack):
-    """Further layers, each of which reads the same state: one piece, as every piece costs the host time to start."""
+    """Further layers that read the same state, compiled as one piece, since each piece takes the host time to start."""
 
     def forward(  # type: ignore[override]
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
@@ -114,7 +114,7 @@ class BranchedModel(ModelCut):
         """Run further layers in every forward.
 
         Args:
-            layers: of the target's kind, one a branch.
+            layers: of the target's kind, one per branch.
             vllm_config: vLLM's configuration.
             hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's final norm outside compiled code, by vLLM's own kernel.
+"""The target's final norm outside of compiled code, with vLLM's own kernel.
 
 Where vLLM compiles the model its norms are written out in torch, which only torch.compile fuses: run by itself, such a
 norm takes about ten launches.
@@ -17,7 +17,7 @@ KERNEL = "vllm_c"  # vLLM's name for its compiled kernels
 
 @contextmanager
 def kernels_first() -> Iterator[None]:
-    """Have vLLM's RMSNorm run as one kernel where the platform has it; elsewhere nothing changes."""
+    """Let vLLM's RMSNorm run as one kernel if the platform has it; otherwise nothing changes."""
     with ExitStack() as undo:
         for op in _norms() if current_platform.is_cuda_alike() else ():
             priority = op.get_priority()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which families can be cut, and by which adapter. Imports no model code, so that it can refuse before one loads."""
+"""Families that can be cut, and their adapters. Imports no model code, so that it can refuse before a model loads."""
 
 LLAMA_LIKE = "vllm_ppd.model_patches.llama_like.LlamaLikeAdapter"
 GRANITE = "vllm_ppd.model_patches.granite.GraniteAdapter"
@@ -47,7 +47,7 @@ NO_TOKEN_HEADS: tuple[str, ...] = (
 
 
 def adapter_path(architectures: list[str] | None) -> str:
-    """The dotted path of the adapter for a model; of a multimodal one, of the family that its wrapper is known to have.
+    """The dotted path of the adapter for a model; for a multimodal one, of its language model's family.
 
     Raises:
         ValueError: if the family cannot be cut; the message names it and lists those that can.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers in one storage: tokens at different depths go through their layers in the same batched products.
+"""Decoder layers in one storage, so that tokens at different depths share batched products.
 
-ParaDecode, section 2.2: tokens t1..tN in flight stand before layers l1..lN; one product a projection serves them all,
+ParaDecode, section 2.2: tokens t1..tN in flight stand before layers l1..lN; one product per projection serves them all,
 attention is each layer's own. Every projection of all L layers is one tensor [L, out, in], and vLLM's layers hold views
 of it: there is no second copy of the weights, and vLLM's own forward runs over the same storage. Layers at equal
 distances, such as i and i + L/2, are a view too (a stride), so nothing is gathered.
 
-What it costs: while a model loads, room for its largest projection once more. On a GPU nothing else. On the CPU vLLM
+Cost: while a model loads, room for a copy of its largest projection; on a GPU nothing else. On the CPU vLLM
 repacks linear weights one by one for its fastest product; packed weights have no views, so the layers keep their plain
 weights (plain_weights.py) and every forward, prefill included, uses torch's plain product. One AMD EPYC core, one row:
 the same time as packed in float32, 3 to 5 times as long in bfloat16.
@@ -25,13 +25,13 @@ _NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "se
 
 
 class StackedLayers:
-    """The layers of a vLLM decoder of Llama's build, their weights moved into one storage a projection.
+    """The layers of a vLLM decoder built like Llama's, with their weights moved into one storage per projection.
 
     Args:
         layers: all decoder layers; their parameters become views.
 
     Raises:
-        ValueError: if they are not of one build.
+        ValueError: if they are not built alike.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -59,10 +59,10 @@ class StackedLayers:
         hidden: torch.Tensor,  # [layers, most rows, hidden]
         residual: torch.Tensor,  # as hidden; zeros before the first layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take tokens through one layer each, within a forward context that has metadata for these layers.
+        """Run tokens through one layer each, within a forward context that has metadata for these layers.
 
         Returns:
-            (hidden, residual) behind the layers, as given; padding holds nothing of use.
+            (hidden, residual) after the layers, in the given layout; padding is arbitrary.
         """
         heads, width = self.attention, hidden.shape[:2]
         hidden, residual = self._norm("input_layernorm", which, hidden, residual)
@@ -88,7 +88,7 @@ class StackedLayers:
     def _norm(
         self, name: str, which: slice, hidden: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """vLLM's fused residual addition and RMSNorm, with a weight a layer."""
+        """vLLM's fused residual addition and RMSNorm, with a weight per layer."""
         total = hidden.float() + residual.float()
         return self._scaled(name, which, total, hidden.dtype), total.to(hidden.dtype)
 

@@ -5,7 +5,7 @@
 def register() -> None:
     """Entry point `vllm.general_plugins`: called in every vLLM process, possibly more than once.
 
-    Imports nothing heavy, leaves a vLLM that does not ask for us as it was, and never raises on an unsupported vLLM.
+    Imports nothing heavy, changes nothing unless one of our methods is used, and never raises on an unsupported vLLM.
     """
     from vllm_ppd.vllm_plugins import patches, platform
 

@@ -17,7 +17,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A way of drafting."""
+    """A drafting method."""
 
     title: str  # as the start-up line has it
     drafter: str  # its Drafter
@@ -37,6 +37,6 @@ class MethodSpec:
 
     @property
     def proposers(self) -> set[str]:
-        """Every class that vLLM may be told to start for this method."""
+        """The dotted paths of all classes that vLLM may start for this method."""
         paths = (self.proposer, self.group and self.group.proposer, self.parallel, self.several_exits)
         return {path for path in paths if path}

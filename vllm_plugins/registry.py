@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafting methods by name: everything that lists methods asks these records."""
+"""The records of the drafting methods by name, which everything that lists methods reads."""
 
 from dataclasses import replace
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench acceptance`: whether greedy text is vLLM's own, and how many drafts are accepted at which cost."""
+"""`ppd bench acceptance`: whether greedy text equals vLLM's, and accepted drafts with their cost."""

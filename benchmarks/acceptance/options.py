@@ -11,7 +11,7 @@ from vllm_ppd.heads.comma_lists import COMMAS
 
 
 class AcceptanceOptions(DecodeOptions):
-    """Prompts of a file, all of them, decoded by one contender after the other."""
+    """All prompts of a file, decoded by one contender after the other."""
 
     benchmark = "acceptance"
     apart = DecodeOptions.apart - {"batch_sizes", "drafts"}

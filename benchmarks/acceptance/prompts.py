@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All prompts of a file: chats, prompts and token ids as records ask; of texts, pieces from the middle of each."""
+"""All prompts of a file: those of chats, prompts and token ids, and pieces from the middle of each text."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from vllm_ppd.heads.data.prompts import document_prompts, in_turns
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Prompts of a name: token ids by category, shortest first."""
+    """A named set of prompts: token ids by category, shortest first."""
 
     name: str
     prompts: dict[str, list[list[int]]]
     left_out: int = 0  # prompts that were too long
 
     def batches(self, size: int) -> list[tuple[str, list[list[int]]]]:
-        """Batches of at most so many prompts of a category, with its name."""
+        """Batches of a limited number of prompts of a category, with its name."""
         return [
             (category, prompts[first : first + size])
             for category, prompts in self.prompts.items()
@@ -30,7 +30,7 @@ class Task:
 
 
 def task_of(options: AcceptanceOptions) -> Task:
-    """The prompts of --data, from its categories in turns; longer ones are left out, as a piece of a chat is no chat.
+    """The prompts of --data, from its categories in turn; longer ones are left out, since a cut chat is no chat.
 
     Raises:
         BenchError, TrainingError: if the file is missing or malformed, or holds no prompt of up to --prompt-tokens.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench acceptance`: whether every contender's greedy text is vLLM's, and how many drafts it gets accepted.
+"""`ppd bench acceptance`: whether every contender's greedy text equals vLLM's, and its accepted drafts.
 
-One engine at a time decodes the prompts batch by batch; each batch is written as soon as it is decoded, and a stopped
-run goes on there.
+One engine at a time decodes the prompts batch by batch. Each batch is written as soon as it is decoded, and a stopped
+run continues there.
 """
 
 import math
@@ -50,7 +50,7 @@ cost: weights that the drafts of a step read, over those that a pass of the targ
 
 
 def run(options: AcceptanceOptions) -> str:
-    """Measure what is not there yet; the tables.
+    """Measure what the file of results lacks; returns the tables.
 
     Raises:
         BenchError, HeadsError: on input that does not fit, or if vLLM alone does not start.
@@ -73,7 +73,7 @@ def run(options: AcceptanceOptions) -> str:
 
 
 def fixed(contender: Contender, drafts: int) -> Contender:
-    """A contender that makes as many drafts in every step."""
+    """A contender with a fixed number of drafts in every step."""
     config = contender.speculative_config
     if config is None or config.get("method", "ppd") not in METHODS:
         return contender
@@ -83,7 +83,7 @@ def fixed(contender: Contender, drafts: int) -> Contender:
 def _measure(
     contender: Contender, options: AcceptanceOptions, runs: list[Results], batches: list[tuple[str, list[list[int]]]]
 ) -> None:
-    """Decode the batches that no run has yet, at every temperature."""
+    """Decode the batches that no run has decoded yet, at every temperature."""
     name = contender.name
     # Every temperature of a batch in a row: the second finds the prompts' KV in the prefix cache.
     missing = [(results, at) for at in range(len(batches)) for results in runs if at not in _turns(results, name)]
@@ -120,13 +120,13 @@ def _measure(
 
 
 def _turns(results: Measured, name: str) -> dict[int, Turn]:
-    """What a contender decoded in this run or one like it, by place of the batch."""
+    """Turns of a contender in this run or one like it, by the number of the batch."""
     turns = [turn for run in results.runs_of(name) for turn in run["turns"] if turn["contender"] == name]
     return {turn["part"]: turn for turn in reversed(turns)}
 
 
 def rows_of(results: Measured) -> list[Row]:
-    """A row of everyone who decoded something; the interval is over batches of prompts."""
+    """A row per contender with turns; intervals are over batches of prompts."""
     rows = []
     for name in results.contenders:
         turns = [turn for _, turn in sorted(_turns(results, name).items())]
@@ -151,12 +151,12 @@ def rows_of(results: Measured) -> list[Row]:
 
 
 def report(runs: Sequence[Measured]) -> str:
-    """Markdown: a table a temperature, and one of the categories of the prompts where they have any."""
+    """Markdown: a table per temperature, and one by the prompts' categories if they have any."""
     return "\n\n".join([*(text for results in runs for text in (table(results), by_category(results)) if text), LEGEND])
 
 
 def by_category(results: Measured) -> str:
-    """Markdown: accepted drafts a step, a row a contender and a column a category."""
+    """Markdown: accepted drafts per step, a row per contender and a column per category."""
     rows: dict[str, dict[str, list[Turn]]] = {}
     for name in results.contenders:
         for turn in _turns(results, name).values() if name != BASE else ():
@@ -176,7 +176,7 @@ def _accepted(turns: list[Turn]) -> float:
 
 
 def by_position(results: Measured) -> dict[str, dict[float, Estimate]]:
-    """Share of drafts whose first, second, ... token was accepted, by contender; of turns that counted it."""
+    """Share of drafts whose first, second, ... token was accepted, by contender, in turns that counted it."""
     shares: dict[str, dict[float, Estimate]] = {}
     for name in results.contenders:
         counts = [turn["accepted_lengths"] for turn in _turns(results, name).values() if turn.get("accepted_lengths")]
@@ -188,7 +188,7 @@ def by_position(results: Measured) -> dict[str, dict[float, Estimate]]:
 
 
 def table(results: Measured) -> str:
-    """Markdown: a row a contender."""
+    """Markdown: a row per contender."""
     run, options = results.run, results.run["options"]
     top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options["top_p"] < 1 else ""
     about = (
@@ -200,7 +200,7 @@ def table(results: Measured) -> str:
 
 
 def headline(runs: Sequence[Measured]) -> str:
-    """Markdown: accepted drafts a step by temperature, and their cost, a row a contender."""
+    """Markdown: accepted drafts per step by temperature, and their cost, a row per contender."""
     columns: dict[str, dict[str, str]] = {}  # by temperature: a contender may lack some
     costs: dict[str, str] = {}
     for results in runs:
@@ -214,9 +214,9 @@ def headline(runs: Sequence[Measured]) -> str:
 
 
 def costs(everyone: Iterable[Contender], target: str, trust_remote_code: bool = False) -> dict[str, float]:
-    """Weights that the drafts of a step read, over those of a pass of the target, which reads all of its own once.
+    """Weights that the drafts of a step read, relative to a pass of the target, which reads all of its own once.
 
-    Where memory bounds a step, as at batch 1, this is their time; kernel launches and the host's work are left out.
+    Where memory bandwidth limits a step, as at batch 1, this is their time; launches and the host's work are left out.
 
     Args:
         everyone: contenders, the number of drafts in their speculative_config.
@@ -243,7 +243,7 @@ def costs(everyone: Iterable[Contender], target: str, trust_remote_code: bool = 
 
 
 def _read(options: dict[str, Any], layer: float, lm_head: float, vocab_size: int) -> float | None:
-    """Numbers that the drafts of a speculative_config read; None where that is not counted."""
+    """Numbers that the drafts of a speculative_config read; None if they are not counted."""
     n, method, folder = options.get("num_speculative_tokens", 0), options.get("method"), options.get("model")
     exit_layer = options.get("exit_layer")
     if method == "ngram":

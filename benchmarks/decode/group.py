@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker groups in `ppd bench decode`: who is compared with `--group`, and what PPD's Theorem 4.1 says of them."""
+"""Worker groups in `ppd bench decode`: the contenders of `--group`, and PPD's Theorem 4.1 for them."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ MICRO_STEPS = 8  # of a step: the most tokens that a request gets from it
 
 
 def contenders(options: DecodeOptions) -> list[Contender]:
-    """Two stages first and again, then a group for each number of candidates, then two tensor-parallel ranks.
+    """Two stages, the same again, a group for each number of candidates, and two tensor-parallel ranks.
 
     Raises:
         BenchError, HeadsError: if the heads are not early heads, or more than one folder is given.
@@ -38,8 +38,8 @@ def contenders(options: DecodeOptions) -> list[Contender]:
 class Theorem(NamedTuple):
     """PPD, Theorem 4.1, divided by the tokens l: units are one layer of one token."""
 
-    latency: float  # layers a token, one after the other: d - (d - d_bar) p (l - 1) / l
-    compute: float  # layers a token in all: that, and k (d - d_bar)
+    latency: float  # layers per token, one after the other: d - (d - d_bar) p (l - 1) / l
+    compute: float  # layers per token in all: that, and k (d - d_bar)
 
 
 def theorem(num_layers: int, split: int, candidates: int, match_rate: float, tokens: int | None = None) -> Theorem:
@@ -50,7 +50,7 @@ def theorem(num_layers: int, split: int, candidates: int, match_rate: float, tok
         split: d_bar, from d/2 up.
         candidates: k.
         match_rate: p_correct.
-        tokens: l, of which nothing starts the first one early (None: so many that this does not count).
+        tokens: l, of which the first is never started early (None: infinitely many).
     """
     late = num_layers - split
     latency = num_layers - late * match_rate * (1 if tokens is None else (tokens - 1) / tokens)
@@ -58,7 +58,7 @@ def theorem(num_layers: int, split: int, candidates: int, match_rate: float, tok
 
 
 class Matched(NamedTuple):
-    """What a group's counters say of its candidates, beside the theorem."""
+    """A group's counts of its candidates, beside the theorem."""
 
     rate: float  # p_correct
     layers: float | None  # that ran for a token, candidates that were thrown away included (None: not counted)
@@ -66,7 +66,7 @@ class Matched(NamedTuple):
 
 
 def matched(row: Row, num_layers: int, split: int, candidates: int, tokens: int) -> Matched | None:
-    """Of a contender's row of so many tokens a request; None if its candidates started no token."""
+    """Of a contender's row of so many tokens per request; None if its candidates started no token."""
     ours = row["ours"]
     tried = ours.get("group_hits", 0) + ours.get("group_misses", 0)
     if not tried:

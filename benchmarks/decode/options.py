@@ -40,7 +40,7 @@ class DecodeOptions(BenchOptions):
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        """What every contender's engine is started with."""
+        """Engine arguments of every contender."""
         return {
             "model": self.model, "dtype": self.dtype, "enforce_eager": self.eager, "seed": self.seed,
             "trust_remote_code": self.trust_remote_code, "max_num_seqs": max(self.batch_sizes),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench decode`: which batch is whose turn, and what is written of it."""
+"""`ppd bench decode`: the turns of batches, and their results."""
 
 import time
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sl
 
 
 class Load(NamedTuple):
-    """What all contenders decode in a round."""
+    """The batch that all contenders decode in a round."""
 
     temperature: float
     batch: int  # requests
 
 
 def run(options: DecodeOptions) -> str:
-    """Measure; the table of each temperature."""
+    """Measure; returns the table of each temperature."""
     from transformers import AutoConfig
 
     everyone = group.contenders(options) if options.group else contenders(options)
@@ -49,7 +49,7 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
 
     Args:
         options: of the run.
-        everyone: who is compared, the base first.
+        everyone: the contenders, the base first.
 
     Returns:
         The run of each temperature.
@@ -84,7 +84,7 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
 
 
 class _Decoding(Session[EngineProcess, Load]):
-    """Engines in processes of their own; every temperature has the same prompts."""
+    """Engines in separate processes; every temperature has the same prompts."""
 
     options: DecodeOptions
 
@@ -122,7 +122,7 @@ class _Decoding(Session[EngineProcess, Load]):
         return self._turn(running, load, running.call("turn", *self._request(load, number)))
 
     def round(self, load: Load, number: int) -> Iterator[Turn]:
-        """A whole batch of each, or turns of a few steps there and back until a request has ended."""
+        """Let each decode a whole batch, or turns of a few steps in alternating order until a request ends."""
         steps = self.options.turn_steps
         if steps is None:
             yield from super().round(load, number)
@@ -142,7 +142,7 @@ class _Decoding(Session[EngineProcess, Load]):
         return self.batches[load.batch, number], self.options.new_tokens, load.temperature, self.options.top_p
 
     def _turn(self, engine: EngineProcess, load: Load, ended: dict[str, Any]) -> Turn:
-        """What is written of a batch that has ended."""
+        """The record of a batch that has ended."""
         ids = ended.pop("token_ids")
         if engine is self.alive[0]:
             self.text_of_base = ids
@@ -150,6 +150,6 @@ class _Decoding(Session[EngineProcess, Load]):
 
 
 def _same(base: list[list[int]], ids: list[list[int]], temperature: float) -> dict[str, int]:
-    """Tokens equal to the base's at their place, of greedy texts; as far as both go."""
+    """Tokens of greedy texts that equal the base's at the same position, as far as both go."""
     compared = [] if temperature else [both for a, b in zip(base, ids, strict=True) for both in zip(a, b, strict=False)]
     return {"same_tokens": sum(a == b for a, b in compared), "compared_tokens": len(compared)}

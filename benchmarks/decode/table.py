@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of `ppd bench decode`: their summary, and the table of it."""
+"""The summary of turns of `ppd bench decode`, and its table."""
 
 import statistics
 from collections import defaultdict
@@ -38,7 +38,7 @@ memory: the most that was held, of the GPU where there is one, else by the proce
 
 
 def rows_of(measured: Measured) -> list[Row]:
-    """A row a contender and batch size."""
+    """A row per contender and batch size."""
     sizes = sorted(size for (size,) in measured.places("batch"))
     rows = (summarise(measured, name, size) for size in sizes for name in measured.contenders)
     return [row for row in rows if row is not None]
@@ -75,14 +75,14 @@ def summarise(measured: Measured, name: str, batch: int) -> Row | None:
 
 
 def _unverified_length(turns: list[Turn], batch: int) -> float | None:
-    """Tokens of a request's step where n-grams are emitted unverified."""
+    """Tokens per step of a request whose n-grams are emitted unverified."""
     if not any(turn.get("ours", {}).get("unverified_tokens") for turn in turns):
         return None
     return sum(turn["window_tokens"] for turn in turns) / sum(turn["steps"] for turn in turns) / batch
 
 
 def _split(turns: list[Turn]) -> list[float]:
-    """Milliseconds a step of verification, drafting and the host: means of steps, the median of the turns.
+    """Milliseconds per step of verification, drafting and the host: means over steps, medians over turns.
 
     Empty where workers are processes of their own.
     """
@@ -102,7 +102,7 @@ def _speed(turn: Turn) -> float:
 
 
 def body(measured: Measured) -> str:
-    """Markdown: the table, with what was measured above it and who was left out below."""
+    """Markdown: the table, with its command above and the contenders left out below."""
     options = measured.run["options"]
     top_p = f", top-p {options['top_p']:g}" if options["temperature"] and options.get("top_p", 1) < 1 else ""
     steps = f", turns of {options['turn_steps']} steps" if options.get("turn_steps") else ""
@@ -115,5 +115,5 @@ def body(measured: Measured) -> str:
 
 
 def table(measured: Measured) -> str:
-    """The same, with what the columns mean."""
+    """The same, with a legend of the columns."""
     return f"{body(measured)}\n\n{LEGEND}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some engine steps ask of CUDA's driver: by torch's profiler, or by a driver that counts its calls itself.
+"""Calls of CUDA's driver in some engine steps, counted by torch's profiler or by a driver that counts them itself.
 
-The second is a driver that stands in for NVIDIA's on a machine without a GPU: memory and copies work, kernels compute
-nothing, and `fake_counts`, an array of long, has the calls so far in the order of COUNTED.
+The second is a stand-in for NVIDIA's driver on a machine without a GPU: memory and copies work, kernels compute
+nothing, and `fake_counts`, an array of long, has the number of calls so far in the order of COUNTED.
 """
 
 import ctypes
@@ -21,9 +21,9 @@ COLUMNS = ("launches", "copies", "graphs", "nodes", "waits")
 
 
 def of_steps(step: Callable[[], object], steps: int) -> dict[str, float]:
-    """Calls of a step, the mean of some, by COLUMNS, and the microseconds of this thread's CPU time, their median.
+    """Mean calls of a step by COLUMNS, and the median microseconds of this thread's CPU time.
 
-    Nodes are those of the graphs that were launched: kernels and copies that the host does not launch.
+    Nodes are the kernels and copies in the launched graphs, which the host does not launch one by one.
     """
     seconds = []
 
@@ -48,7 +48,7 @@ def of_steps(step: Callable[[], object], steps: int) -> dict[str, float]:
 
 
 def counting_driver() -> ctypes.Array[ctypes.c_long] | None:
-    """The calls so far of a driver that counts; None where the driver is NVIDIA's."""
+    """The calls so far of a counting driver; None if the driver is NVIDIA's."""
     try:
         return (ctypes.c_long * 32).in_dll(ctypes.CDLL("libcuda.so.1"), "fake_counts")
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of every kernel beside its torch reference.
+"""Times of every kernel and its torch reference.
 
     python -m vllm_ppd.benchmarks.gpu.kernels --out kernels.json          # on a GPU: vocabulary 128K, hidden 4096
-    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json    # tiny, the references alone: does it run?
+    python -m vllm_ppd.benchmarks.gpu.kernels --cpu --out kernels.json    # tiny sizes, references only: a dry run
 
-Times are medians of triton.testing.do_bench, which empties the cache before each call; a launch counts, as it does in a
+Times are medians of triton.testing.do_bench, which empties the cache before each call; they include a launch, as in a
 server without CUDA graphs around it. A kernel pays where it takes at most 80 % of torch's time. Bytes are those that no
 implementation can avoid, every input and every output once: their rate says how far a kernel is from the memory's.
 """
@@ -84,7 +84,7 @@ def cases(batch: int, args: argparse.Namespace, device: torch.device) -> Iterato
 
 
 def measure(case: Case, batch: int, device: torch.device) -> Row:
-    """A row of the table: microseconds, and whether the kernel pays; without a GPU the reference alone runs."""
+    """A row of the table: microseconds, and whether the kernel pays; without a GPU only the reference runs."""
     reference = seconds(partial(case.function, *case.arguments), device)
     row: Row = {"kernel": case.name, "batch": batch, "torch": round(1e6 * reference, 4), "verdict": "not measured"}
     if (kernel := chosen(case.function, torch.empty(0, device=device))) is not case.function:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step of several contenders asks of the GPU's driver, and of the host, in turns.
+"""Driver calls and host time of a decode step of several contenders, in turns.
 
     python -m vllm_ppd.benchmarks.gpu.steps --model M --out steps.json --contender 'alone=null' \
         --contender 'cp={"method": "cp", "model": "HEADS"}' --contender 'EAGLE={"method": "eagle", "model": "EAGLE"}'
 
-All engines are alive and decode in turns; calls of a step are the same in every round, and of the host's time the least
-disturbed round counts. The last rows are of a step in which a prompt joins the batch.
+All engines are alive and decode in turns. Calls of a step are the same in every round; the host's time is that of the
+least disturbed round. The last rows are for a step in which a prompt joins the batch.
 """
 
 import argparse
@@ -29,12 +29,12 @@ SETTINGS: dict[str, Any] = {
 
 
 def prompts(batch: int) -> list[list[int]]:
-    """Token IDs of so many prompts."""
+    """Token IDs of a number of prompts."""
     return [[5 + number + place for place in range(PROMPT_TOKENS)] for number in range(batch)]
 
 
 def measure(engines: list[EngineProcess], batches: list[int], rounds: int, args: argparse.Namespace) -> list[Any]:
-    """A row a contender and batch, of the least disturbed of some rounds; then one of a step that a prompt joins."""
+    """A row per contender and batch, from the least disturbed round; then one for a step that a prompt joins."""
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
     for number in range(rounds):
         for batch in batches:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark shares.
+"""Code that all benchmarks share.
 
-options.py -> contenders.py (who is compared) -> session.py (whose turn it is) -> results.py (the file of results)
+options.py -> contenders.py (what is compared) -> session.py (turns) -> results.py (the file of results)
 -> estimates.py (medians, ratios, intervals)
 
-A contender runs as process.py (engine.py in a process of its own) or as serve/server.py.
+A contender runs as process.py (engine.py in a separate process) or as serve/server.py.
 """

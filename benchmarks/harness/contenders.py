@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is compared: a name and vLLM's speculative_config each."""
+"""The contenders of a benchmark, each with a name and vLLM's speculative_config."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ DRAFTS = 3  # of contenders that recommend no number
 
 @dataclass(frozen=True)
 class Contender:
-    """A speculative_config (None: without speculation), and engine arguments and environment variables beside it."""
+    """A speculative_config (None: no speculation), with engine arguments and environment variables."""
 
     name: str
     speculative_config: dict[str, Any] | None = None
@@ -29,7 +29,7 @@ class Contender:
 
 
 def contenders(options: BenchOptions) -> list[Contender]:
-    """The base first, then a control that is the base once more, then what the options name.
+    """The base, a control that is the base once more, then the contenders that the options name.
 
     Raises:
         BenchError, HeadsError: if a checkpoint is missing or a contender is not a speculative_config.

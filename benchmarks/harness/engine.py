@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM in this process: an engine that decodes a batch step by step, timed from the inside."""
+"""vLLM in this process: an engine that decodes a batch step by step and times its own steps."""
 
 import statistics
 import time
@@ -17,10 +17,10 @@ COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 
 @dataclass
 class Batch:
-    """Requests that decode together, and the steps in which all of them do.
+    """Requests that decode together, and the timed steps in which all of them do.
 
     Attributes:
-        tokens: of each request, by vLLM's name of it.
+        tokens: of each request, by its id in vLLM.
         counted: counters before the batch, vLLM's and ours.
         steps: seconds of each timed step.
         window_tokens: that the timed steps made.
@@ -69,7 +69,7 @@ class Engine:
         self.facts = {"kv_cache_tokens": capacity, "peak_bytes": peak_bytes(), "free_bytes": free_bytes()}
 
     def _count_drafts(self, scheduler: Any) -> None:
-        """vLLM's metrics belong to the newest engine of a process, so the scheduler's calls are counted."""
+        """Count drafts in the scheduler's calls, since vLLM's metrics belong to the newest engine of a process."""
         original = scheduler.make_spec_decoding_stats
 
         def counted(stats: Any, num_draft_tokens: int, num_accepted_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class Engine:
         scheduler.make_spec_decoding_stats = counted
 
     def _time(self, owner: Any, name: str, phase: str) -> None:
-        """Add the seconds of every call of owner.name, where it has that, to those of a phase."""
+        """Add the seconds of every call of owner.name, if it exists, to a phase."""
         original = getattr(owner, name, None)
         if original is None:
             return
@@ -98,13 +98,13 @@ class Engine:
         setattr(owner, name, timed)
 
     def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-        """Decode the prompts as one batch, to its end; as end()."""
+        """Decode the prompts as one batch, to its end; returns the result of end()."""
         self.begin(prompts, new_tokens, temperature, top_p)
         self.advance()
         return self.end()
 
     def begin(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> None:
-        """Send the requests of a batch, each for so many tokens."""
+        """Send the requests of a batch."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -120,10 +120,10 @@ class Engine:
         self._batch = Batch({name: [] for name in names}, before)
 
     def advance(self, steps: int | None = None) -> bool:
-        """Decode so many timed steps, or to the end of the batch.
+        """Decode a number of timed steps, or to the end of the batch.
 
-        Timed are steps in which all requests decode, without prefill and without the tail in which requests that got
-        more drafts accepted have left. Of a few steps the first is not timed: it reads the weights into cold caches.
+        Only steps in which all requests decode are timed, not prefill and not the tail in which requests that got
+        more drafts accepted have left. With a number of steps the first is not timed: it finds cold caches.
 
         Returns:
             Whether all requests still decode.
@@ -151,7 +151,7 @@ class Engine:
         return not batch.finished
 
     def count_calls(self, steps: int, joining: list[int] | None = None) -> dict[str, float]:
-        """What so many further steps of the batch ask of CUDA's driver, a step (gpu/calls.py); none is timed.
+        """Calls of CUDA's driver per step in further, untimed steps of the batch (gpu/calls.py).
 
         Args:
             steps: of the batch.
@@ -171,7 +171,7 @@ class Engine:
                 self._engine.abort_request(["joining"])
 
     def end(self) -> dict[str, Any]:
-        """Drop what still decodes.
+        """Abort the requests that still decode, and summarise the batch.
 
         Returns:
             window_tokens, window_seconds, steps, step_seconds (median), worker_seconds and draft_seconds of the timed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of turns and texts: quartiles, bootstrap intervals, repeated text; and cells of tables."""
+"""Statistics of turns and texts (quartiles, bootstrap intervals, repeated text), and cells of tables."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Estimate(NamedTuple):
 
 
 def bootstrap(statistic: Callable[..., Any], *counts: Any) -> Estimate:
-    """A function of sums over texts; texts are resampled.
+    """The bootstrap estimate of a function of sums over texts; texts are resampled.
 
     Args:
         statistic: of the sums of the counts, elementwise.
@@ -46,7 +46,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def repeats(texts: list[list[int]]) -> dict[str, int]:
-    """4-grams that occurred before in their text, and all: text in loops flatters acceptance."""
+    """The number of 4-grams that occurred before in their text, and of all; loops raise acceptance."""
     grams = [[tuple(ids[i : i + 4]) for i in range(len(ids) - 3)] for ids in texts]
     return {
         "repeated_4_grams": sum(len(text) - len(set(text)) for text in grams), "all_4_grams": sum(map(len, grams)),
@@ -54,18 +54,18 @@ def repeats(texts: list[list[int]]) -> dict[str, int]:
 
 
 def with_quartiles(spread: Sequence[float], digits: int) -> str:
-    """A table's cell of a median and its quartiles."""
+    """A table cell with a median and its quartiles."""
     middle, low, high = (f"{value:.{digits}f}" for value in spread)
     return f"{middle} ({low}-{high})"
 
 
 def number(value: float | None, form: str) -> str:
-    """A table's cell; "-" for what is not known."""
+    """A table cell; "-" for unknown values."""
     return "-" if value is None else form.format(value)
 
 
 def cells(rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> str:
-    """Markdown of rows, by what each column shows of a row; columns that know nothing of any row are left out."""
+    """A Markdown table of rows, with a function per column; columns without values are left out."""
     by_column = {name: [cell(row) for row in rows] for name, cell in columns.items()}
     known = {name: column for name, column in by_column.items() if {*column} != {"-"}}
     return table(list(known), [list(line) for line in zip(*known.values(), strict=True)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that all benchmarks of speeds share, declared once."""
+"""Options that all benchmarks share, declared once."""
 
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +26,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 class BenchOptions(BaseModel):
-    """Who is compared, on which prompts, and how often."""
+    """Options for the contenders, the prompts, and the number of turns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     benchmark: ClassVar[str]  # its name in files of results
@@ -89,7 +89,7 @@ class BenchOptions(BaseModel):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The data, to be looked at before an engine starts."""
+        """The data files, which are checked before an engine starts."""
         return self.data
 
     @property
@@ -98,5 +98,5 @@ class BenchOptions(BaseModel):
         return [self.model_copy(update={"temperature": value}) for value in self.temperatures or (self.temperature,)]
 
     def essence(self) -> dict[str, Any]:
-        """What turns must share to be summarised together; contenders are told apart by their own configuration."""
+        """The options that turns must share to be summarised together; contenders are identified separately."""
         return self.model_dump(mode="json", round_trip=True, exclude=set(self.apart))

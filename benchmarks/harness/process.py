@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contender as an engine in a process of its own, which decodes when it is its turn.
+"""A contender as an engine in a separate process, which decodes when it is its turn.
 
 The engine core runs inside that process, so that its steps can be timed one by one; between turns it waits on a pipe.
 """
@@ -47,15 +47,15 @@ class EngineProcess:
         self.facts: dict[str, Any] = {}
 
     def ready(self) -> None:
-        """Wait until it can take turns; its facts are known then.
+        """Wait until it can take turns; then its facts are known.
 
         Raises:
-            BenchError: if it does not start; with the reason's last line.
+            BenchError: if it does not start, with the last line of its output.
         """
         self.facts = self._receive()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the Engine returns; raises BenchError if the engine fails."""
+        """Call a method of the Engine and return its result; raises BenchError if the engine fails."""
         with contextlib.suppress(BrokenPipeError):  # what is received says why
             self.pipe.send((method, arguments))
         return self._receive()
@@ -72,7 +72,7 @@ class EngineProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process in any state."""
         self.pipe.close()
         self.process.join(timeout=5)
         if self.process.is_alive():

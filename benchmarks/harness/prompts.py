@@ -22,15 +22,15 @@ def load_tokenizer(name: str, trust_remote_code: bool) -> Any:
 def read_prompts(
     data: tuple[str, ...], model: str, longest: int, count: int | None, trust_remote_code: bool
 ) -> list[list[int]]:
-    """At most count prompts: one a document, then a second of each that is long enough, and so on.
+    """At most `count` prompts: one per document, then a second of each that is long enough, and so on.
 
-    Each begins with the special tokens that vLLM's server would put there. Of a chat the prompt is all up to the user's
+    Each begins with the special tokens that vLLM's server would add. The prompt of a chat is all up to the user's
     last turn.
 
     Args:
         data: .jsonl or .json files of prompt_token_ids, prompts, chats or text, plain text, or folders of them.
-        model: whose tokenizer reads text; it is loaded when a document is not token ids already.
-        longest: tokens of a prompt at most; texts are cut, longer prompts and chats left out.
+        model: whose tokenizer is loaded if a document is not token ids already.
+        longest: most tokens of a prompt; texts are cut, longer prompts and chats left out.
         count: prompts wanted (None: all).
         trust_remote_code: run a tokenizer's own code.
 

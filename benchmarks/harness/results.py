@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of results: every turn, written as soon as it is over; runs are added, never overwritten.
+"""Files of results, with every turn, written as soon as it ends; runs are added, never overwritten.
 
-A turn is a contender's batch or load. Runs are summarised together where versions, machine and options are the same,
-and turns of a contender where its checkpoint and the code that it runs are.
+A turn is a contender's batch or load. Runs are summarised together if versions, machine and options are the same,
+and turns of a contender if its checkpoint and its code are the same.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ SAME = ("versions", "machine", "options", "target_stamp")
 
 
 class Measured:
-    """A run, with those like it that were before, as far as they compare the same contenders.
+    """A run, with earlier runs like it, as far as they compare the same contenders.
 
     Args:
         run: the newest run.
         earlier: those before it.
-        contenders: the identity of each contender that is shown, by name.
+        contenders: the identity of each shown contender, by name.
     """
 
     def __init__(self, run: Run, earlier: list[Run], contenders: dict[str, Any]) -> None:
         self.run, self.earlier, self.contenders = run, earlier, contenders
 
     def runs_of(self, name: str) -> list[Run]:
-        """The runs with a contender, as it is now."""
+        """The runs with the current version of a contender."""
         runs = [*self.earlier, self.run]
         return [run for run in runs if run["contenders"].get(name) == self.contenders[name]]
 
     def paired(self, name: str, **place: Any) -> list[tuple[Turn, Turn]]:
-        """A contender's turns at a load, each with the base's of the same round, which is its neighbour in time."""
+        """A contender's turns at a load, each with the base's turn of the same round, its neighbour in time."""
         neighbours = []
         for run in self.runs_of(name):
             there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
@@ -55,12 +55,12 @@ class Measured:
 
     @property
     def notes(self) -> list[str]:
-        """Contenders that were left out, a line each."""
+        """A line for each contender that was left out."""
         return [f"left out: {reason}" for reason in self.run["failures"].values()]
 
     @property
     def before(self) -> str:
-        """How many runs there were before, for the line above a table."""
+        """The number of earlier runs, for the line above a table."""
         return f"; with {len(self.earlier)} earlier runs" if self.earlier else ""
 
     def places(self, *keys: str) -> list[tuple[Any, ...]]:
@@ -118,7 +118,7 @@ class Results(Measured):
 
 
 def stored(path: Path) -> list[Measured]:
-    """What a file holds: for each set of options and machine the newest run that has turns, with those like it.
+    """The runs in a file: for each set of options and machine the newest run with turns, and those like it.
 
     Raises:
         BenchError: if the file holds something else.
@@ -149,7 +149,7 @@ def all_runs(options: BenchOptions, contenders: list[Contender], **facts: Any) -
 
 
 def write_rows(out: Path, benchmark: str, rows: list[Row], configs: Iterable[Config], **facts: Any) -> None:
-    """A file of rows that were measured at once, by contenders of these speculative_configs, with its provenance."""
+    """Write a file of rows that were measured together with these speculative_configs, with its provenance."""
     out.parent.mkdir(parents=True, exist_ok=True)
     facts = provenance(benchmark=benchmark, sources=sources(benchmark, configs), **facts, rows=rows)
     write_text(out, json.dumps(facts, indent=1) + "\n")
@@ -176,12 +176,12 @@ def _identity(contender: Contender, benchmark: str) -> dict[str, Any]:
 
 
 def _stamp(folder: str | None) -> int | None:
-    """When a checkpoint's weights were last written: another checkpoint in the same place is another contender."""
+    """When a checkpoint's weights were last written, since a new checkpoint in the same folder is another contender."""
     times = [path.stat().st_mtime_ns for path in Path(folder).glob("*.safetensors")] if folder else []
     return max(times, default=None)
 
 
 def _alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two runs may be summarised together; what does not say which code it ran must be of the same commit."""
+    """Whether two runs may be summarised together; runs without a digest of their code must share the commit."""
     known = all("sources" in identity for each in (run, other) for identity in each["contenders"].values())
     return all(run.get(key) == other[key] for key in (*SAME, *([] if known else ["git"])))

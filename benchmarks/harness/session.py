@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose turn it is: contenders take turns, of which one computes at a time, in rounds at each load."""
+"""Turns of contenders, one of which computes at a time, in rounds at each load."""
 
 import contextlib
 import signal
@@ -22,7 +22,7 @@ MEMORY_SHARE = 0.8  # of what is free, for further engines
 
 
 class Stopped(KeyboardInterrupt):
-    """Stopped by the user; what was measured is in the file of results."""
+    """The user stopped the run; finished turns are in the file of results."""
 
 
 class Runs(Protocol):
@@ -32,7 +32,7 @@ class Runs(Protocol):
     facts: dict[str, Any]  # peak_bytes of it, and free_bytes beside it
 
     def close(self) -> None:
-        """End its processes, whatever they do."""
+        """End the contender's processes in any state."""
 
 
 Running = TypeVar("Running", bound=Runs)
@@ -41,11 +41,11 @@ Answer = TypeVar("Answer")
 
 
 class Session(ABC, Generic[Running, Load]):
-    """The contenders that are alive, and their turns.
+    """The running contenders and their turns.
 
     Args:
         options: of all.
-        loads: that each contender is put under, with the results that its turns are added to.
+        loads: of each contender, with the results to which its turns are added.
     """
 
     def __init__(self, options: BenchOptions, loads: dict[Load, Results]) -> None:
@@ -64,21 +64,21 @@ class Session(ABC, Generic[Running, Load]):
 
     @abstractmethod
     def warm_up(self, running: Running, load: Load) -> None:
-        """Let it compute what is not measured, before the rounds at a load."""
+        """Let a contender compute without measurement before the rounds at a load."""
 
     @abstractmethod
     def turn(self, running: Running, load: Load, number: int) -> Turn:
         """Measure a contender in a round at a load, or raise BenchError."""
 
     def round(self, load: Load, number: int) -> Iterator[Turn]:
-        """A turn of each that is alive, in the order in which they were started."""
+        """A turn of each running contender, in the order in which they were started."""
         for running in list(self.alive):
             turn = self.attempt(running, self.turn, running, load, number)
             if turn is not None:
                 yield {"contender": running.name} | turn
 
     def measure(self, everyone: list[Contender]) -> None:
-        """All turns of everyone, the base first; each turn is written as soon as it is over.
+        """Measure all turns of all contenders, the base first; each turn is written as soon as it ends.
 
         Raises:
             BenchError: if the base fails; others are left out.
@@ -100,7 +100,7 @@ class Session(ABC, Generic[Running, Load]):
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Remember Ctrl-C: Python drops the exception where it comes while an object is being finalised."""
+        """Remember Ctrl-C, since Python drops the exception while an object is being finalised."""
 
         def stop(number: int, frame: Any) -> None:
             self.asked_to_stop = True
@@ -116,7 +116,7 @@ class Session(ABC, Generic[Running, Load]):
             signal.signal(signal.SIGINT, before)
 
     def _measure(self, everyone: list[Contender], logs: Path) -> None:
-        """The base stays; the others come in groups of as many as there is room for."""
+        """Measure contenders in groups that fit memory; the base stays in all of them."""
         base, *others = everyone
         together = self.options.together
         if not together:
@@ -136,7 +136,7 @@ class Session(ABC, Generic[Running, Load]):
                 self._close(first=1)
 
     def _start(self, chosen: list[Contender], logs: Path) -> None:
-        """Start contenders together; those that fail are left out, the base is not."""
+        """Start contenders together; those that fail are left out, except for the base."""
         begun: list[Running] = []
         since: dict[str, float] = {}
         for contender in chosen:
@@ -159,7 +159,7 @@ class Session(ABC, Generic[Running, Load]):
                     results.run.setdefault("starts", {})[running.name] = start
 
     def _room(self) -> int:
-        """Contenders alive beside the base."""
+        """The number of contenders that can run beside the base."""
         if self.options.alive is not None:
             return self.options.alive - 1
         facts = self.alive[0].facts
@@ -174,7 +174,7 @@ class Session(ABC, Generic[Running, Load]):
                 progress.update(turn["contender"] != self.alive[0].name)
 
     def attempt(self, running: Running, work: Callable[..., Answer], *arguments: Any) -> Answer | None:
-        """What the work returns; a contender that fails is left out, the base is not."""
+        """Do some work and return its result; a contender that fails is left out, except for the base."""
         if self.asked_to_stop:
             raise KeyboardInterrupt
         try:

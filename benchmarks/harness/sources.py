@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which source files a result was measured with, and their digest: by it results of older code are told from others."""
+"""The source files with which a result was measured, and their digest, which identifies results of older code."""
 
 import ast
 import hashlib
@@ -31,10 +31,10 @@ PLUGIN, METHOD_FOLDERS, V2 = "vllm_plugins/", "vllm_plugins/methods/", "vllm_plu
 
 @cache
 def files_imported(file: str) -> frozenset[str]:
-    """The files of ours that a file imports, lazily too; of a package, its __init__.py where a name of it is imported.
+    """The files of this project that a file imports, also lazily, including __init__.py of packages it imports from.
 
     Args:
-        file: path from the root of the tree, as those that are returned.
+        file: path from the root of the tree, like the returned ones.
     """
     names = set()
     for node in ast.walk(ast.parse((ROOT / file).read_text())):
@@ -52,11 +52,11 @@ def files_imported(file: str) -> frozenset[str]:
 
 
 def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
-    """What is stored beside a result: by which code a benchmark measures contenders on this machine.
+    """The identity of the code with which a benchmark measures contenders on this machine, stored beside results.
 
     Args:
         benchmark: a name of BENCHMARKS.
-        configs: speculative_config of each contender; a heads folder that cannot be read says no method.
+        configs: speculative_config of each contender; for a heads folder that cannot be read no method is known.
     """
     import torch
 
@@ -66,7 +66,7 @@ def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[st
 
 
 def are_current(stored: dict[str, Any] | None) -> bool:
-    """Whether the code that measured a result is today's but for comments, docstrings and empty lines."""
+    """Whether the code that measured a result is the current one, except for comments, docstrings and empty lines."""
     return stored is not None and stored["digest"] == digest(
         stored["benchmark"], tuple(stored["methods"]), stored["v2"]
     )
@@ -74,13 +74,13 @@ def are_current(stored: dict[str, Any] | None) -> bool:
 
 @cache
 def digest(benchmark: str, methods: tuple[str, ...], v2: bool) -> str:
-    """Of all files that a benchmark runs with some methods (folders of methods/)."""
+    """The digest of all files that a benchmark runs with some methods (folders of methods/)."""
     files = files_of(benchmark, methods, v2)
     return hashlib.sha256("".join(f"{file} {digest_of_file(file)}\n" for file in files).encode()).hexdigest()[:16]
 
 
 def files_of(benchmark: str, methods: Iterable[str], v2: bool) -> list[str]:
-    """The benchmark, the plugin with these methods alone, and what they import; runner V2 only where it ran."""
+    """Files of the benchmark, of the plugin with these methods only, and their imports; runner V2 only if it ran."""
     folders = tuple(f"{METHOD_FOLDERS}{method}/" for method in methods)
 
     def runs(file: str) -> bool:
@@ -99,7 +99,7 @@ def files_of(benchmark: str, methods: Iterable[str], v2: bool) -> list[str]:
 
 
 def changed_since(commit: str, files: Iterable[str]) -> int:
-    """How many of some files differ from those of a commit, by git; as all where it does not know the commit."""
+    """How many of some files differ from those of a commit, by git; all if it does not know the commit."""
     listed = list(files)
     command = ["git", "diff", "--name-only", commit, "--", *listed]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -107,7 +107,7 @@ def changed_since(commit: str, files: Iterable[str]) -> int:
 
 
 def folders_of(config: dict[str, Any]) -> set[str]:
-    """The folders of methods/ that a speculative_config runs; of vLLM's own methods none."""
+    """The folders of methods/ that a speculative_config runs; none for vLLM's own methods."""
     method = config.get("method")
     if method is None and config.get("model"):
         try:
@@ -123,7 +123,7 @@ def folders_of(config: dict[str, Any]) -> set[str]:
 
 @cache
 def digest_of_file(file: str) -> str:
-    """Of a file's lines without comments, docstrings, and what is empty then."""
+    """The digest of a file's lines without comments, docstrings and empty lines."""
     text = (ROOT / file).read_text()
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m vllm_ppd.benchmarks.models COMMAND`: what makes the models, heads and peers that benchmarks run on."""
+"""`python -m vllm_ppd.benchmarks.models COMMAND` makes the models, heads and peers that benchmarks run on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_ppd.vllm_plugins.cli.main import main
 
 
 def peer_commands() -> dict[str, Command]:
-    """A command a peer."""
+    """A command per peer."""
     return {
         name: Command(str(options.__doc__), str(options.__doc__), partial(peers.run, recipe), options)
         for name, (options, recipe) in peers.PEERS.items()

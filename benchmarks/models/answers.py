@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's answers that heads were trained on, kept without the prompts, whose licences vary.
+"""The target's answers on which heads were trained, kept without the prompts, whose licences vary.
 
     python -m vllm_ppd.benchmarks.models pack --answers answers.jsonl --out answers.jsonl.xz
     python -m vllm_ppd.benchmarks.models unpack --answers answers.jsonl.xz --prompts prompts.jsonl --model M --out FILE
@@ -24,14 +24,14 @@ DIGITS = 16  # of a prompt's digest
 
 
 class PackOptions(BaseModel):
-    """Answers that `ppd data --prompts` wrote."""
+    """Options for packing the answers of `ppd data --prompts`."""
 
     answers: str = Field(description=".jsonl of `ppd data`")
     out: str = Field(description=".jsonl.xz to write")
 
 
 class UnpackOptions(BaseModel):
-    """Packed answers, and the prompts."""
+    """Options for joining packed answers with their prompts."""
 
     answers: str = Field(description=".jsonl.xz of `pack`")
     prompts: str = Field(description=".jsonl of prompts, in any order; answers to others are left out")
@@ -40,7 +40,7 @@ class UnpackOptions(BaseModel):
 
 
 def digest(prompt: list[int]) -> str:
-    """Of a prompt's tokens."""
+    """The digest of a prompt's tokens."""
     return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:DIGITS]
 
 
@@ -62,10 +62,10 @@ def pack(options: PackOptions) -> int:
 
 
 def unpack(options: UnpackOptions) -> int:
-    """Write the chats as `ppd data` wrote them, without those whose prompts are not there.
+    """Write the chats as `ppd data` wrote them, without those whose prompts are missing.
 
     Raises:
-        BenchError: if no prompt is there.
+        BenchError: if all prompts are missing.
     """
     from transformers import AutoTokenizer
 

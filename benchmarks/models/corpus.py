@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo corpus: the Python standard library's own sources, which every machine has.
+"""The demo corpus: the sources of Python's standard library, which every machine has.
 
 `python -m vllm_ppd.benchmarks.models corpus --out build/corpus` writes train.jsonl and validation.jsonl for
 `ppd train`.
@@ -26,7 +26,7 @@ VALIDATION_SHARE = 0.02
 
 
 class CorpusOptions(BaseModel):
-    """Where the corpus goes."""
+    """Where to write the corpus."""
 
     out: str = Field(description="folder of train.jsonl and validation.jsonl")
 
@@ -57,7 +57,7 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def is_validation(name: str) -> bool:
-    """Whether a whole file is held out, by a hash of its path: no line is in both files."""
+    """Whether a whole file is held out, by a hash of its path."""
     digest = hashlib.sha256(name.encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < VALIDATION_SHARE
 

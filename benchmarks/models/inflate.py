@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Width inflation: a trained model, its heads and its peers, made N times as wide with the same function.
+"""Width inflation: make a trained model, its heads and its peers N times as wide with the same function.
 
     python -m vllm_ppd.benchmarks.models inflate --model benchmarks/demo/model --times 9 --out build/inflated \\
         --heads benchmarks/demo/heads/early benchmarks/demo/heads/cp --peers build/peers/eagle
@@ -58,7 +58,7 @@ EAGLE = RULES | {f"self_attn.{name}_proj.weight": "+0" for name in "qkv"} | {"fc
 
 
 class InflateOptions(BaseModel):
-    """What is inflated, and how much."""
+    """Options for what to inflate, and how much."""
 
     model: str = Field(description="folder of a trained model")
     heads: tuple[str, ...] = Field((), description="heads folders of the model")
@@ -71,7 +71,7 @@ def run(options: InflateOptions) -> int:
     """Write everything.
 
     Raises:
-        BenchError, HeadsError: on what is not of the Llama family, or of another width.
+        BenchError, HeadsError: on models outside the Llama family, or heads and peers of another width.
     """
     out = Path(options.out)
     with writing_folder(out):
@@ -100,10 +100,10 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def rule_of(name: str, rules: Mapping[str, str] = RULES) -> str:
-    """The rule of a tensor of the target or of a layer like its own; a bias grows as its weight's first dimension.
+    """The rule for a tensor of the target or of a layer like its own; a bias grows like its weight's first dimension.
 
     Raises:
-        BenchError: for a tensor that is not of the Llama family.
+        BenchError: for a tensor that the Llama family does not have.
     """
     weight = name.removesuffix(".bias") + ".weight" if name.endswith(".bias") else name
     for suffix, rule in rules.items():
@@ -138,7 +138,7 @@ def inflate_model(model: Path, out: Path, times: int) -> None:
 
 
 def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
-    """Write heads for the inflated model, with what the same function leaves of their calibration.
+    """Write heads for the inflated model, with the parts of their calibration that stay valid.
 
     Layers like the target's grow as these do. What else heads read is normed states, which are zero past the first
     copy, or embeddings, of which they must read one copy, and what they hand to the LM head must be zero where its
@@ -147,8 +147,8 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
     Args:
         folder: heads of the original model.
         model: the inflated model.
-        out: where to.
-        times: how wide the inflated model is beside the original.
+        out: the folder to write.
+        times: the width of the inflated model relative to the original.
 
     Raises:
         HeadsError: if the folder holds no heads of ours, or those of a model of another width.
@@ -186,7 +186,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
 
 
 def _copy_calibration(folder: Path, out: Path) -> None:
-    """All parts but seconds: `ppd calibrate` with the same options then measures these alone."""
+    """Copy all parts but seconds, which `ppd calibrate` with the same options then measures."""
     path = folder / "calibration.json"
     if not path.is_file():
         return
@@ -201,7 +201,7 @@ def _copy_calibration(folder: Path, out: Path) -> None:
 
 
 def inflate_peer(folder: Path, model: Path, out: Path, times: int) -> None:
-    """Write a peer for the inflated model; a draft model grows as the model does, and stays as cheap beside it.
+    """Write a peer for the inflated model; a draft model grows by the same factor, so its relative cost stays.
 
     Raises:
         BenchError: if the widths do not fit.

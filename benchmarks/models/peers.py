@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculators of vLLM's own methods, to compare with: EAGLE, Medusa and a draft model, recipes of our training loop.
+"""Speculators of vLLM's own methods for comparison, as recipes of our training loop: EAGLE, Medusa, a draft model.
 
 `python -m vllm_ppd.benchmarks.models peer eagle --model M --data train.jsonl --out DIR`
 """
@@ -29,7 +29,7 @@ from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
 
 class ModelOptions(TrainingOptions):
-    """How a small model is trained: Muon for matrices, AdamW for the rest."""
+    """Training options of a small model: Muon for matrices, AdamW for the rest."""
 
     optimizer: Literal["adamw", "muon"] = "muon"  # which needs a quarter of AdamW's tokens at this size
     learning_rate: float = Field(7e-3, gt=0, description="peak learning rate of Muon: the layers' matrices")
@@ -38,14 +38,14 @@ class ModelOptions(TrainingOptions):
 
 
 class ModelRecipe(Recipe):
-    """A small model that is trained."""
+    """A recipe for a small model."""
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
         self.options = options
 
     def matrices(self) -> list[nn.Parameter]:
-        """What Muon trains."""
+        """The parameters for Muon."""
         return [p for p in self.parameters() if p.dim() == 2]
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ class ModelRecipe(Recipe):
 
 
 class PeerOptions(ModelOptions):
-    """How a peer is trained."""
+    """Training options of a peer."""
 
     batch_size: int = Field(8, ge=1, description="windows a step")
     sequence_length: int = Field(512, ge=8, description="tokens of a window")
@@ -66,40 +66,40 @@ class PeerOptions(ModelOptions):
 
 
 class Peer(ModelRecipe):
-    """What is trained beside a frozen target."""
+    """A recipe for a peer, trained with a frozen target."""
 
     DRAFTS = 3  # of a step, counted on held-out text
 
     @abstractmethod
     def config(self) -> dict[str, Any]:
-        """Its config.json, as vLLM reads it."""
+        """The peer's config.json, as vLLM reads it."""
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its weights, as vLLM names them."""
+        """The peer's weights, as vLLM names them."""
 
     def final_states(self, batch: Batch) -> torch.Tensor:
-        """After the final norm, which is what vLLM hands to a drafter: [windows, length, hidden]."""
+        """The target's states after the final norm, which vLLM gives to drafters: [windows, length, hidden]."""
         with torch.no_grad():
             return self.states(batch).final.float().view(*batch.input_ids.shape, -1)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's [..., V] of states [..., hidden]."""
+        """The target's logits [..., V] for states [..., hidden]."""
         unembedding = self.target.unembedding
         return functional.linear(states.to(unembedding.dtype), unembedding).float()
 
     def likeliest(self, states: torch.Tensor) -> torch.Tensor:
-        """The target's greedy token of each of states [..., hidden]: [...]."""
+        """The target's greedy tokens [...] for states [..., hidden]."""
         ids, _ = top_log_probs(states.flatten(0, -2), 1, self.target.unembedding, self.target.bias)
         return ids.view(states.shape[:-1])
 
     def accepted(self, batch: Batch, final: torch.Tensor, drafted: torch.Tensor) -> Counts:
-        """How many drafts in a row are the target's greedy tokens, the text's tokens before them taken.
+        """How many drafts in a row are the target's greedy tokens, given the text's tokens before them.
 
         Args:
             batch: held out.
-            final: final_states of it.
-            drafted: [windows * length, drafts] behind each token and its successor, which the target has sampled.
+            final: its final_states.
+            drafted: [windows * length, drafts] after each token and its successor, which the target has sampled.
         """
         drafts = drafted.shape[1]
         rows = batch.ahead(drafts + 1)[1].nonzero()
@@ -109,7 +109,7 @@ class Peer(ModelRecipe):
         return accepted_counts(drafted[rows[:, 0]] == wanted[rows + torch.arange(1, drafts + 1, device=rows.device)])
 
     def imitation(self, logits: torch.Tensor, teacher: torch.Tensor) -> tuple[torch.Tensor, Counts]:
-        """Cross-entropy of logits [rows, V] to the target's distribution, and how often both choose the same token."""
+        """Cross-entropy of logits [rows, V] to the target's distribution, and how often their best tokens agree."""
         right = (teacher.argmax(-1) == logits.argmax(-1)).sum()
         counts = {"right": right, "known": torch.tensor(len(logits))}
         return functional.cross_entropy(logits, teacher.softmax(-1)), counts
@@ -125,7 +125,7 @@ class Peer(ModelRecipe):
 
 
 class EagleOptions(PeerOptions):
-    """An EAGLE head on a frozen target."""
+    """Training options of an EAGLE head."""
 
     kind: ClassVar[str] = "eagle"
 
@@ -154,10 +154,10 @@ class Eagle(Peer):
         self.to(target.device)
 
     def predicted(self, batch: Batch, hidden: torch.Tensor, drafts: int = 1) -> list[torch.Tensor]:
-        """The states that draft by draft follow each start, any token but a window's last ones.
+        """The predicted states of each draft, for every token as a start except a window's last ones.
 
         A later draft reads the state that the one before it predicted, and the text's token; it attends to the target's
-        states up to its start and to the drafts behind this.
+        states up to its start and to the drafts after it.
 
         Returns:
             [windows, length - drafts, d] of each draft.
@@ -201,7 +201,7 @@ class Eagle(Peer):
 
 
 class MedusaOptions(PeerOptions):
-    """Medusa heads on a frozen target."""
+    """Training options of Medusa heads."""
 
     kind: ClassVar[str] = "medusa"
 
@@ -262,7 +262,7 @@ class Medusa(Peer):
 
 
 class DraftModelOptions(PeerOptions):
-    """A small model that drafts for a target."""
+    """Training options of a draft model."""
 
     kind: ClassVar[str] = "draft_model"
 
@@ -272,7 +272,7 @@ class DraftModelOptions(PeerOptions):
 class DraftModel(Peer):
     """A Llama with the target's tokenizer: two layers and two thirds of the demo model's width.
 
-    It is trained from nothing on the target's distribution over the data.
+    It is trained from scratch on the target's distribution over the data.
     """
 
     LAYERS, HIDDEN = 2, 128

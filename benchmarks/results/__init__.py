@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as JSON, a Markdown file of the same name about each, and the page that page.py makes of them."""
+"""Results as JSON, each with a Markdown file of the same name, and the page that page.py makes from them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The headline claims of the four papers: the paper's figure, and what the kept results say of it."""
+"""The headline claims of the four papers, with the papers' figures and ours from the stored results."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ EARLY = "ppd early"
 
 
 class Ours(NamedTuple):
-    """What was measured here of a claim; holds: None where intervals allow both; why: not, or what it depends on."""
+    """Our figure for a claim; holds: None if intervals allow both; why: the reason against it, or a condition."""
 
     text: str
     holds: bool | None
@@ -25,13 +25,13 @@ class Ours(NamedTuple):
 
 
 class Results:
-    """The kept results, and the calibrations of the heads of SmolLM2."""
+    """The stored results, and the calibrations of SmolLM2's heads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def decoded(self, name: str, temperature: float = 0.0) -> dict[str, list[Row]]:
-        """Rows of decoding at batch 1 by contender, a row a task: of the newest run, or as a file holds them."""
+        """Rows of decoding at batch 1 by contender, a row per task, from the newest run or from a file of rows."""
         data = json.loads((self.folder / f"{name}.json").read_text())
         runs = [] if "rows" in data else stored(self.folder / f"{name}.json")
         runs = sorted((m for m in runs if m.run["options"]["temperature"] == temperature), key=lambda m: m.run["time"])
@@ -43,7 +43,7 @@ class Results:
         return by_name
 
     def accepted(self, name: str) -> dict[str, Row]:
-        """Greedy rows of accepted drafts by contender; the newest of each."""
+        """The newest greedy row of accepted drafts of each contender."""
         runs = [m for m in stored(self.folder / f"{name}.json") if not m.run["options"]["temperature"]]
         return {row["contender"]: row for measured in runs for row in accepted_rows(measured)}
 
@@ -118,7 +118,7 @@ def dynamo_speed(results: Results) -> Ours:
 
 
 def _above_one(speed_ups: list[Sequence[float]]) -> bool | None:
-    """Whether all quartiles of speed-ups are above 1; None: some are."""
+    """Whether all quartiles of speed-ups are above 1; None if only some are."""
     _, low, high = zip(*speed_ups, strict=True)
     return True if min(low) > 1 else False if max(high) < 1 else None
 
@@ -139,7 +139,7 @@ CLAIMS: tuple[tuple[str, str, str, Callable[[Results], Ours]], ...] = (
 
 
 def claims(folder: Path) -> str:
-    """Markdown: a row a claim."""
+    """Markdown: a row per claim."""
     results, lines = Results(folder), []
     for where, claim, theirs, measure in CLAIMS:
         ours = measure(results)

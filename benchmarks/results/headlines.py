@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and plots of README, of the newest run of each file of results."""
+"""Tables and plots of the documentation, from the newest run of each file of results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ THEOREM = "Theorem 4.1"
 
 
 def tables(folder: Path) -> dict[str, str]:
-    """Markdown by the name that a document asks for it by; of files that are there."""
+    """Markdown tables by the names that documents use, from the existing files of results."""
     made = {
         "acceptance_headline": ("acceptance", acceptance.headline), "speed_headline": ("smollm_decode", speeds),
         "gpu_headline": ("gpu_decode", lambda runs: speeds([newest(runs)])), "group_headline": ("group", group),
@@ -29,7 +29,7 @@ def tables(folder: Path) -> dict[str, str]:
 
 
 def source(path: Path) -> str:
-    """Where a table is from, in a line."""
+    """A line with the source of a table."""
     run = max((measured.run for measured in stored(path)), key=lambda run: str(run["time"]))
     age = ", **older than the code**" if path.stem in outdated.known(path.parent) else ""
     return (
@@ -38,7 +38,7 @@ def source(path: Path) -> str:
 
 
 def speeds(runs: list[Measured]) -> str:
-    """Speed-ups over vLLM alone: a row a contender, a column a temperature and batch; and memory."""
+    """Speed-ups over vLLM alone: a row per contender, a column per temperature and batch; and memory."""
     cells: dict[str, dict[str, str]] = {}
     for measured in runs:
         temperature, top_p = measured.run["options"]["temperature"], measured.run["options"].get("top_p", 1)
@@ -53,13 +53,13 @@ def speeds(runs: list[Measured]) -> str:
 
 
 def _order(cells: dict[str, dict[str, str]]) -> Callable[[str], tuple[bool, int]]:
-    """As columns came, memory last."""
+    """A sort key that keeps the order of columns, with memory last."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     return lambda column: (column == "memory MB", columns.index(column))
 
 
 def group(runs: list[Measured]) -> str:
-    """Worker groups over the same two stages without one, beside the theorem."""
+    """Speed-ups of worker groups over the same two stages, beside those of the theorem."""
     rows = [row for row in rows_of(newest(runs)) if row["contender"] != BASE]
     lines = [[r["contender"], with_quartiles(r["speed_up"], 2), number(r["predicted"], "{:.2f}")] for r in rows]
     return table(["speed-up over two stages", "measured", THEOREM], lines)
@@ -71,7 +71,7 @@ def newest(runs: list[Measured]) -> Measured:
 
 
 def plots(folder: Path) -> dict[str, str]:
-    """SVG by file name; of files that are there."""
+    """SVG charts by file name, from the existing files of results."""
     made = {
         "acceptance": ("acceptance", positions), "speeds": ("smollm_decode", speed_bars),
         "gpu_speeds": ("gpu_decode", speed_bars), "steps": ("smollm_decode", step_bars),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that were measured with older code than today's: which they are, and the list of those that are known."""
+"""Results of older code than the current one, and the list of those that are accepted as such."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ Outdated = dict[str, dict[str, dict[str, Any]]]  # by file and commit: contender
 
 
 def outdated(folder: Path) -> Outdated:
-    """Every contender of a file of results whose code has changed since, comments and docstrings apart."""
+    """Every contender in files of results whose code has changed since, apart from comments and docstrings."""
     by_file: Outdated = {}
     for path in results_in(folder):
         for commit, name, machine, identity in _measured(path):
@@ -27,13 +27,13 @@ def outdated(folder: Path) -> Outdated:
 
 
 def older_than_code(path: Path) -> bool:
-    """Whether any contender of a file of results is outdated, or nothing is in it."""
+    """Whether any contender of a file of results is outdated, or the file is empty."""
     identities = [identity for *_, identity in _measured(path)]
     return not identities or not all(are_current(identity.get("sources")) for identity in identities)
 
 
 def known(folder: Path) -> Outdated:
-    """Those of outdated.json, which the page shows."""
+    """The outdated contenders listed in outdated.json, which the page marks."""
     path = folder / LIST
     listed: Outdated = json.loads(path.read_text()) if path.exists() else {}
     return listed
@@ -50,7 +50,7 @@ def names(outdated: Outdated) -> set[tuple[str, str, str]]:
 
 
 def note(path: Path, commits: dict[str, dict[str, Any]]) -> str:
-    """The line about a file's outdated contenders; without their names where these are all."""
+    """The line about a file's outdated contenders, without names if all are."""
     everyone = {name for _, name, *_ in _measured(path)}
     return " ".join(
         f"**Older than the code**: measured at commit {commit}"
@@ -66,7 +66,7 @@ def results_in(folder: Path) -> list[Path]:
 
 
 def _measured(path: Path) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Commit, contender, machine and identity of what a page shows of a file."""
+    """Commit, contender, machine and identity of everything that the page shows from a file."""
     data = json.loads(path.read_text())
     if "runs" not in data:
         yield str(data.get("git")), "all", str(data.get("machine")), data

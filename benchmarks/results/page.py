@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the page of results, and the tables of the documentation, from the files beside this one.
+"""Write the page of results, and the tables and plots of the documentation, from the files beside this one.
 
-    python -m vllm_ppd.benchmarks.results.page               # refuses results that became older than the code
+    python -m vllm_ppd.benchmarks.results.page               # refuses results that have become older than the code
     python -m vllm_ppd.benchmarks.results.page --outdated    # lists them in outdated.json, and on the page
 
-NAME.json has the results, NAME.md their title and what a reader should know. A table of README.md or of a file in docs/
-stands between `<!-- results: NAME -->` and `<!-- end -->`; headlines() has the names.
+NAME.json has the results, NAME.md their title and notes for the reader. A table of README.md or of a file in docs/
+is between `<!-- results: NAME -->` and `<!-- end -->`; headlines() has the names.
 """
 
 import json
@@ -32,7 +32,7 @@ Section = Callable[[Path, dict[str, Any]], str]  # Markdown of a file and what i
 
 
 def page(folder: Path, introduction: str) -> str:
-    """The page: a section a JSON file, in the order of SECTIONS; without a NAME.md the name is the title."""
+    """The page, with a section per JSON file in the order of SECTIONS; without a NAME.md the name is the title."""
     files = [(path, json.loads(path.read_text())) for path in outdated.results_in(folder)]
     older = outdated.known(folder)
     blocks = [introduction]
@@ -50,17 +50,17 @@ def _section(data: dict[str, Any]) -> Section:
 
 
 def headlines(folder: Path) -> dict[str, str]:
-    """Tables of documents, by the name that these ask for them by."""
+    """Tables of documents, by the names that these use."""
     return tables(folder) | {"claims": claims(folder)}
 
 
 def _source(run: dict[str, Any]) -> str:
-    """Which command measured a run, when and at which commit."""
+    """The command, date and commit of a run."""
     return f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}"
 
 
 def _runs(body: Callable[[Measured], str], legend: str) -> Section:
-    """The section of a benchmark of turns, by its table."""
+    """The section of a benchmark with turns, from its table."""
 
     def section(path: Path, data: dict[str, Any]) -> str:
         texts = [
@@ -79,7 +79,7 @@ def acceptances(path: Path, data: dict[str, Any]) -> str:
 
 
 def rows(path: Path, data: dict[str, Any]) -> str:
-    """Any other file: its rows as they are."""
+    """The section of any other file: its rows as stored."""
     every = data.get("rows", [])
     columns = list(dict.fromkeys(name for row in every for name in row))
     table = markdown(columns, [[_cell(row.get(name)) for name in columns] for row in every])
@@ -88,7 +88,7 @@ def rows(path: Path, data: dict[str, Any]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value of a row; medians with their quartiles are lists."""
+    """A table cell for a value; lists are medians with quartiles."""
     return "-" if value is None else with_quartiles(value, 2) if isinstance(value, list) else value
 
 
@@ -102,17 +102,17 @@ SECTIONS: dict[str, Section] = {
 
 
 def documents() -> list[Path]:
-    """Those that have a table of results."""
+    """The documents that have a table of results."""
     return [
         path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if MARKED.search(path.read_text())
     ]
 
 
 def with_tables(document: Path, tables: dict[str, str]) -> str:
-    """A document's text, its tables made anew.
+    """A document's text with its tables made again.
 
     Raises:
-        SystemExit: if it asks for a table that is not there.
+        SystemExit: if it asks for an unknown table.
     """
 
     def fill(match: re.Match[str]) -> str:

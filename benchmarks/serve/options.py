@@ -14,9 +14,9 @@ SHORTEST = 8  # tokens of an answer
 
 
 class Load(NamedTuple):
-    """How requests come: at random with a mean rate, or as fast as so many at once allow."""
+    """How requests arrive: at random with a mean rate, or as fast as a limit of concurrent requests allows."""
 
-    rate: float | None  # requests a second (None: all are there at the start)
+    rate: float | None  # requests per second (None: all are there at the start)
     concurrency: int | None  # requests at once, the others wait at the client (None: any number)
 
     def __str__(self) -> str:
@@ -26,7 +26,7 @@ class Load(NamedTuple):
 
 
 class ServeOptions(BenchOptions):
-    """Servers under requests that come in a stream."""
+    """Options for servers under a stream of requests."""
 
     benchmark = "serve"
     apart = BenchOptions.apart | {"rates", "concurrencies"}
@@ -69,18 +69,18 @@ class ServeOptions(BenchOptions):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The data, as far as we read it."""
+        """The data files, unless `vllm bench serve` reads them."""
         return self.data if self.dataset is None else ()
 
     @property
     def loads(self) -> list[Load]:
-        """Each rate, without a limit of requests at once; then each number at once."""
+        """A load for each rate, without a limit on concurrency, then one for each concurrency."""
         rates = [Load(None if math.isinf(rate) else rate, None) for rate in self.rates]
         return list(dict.fromkeys(rates + [Load(None, number) for number in self.concurrencies]))
 
     @property
     def engine_arguments(self) -> dict[str, Any]:
-        """What every contender's server is started with, beside the model; the rest is vLLM's own choice."""
+        """Arguments of every contender's server in addition to the model; the rest is vLLM's default."""
         wished = {"enforce_eager": self.eager, "trust_remote_code": self.trust_remote_code}
         return {
             "dtype": self.dtype, "seed": self.seed, "max_model_len": self.context,
@@ -91,5 +91,5 @@ class ServeOptions(BenchOptions):
 
     @property
     def tokenizer(self) -> str:
-        """The model's, unless --engine names another."""
+        """The model's tokenizer, unless --engine names another."""
         return str(self.engine_arguments.get("tokenizer", self.model))

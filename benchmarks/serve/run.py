@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench serve`: servers under requests that vLLM's own `vllm bench serve` sends, in turns."""
+"""`ppd bench serve`: servers in turns, under requests sent by vLLM's own `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PERCENTILES = (50, 95, 99)
 
 
 def run(options: ServeOptions) -> str:
-    """Measure every contender's server under every load, and write each turn to options.out; the table.
+    """Measure every contender's server under every load, and write each turn to options.out; returns the table.
 
     Raises:
         BenchError, HeadsError, TrainingError: on input that does not fit, or if the base does not start.
@@ -54,7 +54,7 @@ class _Serving(Session[Server, Load]):
         return Server(contender, self.options.model, self.options.engine_arguments, log)
 
     def warm_up(self, running: Server, load: Load) -> None:
-        """A few requests by themselves, once a server has started."""
+        """Send a few single requests after a server has started."""
         if load == next(iter(self.loads)):
             for prompt in WARM_UP:
                 running.complete(prompt, self.options.new_tokens, self.options.temperature)
@@ -66,10 +66,10 @@ class _Serving(Session[Server, Load]):
 
 
 class Workload:
-    """Prompts of the data in an order drawn from the seed; lengths of answers are drawn, too.
+    """Prompts from the data in an order drawn with the seed, and lengths of answers.
 
     Attributes:
-        prompts: texts, without the beginning that the server's tokenizer adds to a prompt by itself.
+        prompts: texts, without the special tokens at the beginning, which the server's tokenizer adds.
     """
 
     def __init__(self, options: ServeOptions) -> None:
@@ -111,13 +111,13 @@ class Workload:
 
 
 def send(server: Server, dataset: list[str], load: Load, options: ServeOptions, seed: int, folder: Path) -> Turn:
-    """Let the load generator send the requests, and wait for their answers.
+    """Let the load generator send the requests and wait for the answers.
 
     Args:
-        server: who is to answer.
+        server: to ask.
         dataset: the flags that name the requests.
-        load: how they come.
-        options: their number and temperature.
+        load: how the requests arrive.
+        options: for number and temperature.
         seed: of the arrivals; the same for all contenders of a round.
         folder: for the generator's files.
 
@@ -155,7 +155,7 @@ def send(server: Server, dataset: list[str], load: Load, options: ServeOptions, 
 def _generate(
     server: Server, dataset: list[str], load: Load, options: ServeOptions, seed: int, folder: Path
 ) -> dict[str, Any]:  # fmt: skip
-    """What `vllm bench serve` saves of a run."""
+    """Run `vllm bench serve` and return its saved result."""
     words = [
         "bench", "serve", "--base-url", f"http://127.0.0.1:{server.port}", "--model", server.model,
         "--tokenizer", server.tokenizer, *dataset, "--num-prompts", str(options.requests), "--seed", str(seed),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns of `ppd bench serve`: their summary, and the table of it."""
+"""The summary of turns of `ppd bench serve`, and its table."""
 
 import statistics
 from collections.abc import Callable
@@ -49,7 +49,7 @@ prefix hits: share of the prompts' tokens that were in the prefix cache."""
 
 
 def rows_of(measured: Measured) -> list[Row]:
-    """A row a load and contender: rates first, then numbers at once."""
+    """A row per load and contender: rates first, then concurrencies."""
     loads = sorted((Load(*place) for place in measured.places("rate", "concurrency")), key=_order)
     rows = (summarise(measured, name, load) for load in loads for name in measured.contenders)
     return [row for row in rows if row is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a server's answers, counters, memory and end; each fault is a line."""
+"""Checks of a server's answers, counters, memory and end; each fault is a line."""
 
 import contextlib
 import json
@@ -25,12 +25,12 @@ SMOOTHED = 5  # samples whose median is a point of the memory's growth
 
 
 class Records(NamedTuple):
-    """What a server's file holds.
+    """The records in a server's file.
 
     Attributes:
         answers: by index.
         samples: of memory, in order.
-        end: of the server, its counters among it; {} if it was stopped before.
+        end: of the server, including its counters; {} if it was stopped before.
     """
 
     answers: dict[int, Record]
@@ -58,7 +58,7 @@ def read(path: Path) -> Records:
 
 
 def differ(answer: Record, other: Record) -> bool:
-    """Whether two answers differ in tokens, text or the way they end; as far as both were read."""
+    """Whether two answers differ in tokens, text or end, as far as both were read."""
     if answer["hung_up"] or other["hung_up"]:
         both = min(len(answer["ids"]), len(other["ids"]))
         return bool(answer["ids"][:both] != other["ids"][:both])
@@ -76,20 +76,20 @@ class Compared(NamedTuple):
 
 
 def compare(pairs: Iterable[tuple[int, int | None]], mine: Answers, theirs: Answers) -> Compared:
-    """Answers of mine and of theirs, by pairs of indices; pairs without both answers are left out."""
+    """Compare two servers' answers by pairs of indices; pairs without both answers are left out."""
     both = [(index, other) for index, other in pairs if index in mine and other in theirs and other is not None]
     return Compared(len(both), [index for index, other in both if differ(mine[index], theirs[other])])
 
 
 class Growth(NamedTuple):
-    """MiB that memory grew from half of the requests to the last one, and the largest difference of samples there."""
+    """MiB that memory grew in the second half of the requests, and the largest difference of samples in that half."""
 
     mib: float
     spread: float
 
 
 def growth(records: Records) -> Growth | None:
-    """Of the engine's processes; None if there are too few samples."""
+    """The growth of the engine's processes; None if there are too few samples."""
     later = [sample["memory"] / MIB for sample in records.samples if sample["answered"] >= len(records.answers) // 2]
     if len(later) < 2 * SMOOTHED:
         return None
@@ -98,25 +98,25 @@ def growth(records: Records) -> Growth | None:
 
 
 def memory_faults(mine: Growth | None, control: Growth | None) -> list[str]:
-    """Growth above the control's by more than the spread of the control's samples, which is their noise."""
+    """A fault if memory grew more than the control's by more than the spread of the control's samples, its noise."""
     if mine is None or control is None or mine.mib <= control.mib + control.spread:
         return []
     return [f"memory grew by {mine.mib} MiB, the control's by {control.mib} (its samples differ by {control.spread})"]
 
 
 def end_faults(end: Record) -> list[str]:
-    """What a server left behind, and how it ended."""
+    """Faults in how a server ended, and what it left behind."""
     left = [f"left {what}: {', '.join(end[what])}" for what in ("processes", "shared_memory") if end[what]]
     return left + ([f"exit code {end['code']}"] if end["code"] else [])
 
 
 def counter_faults(records: Records, request: Callable[[int], Request], drafts: int) -> list[str]:
-    """What does not add up in a server's counters.
+    """Faults in a server's counters.
 
     Args:
         records: its answers and its end.
         request: by index.
-        drafts: the most that a request has in a step; 0 without speculation.
+        drafts: the most drafts of a request in a step; 0 without speculation.
     """
     count = defaultdict(float, records.end["counters"])
     mine = [(request(index).body, answer) for index, answer in records.answers.items()]
@@ -143,7 +143,7 @@ def counter_faults(records: Records, request: Callable[[int], Request], drafts: 
 
 
 def parting(model: str, request: Request, mine: Record, control: Record) -> str:
-    """Where two answers part, the tokens' logprobs there (float32, without penalties), and what repeats it.
+    """Where two answers part, the tokens' logprobs there (float32, without penalties), and how to repeat it.
 
     Args:
         model: folder of the target.

@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 async def answer(session: aiohttp.ClientSession, request: Request) -> Record:
-    """Ask, and read the answer as far as the client wants it; what went wrong under `error`."""
+    """Send a request and read the answer, up to a hang-up; the result has `error` if something went wrong."""
     record: Record = {"index": request.index, "ids": [], "text": "", "finish": None, "hung_up": False}
     try:
         async with session.post("/v1/completions", json=request.body) as response:
@@ -58,12 +58,12 @@ def _add(record: Record, message: dict[str, Any]) -> None:
 
 
 async def ask(server: Server, requests: list[Request], at_once: int, out: Path, row: int) -> None:
-    """Send the requests; each answer is written as it comes, and after every hundredth a sample of memory.
+    """Send the requests; write each answer as it arrives, and a sample of memory after every hundredth.
 
     Args:
         server: that is asked.
-        requests: what it is asked.
-        at_once: requests under way.
+        requests: to send.
+        at_once: concurrent requests.
         out: file of the records.
         row: of the progress bar.
     """
@@ -85,7 +85,7 @@ async def ask(server: Server, requests: list[Request], at_once: int, out: Path, 
 
 
 def end(server: Server, before: set[str], out: Path) -> None:
-    """Read the counters of an idle server, tell it to end, and write what it leaves.
+    """Read the counters of an idle server, end it, and record what it leaves behind.
 
     Args:
         server: which is idle.
@@ -107,7 +107,7 @@ def end(server: Server, before: set[str], out: Path) -> None:
 
 
 def memory(server: Server) -> int:
-    """Bytes that the engine core and its workers have for themselves, shared pages left out."""
+    """Private bytes of the engine core and its workers, without shared pages."""
     return sum(process.memory_full_info().uss for process in _family(server)[1:])
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask every method's server the same ten thousand requests as vLLM's alone, and report what differs.
+"""Send the same ten thousand requests to a server of each method and of vLLM alone, and report differences.
 
     python -m vllm_ppd.benchmarks.soak.run                                # all; make soak does the same
     python -m vllm_ppd.benchmarks.soak.run --only cp --requests 300       # vLLM alone, and one method
 
-Two servers run side by side, a core each; the worker group has two cores for itself. Answers are written to FOLDER as
-they come; after a stop the same command, at the same commit, asks the servers that have not answered everything. Memory
+Two servers run side by side, a core each; the worker group has both cores. Answers are written to FOLDER as
+they arrive; after a stop the same command, at the same commit, continues with the unfinished servers. Memory
 is compared over the second half of the requests.
 """
 
@@ -44,7 +44,7 @@ ARGUMENTS = {
 
 
 class Method(NamedTuple):
-    """A contender, the drafts that a request has in a step at most, and how it is asked."""
+    """A contender, the most drafts of a request in a step, and how to send requests to it."""
 
     contender: Contender
     drafts: int = 0
@@ -56,10 +56,10 @@ class Method(NamedTuple):
 def methods() -> list[Method]:
     """The control first.
 
-    Drafting is not adaptive at 48 requests at once, where drafts do not pay on one core and would be off nearly always.
-    Lookup and the group are asked for a few at once: a step takes looked-up drafts only where each of its requests has
-    one, and the group's stages draft for a batch without prompts. The memory of the lookup is compared with that of a
-    second control, which is asked for as few.
+    Drafting is not adaptive with 48 concurrent requests, since drafts do not pay then on one core and would be off.
+    Lookup, which is adaptive, and the group have few concurrent requests, so that drafts pay and the group's stages
+    often see a batch without prompts. The memory of the lookup is compared with that of a
+    second control with as few.
     """
 
     def heads(kind: str, drafts: int, **options: Any) -> Method:
@@ -82,7 +82,7 @@ class Soak:
     """The files of the servers' answers.
 
     Args:
-        folder: of the files; another commit's code is asked anew.
+        folder: of the files, whose names contain the commit.
         requests: of each server at most.
     """
 
@@ -95,13 +95,13 @@ class Soak:
         return self.folder / f"{method.contender.name.replace(' + ', '-')}-{self.commit}.jsonl"
 
     def records(self, method: Method) -> checks.Records | None:
-        """What its server answered; None if it has not answered everything."""
+        """The records of a method's server; None if it has not answered everything."""
         records = checks.read(self.file_of(method))
         whole = bool(records.end) and len(records.answers) == min(method.requests, self.requests)
         return records if whole else None
 
     async def ask(self, methods: list[Method]) -> None:
-        """Start the servers of these methods, ask them, and end them.
+        """Start the servers of these methods, send the requests, and end the servers.
 
         Raises:
             BenchError: if a server does not start, or dies.
@@ -126,7 +126,7 @@ class Soak:
                 client.end(server, before, self.file_of(method))
 
     def report(self, out: Path) -> bool:
-        """Print what those that are complete come to, and write it once all are; whether there is no fault."""
+        """Print the rows of complete servers, and write them once all are; returns whether there is no fault."""
         everyone = methods()
         records = {method.contender.name: self.records(method) for method in everyone}
         rows: list[Row] = []
@@ -156,7 +156,7 @@ def row_of(
     alike: checks.Records | None,
     request: Callable[[int], Request],
 ) -> tuple[Row, list[str]]:
-    """A server's line of the report, and its faults; alike: the control that was asked for as many at once."""
+    """A server's row of the report, and its faults; alike: the control with the same concurrency."""
     asked = [request(index) for index in sorted(mine.answers)]
     greedy = checks.compare(((each.index,) * 2 for each in asked if each.greedy), mine.answers, control.answers)
     seeded = checks.compare(((each.index,) * 2 for each in asked if each.seeded), mine.answers, control.answers)

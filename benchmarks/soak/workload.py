@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to /v1/completions, each a pure function of its index: the same for every server and after every stop.
+"""Requests to /v1/completions, each a pure function of its index, so every server and every run gets the same.
 
-vLLM alone on a CPU dies of a sampling request with a seed whose prompt is computed in several chunks: it would take a
-draw back from a CPU generator. So these stay below CHUNK tokens, their answers included, as a preempted request is
-computed anew; greedy prompts above CHUNK are computed in chunks.
+On a CPU, vLLM alone dies of a seeded sampling request whose prompt is computed in several chunks: it would set back a
+CPU generator by one draw. So these stay below CHUNK tokens including their answers, since a preempted request is
+computed again; greedy prompts above CHUNK are computed in chunks.
 """
 
 import random
@@ -26,7 +26,7 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, and when the client hangs up.
+    """A request, and when the client hangs up.
 
     Attributes:
         hang_up: chunks of the stream after which it does; None: it reads to the end.
@@ -51,7 +51,7 @@ class Workload:
     """The requests.
 
     Args:
-        model: name that the server knows the model by; a folder with its tokenizer.
+        model: the server's name of the model, a folder with its tokenizer.
     """
 
     def __init__(self, model: str) -> None:
@@ -77,7 +77,7 @@ class Workload:
         return Request(index, body)
 
     def _body(self, rng: random.Random, seed: int | None) -> dict[str, Any]:
-        """A request; with a seed it samples and is short."""
+        """The body of a request; those with a seed sample and are short."""
         draw = rng.random
         sampled = seed is not None or draw() < 0.3
         answer = round(2 ** rng.uniform(0, 6))

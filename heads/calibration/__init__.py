@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring heads before they serve: match rates, joint likelihoods, expected drafts, seconds a layer."""
+"""Measuring heads before they serve: match rates, joint likelihoods, expected drafts, seconds per layer."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine would do along a given text: where cycles start, and how many drafts each of them gets accepted."""
+"""A prediction of what an engine does along a given text: where cycles start, and how many drafts each accepts."""
 
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ def accepted_by_position(
     accept: torch.Tensor,  # [texts, cycle starts, n], as replay's
     lengths: torch.Tensor,  # [texts]
 ) -> list[float]:
-    """Along the same way: drafts accepted a cycle at each of the n positions, whose sum is accepted / cycles."""
+    """Drafts accepted per cycle at each of the n positions, by the same replay; their sum is accepted / cycles."""
     totals, accepted = _follow(accept, lengths, None)
     return (accepted / totals[0].clamp(min=1)).tolist()
 

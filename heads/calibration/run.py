@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calibration of a heads folder: parts that are stored as they finish, then tables and a recommendation."""
+"""Calibrate a heads folder: measure parts, each stored when it is finished, then print tables and recommend."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.T
     """The heads of a calibration, checked before their target loads, and the target's name.
 
     Raises:
-        HeadsError: if they are damaged, if their target is nowhere, or if it is another.
+        HeadsError: if they are damaged, if their target is not found, or if it is another model.
     """
     config, tensors = load_tensors(options.heads)
     name = options.model or find_target(config.verifier, options.heads)
@@ -53,7 +53,7 @@ def open_calibration(options: CalibrationOptions, shared: Calibration | None = N
 
     Args:
         options: what to measure.
-        shared: a calibration of other heads with otherwise the same options, whose target and texts are taken.
+        shared: a calibration of other heads with otherwise the same options, whose target and texts are reused.
 
     Raises:
         HeadsError: as checked.
@@ -72,7 +72,7 @@ def open_calibration(options: CalibrationOptions, shared: Calibration | None = N
 
 
 def calibrate(options: CalibrationOptions) -> dict[str, Any]:
-    """Measure heads and write calibration.json into their folder; a stopped run goes on after its finished parts.
+    """Measure heads and write calibration.json into their folder; a stopped run continues after its finished parts.
 
     Raises:
         InUse: if another process writes the folder.
@@ -123,7 +123,7 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
 
 
 def _complete(calibration: Calibration) -> None:
-    """Write down what published heads do not say: their target, and how often tokens of the data occur."""
+    """Store what published heads lack: their target, and the counts of the data's tokens."""
     target, config, folder = calibration.target, calibration.config, Path(calibration.options.heads)
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
     for ids in Documents(calibration.options.data, lambda: target.tokenizer, report=False).token_ids():
@@ -137,7 +137,7 @@ def _complete(calibration: Calibration) -> None:
 
 
 def _stamp(folder: str) -> int:
-    """What tells weights from those that an earlier run measured."""
+    """An identity of the weights, by which those of an earlier run are recognised."""
     return max(os.stat(Path(folder) / name).st_mtime_ns for name in file_names(folder))
 
 

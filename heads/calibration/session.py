@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the parts of a calibration share: the target, the heads, and texts that are made once."""
+"""State that the parts of a calibration share: the target, the heads, and texts that are made once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Calibration:
         options: what to measure.
         config, tensors: of the heads.
         target: loaded.
-        shared: a calibration of other heads with otherwise the same options, whose texts are taken.
+        shared: a calibration of other heads with otherwise the same options, whose texts are reused.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Calibration:
         self._written: dict[Any, Texts] = {} if shared is None else shared._written
 
     def autocast(self) -> Any:
-        """Heads run in the target's arithmetic."""
+        """A context in which heads run in the target's arithmetic."""
         return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.options.precision == "bfloat16")
 
     @cached_property
@@ -96,9 +96,9 @@ class Calibration:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def timing(self) -> Timing:
-        """Seconds of a layer and an LM head by batch size, and what they say of heads.
+        """Seconds of a layer and an LM head by batch size, and the cost of heads that follows from them.
 
-        What a transform costs is told by its weights: timed by itself it would be read from the processor's cache.
+        The cost of a transform is computed from its weights: timed alone it would be read from the processor's cache.
         """
         target = self.target
         seconds = time_layers(target, self.options.batch_sizes, self.autocast)
@@ -163,9 +163,9 @@ def _lengths(data: Sequence[str], target: Target, most: int) -> tuple[int, int]:
 
 @torch.no_grad()
 def time_layers(target: Target, batch_sizes: tuple[int, ...], autocast: Any) -> Timed:
-    """Median seconds of one decoder layer and of one read of the LM head, for one token a request.
+    """Median seconds of one decoder layer and of one read of the LM head, for one token per request.
 
-    transformers' eager modules, without KV history: good for ratios, while a server has its own times.
+    They are timed with transformers' eager modules, without KV history: good for ratios, not for a server's times.
     """
     layers, lm_heads = {}, {}
     for size in batch_sizes:

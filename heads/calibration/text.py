@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts to measure on: what the target itself writes after prompts from the user's documents."""
+"""Texts for measurements: what the target itself writes after prompts from the user's documents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
 
 class Padded(NamedTuple):
-    """Prompts at the right of their rows."""
+    """Prompts, aligned to the right of their rows."""
 
     ids: torch.Tensor  # [prompts, longest] int64
     starts: torch.Tensor | None  # [prompts] where each begins (None: all at 0)
@@ -31,7 +31,7 @@ class Padded(NamedTuple):
 
 @dataclass
 class Texts:
-    """Prompts and what was generated after them; a shorter prompt stands at the right of its place."""
+    """Prompts and what was generated after them; shorter prompts are aligned to the right."""
 
     ids: torch.Tensor  # [texts, prompt + generated] int64
     prompt: int  # tokens of the longest prompt
@@ -63,7 +63,7 @@ class Texts:
         return batches
 
     def reading(self, states: torch.Tensor, windows: Batch) -> torch.Tensor:
-        """Of a batch's states [tokens, hidden], those that read each generated token: [texts * generated, hidden]."""
+        """The states of a batch [tokens, hidden] that read each generated token: [texts * generated, hidden]."""
         return states.unflatten(0, windows.input_ids.shape)[:, -self.generated.shape[1] :].flatten(0, 1)
 
     def rows(self, index: slice | torch.Tensor) -> Texts:
@@ -85,7 +85,7 @@ def ahead(
     offsets: range,
     fill: float = 0,
 ) -> torch.Tensor:
-    """What stands at each offset after every step, fill past the end: [texts, steps, offsets]."""
+    """The value at each offset after every step, `fill` past the end: [texts, steps, offsets]."""
     padded = functional.pad(values, (0, offsets[-1]), value=fill)
     return torch.stack([padded[:, i : i + values.shape[1]] for i in offsets], dim=-1)
 
@@ -124,9 +124,9 @@ def ranked(
 
 
 def take_prompts(data: Sequence[str], target: Target, count: int, length: int, report: bool = True) -> torch.Tensor:
-    """Prompts from the middle of documents, one a document first, then more of each: [count, length].
+    """Prompts from the middle of documents, one per document first, then more of each: [count, length].
 
-    Each begins with the special tokens that vLLM's server would put there. report says what records were skipped.
+    Each begins with the special tokens that vLLM's server would add. `report` prints which records were skipped.
 
     Raises:
         TrainingError: if the data holds too little text.
@@ -150,7 +150,7 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, r
 
 
 def record_prompts(data: Sequence[str], target: Target, count: int, longest: int) -> Padded | None:
-    """The prompts of records that say what is to be answered: chats, prompts, token ids. None if one is a text.
+    """The prompts of records that hold prompts (chats, prompts, token ids). None if one of them is a text.
 
     Raises:
         TrainingError: if the data holds too few of at most `longest` tokens.
@@ -196,7 +196,7 @@ def generate(
     Args:
         target: the model.
         prompts: [texts, prompt tokens].
-        tokens: most tokens a text.
+        tokens: most tokens per text.
         temperature: 0 is greedy.
         batch: texts at a time.
         starts: [texts] where each prompt begins, behind padding (None: all at 0).
@@ -239,7 +239,7 @@ def end_tokens(target: Target) -> list[int]:
 
 @contextmanager
 def _without_defaults(model: Any) -> Iterator[None]:
-    """Without what the model's generation_config.json sets (penalties, banned n-grams, beams, ...).
+    """A context without the defaults of the model's generation_config.json (penalties, banned n-grams, beams, ...).
 
     transformers fills in from it what a GenerationConfig leaves open, also one that is passed to generate().
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP heads measured: joint likelihood, perplexities by position (DynaMo, eq. 4), and expected acceptance."""
+"""Measurements of CP heads: joint likelihood, perplexities by position (DynaMo, eq. 4), and expected acceptance."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]  # of the configuration
 
 
 class CPMeasures:
-    """A head on a target, which run in the arithmetic of the contexts that autocast() makes.
+    """A head and its target, which run in the arithmetic of the contexts that autocast() makes.
 
-    The head is a CPHead, or one of another kind that answers as a CPHead of rank 1 with a condition does.
+    The head is a CPHead, or one of another kind with the interface of a CPHead of rank 1 with a condition.
     """
 
     def __init__(self, target: Target, head: Any, autocast: Any) -> None:
         self.target, self.head, self.autocast = target, head, autocast
 
     def _chunks(self, hidden: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """As many rows at a time as there is memory for, from states [rows, d] and tokens [rows, positions].
+        """Yield as many rows at a time as fit memory, from states [rows, d] and tokens [rows, positions].
 
         Returns:
             (the rows, logits [rows, factors, r, vocabulary], log weights [rows, r]).
@@ -55,7 +55,7 @@ class CPMeasures:
     def perplexities(self, batches: list[Batch]) -> dict[str, Any]:
         """Teacher-forced on the batches: joint nats, PPL_s of each position alone, PPL_1:s of the joint of the first s.
 
-        With a condition the first position is the target's, and the others alone are given what the head reads.
+        With a condition the first position is the target's; only the others have what the head reads.
         """
         target, head, n = self.target, self.head, self.head.positions
         sums = torch.zeros(3, n, dtype=torch.float64)
@@ -116,12 +116,12 @@ class CPMeasures:
         return accept
 
     def drafted(self, texts: Texts, batch: int, token_ids: torch.Tensor | None = None) -> list[Drafted]:
-        """What an engine would count on these texts with 1, 2, ... n-1 drafts; arguments as of acceptance."""
+        """An engine's expected counts on these texts with 1, 2, ... n-1 drafts; arguments as of acceptance."""
         return replays(self.acceptance(texts, batch, token_ids), texts.lengths.cpu())
 
 
 def replays(accept: torch.Tensor, lengths: torch.Tensor) -> list[Drafted]:
-    """What an engine would count with 1, 2, ... n drafts; arguments as of replay."""
+    """An engine's expected counts with 1, 2, ... n drafts; arguments as of replay."""
     return [replay(accept[:, :, :m], lengths) for m in range(1, accept.shape[2] + 1)]
 
 
@@ -181,7 +181,7 @@ def vocabulary(calibration: Calibration, make: MakeHead) -> dict[int, ByDrafts]:
 
 
 def parts_measured(make: MakeHead) -> dict[str, Callable[[Calibration], Any]]:
-    """What is measured of heads that `make` builds, by the names of CPParts."""
+    """The measurements of heads that `make` builds, by the names of CPParts."""
     return {
         "timing": Calibration.timing,
         "likelihood": lambda calibration: measures_of(calibration, make).perplexities(calibration.windows),

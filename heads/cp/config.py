@@ -17,7 +17,7 @@ Condition = Literal["none", "token", "chain", "recurrent"]
 
 
 class Experts(BaseModel):
-    """The shape of a CP head, as its configuration and the options of its training have it."""
+    """The shape of a CP head, which its configuration and the options of its training share."""
 
     positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
@@ -53,7 +53,7 @@ class Experts(BaseModel):
 
 
 class CPOptions(Experts, FullOptions):
-    """`ppd train cp`: a CP head of rank r, the target frozen ("head-only" in the paper) or trained along."""
+    """`ppd train cp`: a CP head of rank r, with a frozen target ("head-only" in the paper) or one trained with it."""
 
     kind: ClassVar[str] = "cp"
 
@@ -138,7 +138,7 @@ class CPConfig(Experts, HeadsConfig):
 
     @property
     def factors(self) -> int:
-        """Positions that the experts predict: all, or those after the newest token where that is read."""
+        """Positions that the experts predict: all, or those after the newest token if the head reads it."""
         return self.positions - (self.condition != "none")
 
     @property
@@ -148,7 +148,7 @@ class CPConfig(Experts, HeadsConfig):
 
     @property
     def max_drafts(self) -> int:
-        """A recurrent state goes on past the drafts that it was trained on."""
+        """A recurrent state may make more drafts than it was trained for."""
         return MOST_DRAFTS if self.condition == "recurrent" else self.positions - 1
 
     @property
@@ -177,11 +177,11 @@ class CPConfig(Experts, HeadsConfig):
         return shapes | ({"token_counts": [self.target.vocab_size]} if self.token_counts else {})
 
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """One read of the LM head, which all states share; chain reads it a draft, as each needs the draft before.
+        """One read of the LM head, which all states share; chain reads it per draft, as each needs the one before.
 
-        A transform is read for each expert and position. A condition saves the first position's, and adds a matrix a
-        draft, which all experts share; chain one more a draft but the first. Whole classifiers are an LM head each. A
-        recurrent state reads its matrices a draft, and the LM head as chain does.
+        A transform is read for each expert and position. A condition saves the first position's, and adds a matrix per
+        draft, which all experts share; chain adds one more per draft but the first. A whole classifier is an LM head. A
+        recurrent state reads its matrices per draft, and the LM head as chain does.
         """
         if self.condition == "recurrent":
             size = self.target.hidden_size
@@ -200,7 +200,7 @@ class CPConfig(Experts, HeadsConfig):
 
 
 def settings_by_drafts(config: HeadsConfig, parts: CPParts, greedy: bool) -> Iterator[Setting]:
-    """Settings of heads of which the number of drafts and the draft vocabulary are chosen."""
+    """Settings of heads for which the number of drafts and the draft vocabulary are chosen."""
     measured: list[tuple[int | None, ByDrafts]] = [(None, on_texts(parts.acceptance, greedy))]
     measured += [] if greedy else list(parts.vocabulary.items())
     for size, by in measured:

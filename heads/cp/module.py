@@ -30,7 +30,7 @@ class CPHead(nn.Module):
 
     The experts' weights are w = softmax(W_h e) (eq. 7). Position 1 is the token b that the target samples itself.
 
-    e has not seen b. A condition lets the head read it, with E the target's input embeddings and x_1 = b:
+    e does not depend on b. A condition lets the head read b, with E the target's input embeddings and x_1 = b:
 
     none    P(x_1..x_n | e) as above; b only moves the weights, as any token does.
     token   P(x_2..x_n | e, b): factors read E* (T_a^(s) e + U^(s) E[b]), weights softmax(W_h e + W_b E[b]).
@@ -57,7 +57,7 @@ class CPHead(nn.Module):
         dropout: float = 0.0,
         layers: tuple[int, ...] = (),
     ) -> None:
-        """Start near E*, with noise: equal experts would get equal gradients and stay equal.
+        """Initialise near E*, with noise: equal experts would get equal gradients and stay equal.
 
         Args:
             hidden_size: d.
@@ -67,7 +67,7 @@ class CPHead(nn.Module):
             factorised: which form.
             dtype: of the parameters.
             seed: of the noise; None leaves all parameters zero, for those who load them.
-            condition: what the head reads beside e; what reads tokens starts at zero.
+            condition: what the head reads beside e; weights that read tokens start at zero.
             inner_size, expert_rank, dropout: of a recurrent state (recurrence.py; None: 2 d).
             layers: whose states it reads, too: wherever hidden is an argument, they follow e, [rows, (1 + layers) d].
         """
@@ -118,7 +118,7 @@ class CPHead(nn.Module):
         return torch.cat([states.final, *(states.layers[layer] for layer in self.layers)], dim=-1)
 
     def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor | None:
-        """What is read of tokens [rows, positions]: their embeddings by the target, where any is read."""
+        """The target's embeddings of tokens [rows, positions], if the head reads any."""
         return target.embed(tokens) if self.lead else None
 
     def log_weights(
@@ -158,7 +158,7 @@ class CPHead(nn.Module):
         return states + functional.pad(shift, (0, 0, 1, 0))[:, :, None]
 
     def _unread_states(self, hidden: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-        """The states without what they read of drafts."""
+        """The states without their dependence on drafts."""
         assert self.transforms is not None, "full classifiers have no states"
         states = self._project(hidden, self.transforms)
         if self.token is None:
@@ -213,10 +213,10 @@ class CPHead(nn.Module):
         context: torch.Tensor | None = None,  # as of states
         chunk: int = 64,
     ) -> torch.Tensor:
-        """log P_a^(s) of k tokens a position: [rows, factors, r, k].
+        """log P_a^(s) of k tokens per position: [rows, factors, r, k].
 
-        The logits of all rows never exist at once: the backward pass has what it needs of them (factorised), or
-        computes each chunk's again (full).
+        The logits of all rows never exist at once: the forward pass keeps what the backward needs (factorised), or the
+        backward backward computes each chunk's again (full).
         """
         index = tokens[:, :, None].expand(-1, -1, self.rank, -1)
         if self.factorised:
@@ -287,7 +287,7 @@ def draft_in_sequence(
     token_ids: torch.Tensor | None = None,
     with_probs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Drafts whose logits wait for the draft before, as kernels.cp_mixture.draft_chain returns them.
+    """Drafts whose logits depend on the draft before, as kernels.cp_mixture.draft_chain returns them.
 
     Args:
         read: the logits [rows, r, vocab] of draft 0, 1, ..., from the draft before it [rows] (None for the first).

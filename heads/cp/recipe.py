@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CP heads: joint likelihood of the next n tokens (eq. 9) and balance of the experts (eq. 10).
 
-The target is frozen, or trained along: from its weights or from scratch, beside its own next-token loss.
-Beside the text's tokens, or in their place, the mixture at each position learns the target's own distribution there.
+The target is frozen, or trained with the head: from its weights or from scratch, with its own next-token loss.
+The mixture at each position learns the text's tokens, the target's own distribution there, or both.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 class CPRecipe(HeadsRecipe):
-    """The served model's own LM head stays the first token's distribution, also where the full recipe trains it.
+    """The training of a CP head; the model's own LM head gives the first token, even if the full recipe trains it.
 
-    As the CP loss takes LM heads for constants, the full recipe's learns from the next token alone, as the paper's
-    first head would: the others pull on the states that all share.
+    The CP loss treats LM heads as constants, so the full recipe's learns from the next token alone, as the paper's
+    first head does; the other heads' gradients go to the states that all share.
     """
 
     def __init__(self, options: Any, target: Target) -> None:
@@ -60,7 +60,7 @@ class CPRecipe(HeadsRecipe):
         self._vocabulary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def make_head(self) -> Any:
-        """The head as it starts: a CPHead, or what answers as one."""
+        """The untrained head: a CPHead, or one with its interface."""
         options, target = self.options, self.target
         head = CPHead(
             target.hidden_size, options.positions, options.rank, target.vocab_size, options.factorised,
@@ -78,7 +78,7 @@ class CPRecipe(HeadsRecipe):
         )
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
-        """Choose the draft vocabulary, measure states beside embeddings, and solve the first transforms."""
+        """Choose the draft vocabulary, compare the scales of states and embeddings, and solve the first transforms."""
         target = self.target
         self.token_counts = store.token_counts(target.vocab_size)
         if self.options.train_vocab_size:
@@ -96,7 +96,7 @@ class CPRecipe(HeadsRecipe):
 
     @torch.no_grad()
     def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
-        """Solve the first transforms on some windows, of which one is enough for the learning rates alone."""
+        """Solve the first transforms on some windows; one window is enough if only learning rates are needed."""
         rows = self._regressed(batches)
         first = next(rows, None)
         if first is None:
@@ -132,7 +132,7 @@ class CPRecipe(HeadsRecipe):
                 )
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """What reads embeddings learns as fast as what reads states: in proportion to how much smaller they are."""
+        """Matrices that read embeddings get a learning rate scaled by how much smaller embeddings are than states."""
         head, tokens_rate = self.head, learning_rate * self.embedding_rate
         recurrence = [] if head.recurrence is None else list(head.recurrence.parameters())
         groups: list[dict[str, Any]] = [
@@ -187,7 +187,7 @@ class CPRecipe(HeadsRecipe):
         self, states: TargetStates, rows: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor,
         log_weights: torch.Tensor, context: torch.Tensor | None,
     ) -> Counts:  # fmt: skip
-        """How many greedy drafts in a row are the target's greedy tokens, the text's tokens before them taken."""
+        """How many greedy drafts in a row are the target's greedy tokens, given the text's tokens before them."""
         head, target = self.head, self.target
         place, unembedding, bias = self._vocabulary or (None, target.unembedding, target.bias)
         greedy = self.greedy_tokens(states, rows[:, None] + torch.arange(1, head.positions, device=rows.device))
@@ -243,7 +243,7 @@ class CPRecipe(HeadsRecipe):
         super().prepare_output(store, folder)
 
     def drafted_tokens(self) -> dict[str, Any]:
-        """The fields of a configuration about what is drafted from."""
+        """The fields of a configuration about the draft vocabulary."""
         draft_vocab_size = self.options.train_vocab_size or None
         if draft_vocab_size is None and self.token_counts is not None:
             draft_vocab_size = first_guess(self.token_counts)
@@ -263,10 +263,10 @@ class CPRecipe(HeadsRecipe):
 
 @torch.no_grad()
 def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
-    """Set transforms and what reads tokens so that the states are nearest to the target's own at each position.
+    """Set the matrices that read states and tokens so that the states are nearest to the target's at each position.
 
     The state that position s's token is sampled from, h_{t+s-1}, is predicted from h_t, and E[b] and E[x_{s-1}] where
-    the head reads them, by least squares. All experts start there, each beside its own noise.
+    the head reads them, by least squares. All experts start there, each with its own noise.
 
     Raises:
         ValueError: if the head is not factorised.
@@ -294,7 +294,7 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
 
 
 def _recurrent_start(recurrence: Recurrence, rows: Iterable[Rows]) -> None:
-    """Set what is linear in the state and the token so that the next state is nearest to the target's own."""
+    """Set the linear part of the recurrent state so that the next state is nearest to the target's own."""
     d = len(recurrence.outer)
     floats = ((states[:, 0].float(), states[:, 1].float(), embedded[:, 0].float()) for states, embedded in rows)
     gram, product = products((torch.cat([normed(s), normed(e)], dim=1), after - s) for s, after, e in floats)
@@ -312,7 +312,7 @@ def products(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.
 
 
 def least_squares(gram: torch.Tensor, product: torch.Tensor, blocks: list[int], d: int) -> torch.Tensor:
-    """Coefficients [blocks * d, d] of the states on some blocks of what is read, each penalised by its own scale."""
+    """Ridge coefficients [blocks * d, d] of states on blocks of inputs, each block penalised by its own scale."""
     index = torch.cat([torch.arange(block * d, (block + 1) * d) for block in blocks])
     chosen = gram[index][:, index]
     scale = chosen.diagonal().view(-1, d).mean(dim=1, keepdim=True).clamp(min=1e-12).expand(-1, d).flatten()

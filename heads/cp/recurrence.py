@@ -42,12 +42,12 @@ def advance(state: torch.Tensor, embedded: torch.Tensor, token: Linear, inner: L
 
 
 def normed(states: torch.Tensor) -> torch.Tensor:
-    """RMSNorm without weights, which the matrices behind it have."""
+    """RMSNorm without weights, which the following matrices include."""
     return functional.rms_norm(states, states.shape[-1:], eps=1e-6)
 
 
 def of_experts(state: torch.Tensor, down: Linear | None, up: torch.Tensor | None) -> torch.Tensor:
-    """What each expert hands to the LM head, s + A_a B_a s: [rows, r, d]; the state alone for rank 1.
+    """The state of each expert for the LM head, s + A_a B_a s: [rows, r, d]; the state alone for rank 1.
 
     Args:
         state: s [rows, d].
@@ -61,13 +61,13 @@ def of_experts(state: torch.Tensor, down: Linear | None, up: torch.Tensor | None
 
 
 class Recurrence(nn.Module):
-    """s_t from s_{t-1} and the t-th token, and the thin experts on it; it starts as the identity.
+    """The recurrence s_t of s_{t-1} and the t-th token, and the low-rank experts on it; initially the identity.
 
     Args:
         size: d.
         inner_size: m, the width of the gated layer.
         rank: r, experts; a single expert is the state itself.
-        expert_rank: R, the rank of what tells experts apart.
+        expert_rank: R, the rank of the experts' differences.
         dtype: of the parameters.
         seed: of the matrices that are not zero; None leaves all zero, for those who load them.
         dropout: share of the gated layer that each training step leaves out.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat in the words of the model's chat template: the text, what is to be answered, and where the responses are."""
+"""A chat rendered by the model's chat template: the text, the prompt to answer, and the spans of the responses."""
 
 from __future__ import annotations
 

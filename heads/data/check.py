@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at users' files that needs no tokenizer: bad data is refused before a model loads."""
+"""A check of users' files that needs no tokenizer, so that bad data is refused before a model loads."""
 
 from __future__ import annotations
 

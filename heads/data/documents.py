@@ -79,10 +79,10 @@ class Documents:
         return (document.ids or [] for document in self.tokens())
 
     def tokens(self, prompts: bool = False) -> Iterator[Document]:
-        """The documents with their token ids and which of them are the model's to write.
+        """The documents with their token ids and a mask of the tokens that the model is to write.
 
         Args:
-            prompts: tokenise what the records ask, too.
+            prompts: also tokenise the records' prompts.
         """
         stream = iter(self)
         while batch := list(itertools.islice(stream, BATCH)):
@@ -143,7 +143,7 @@ class Documents:
 def _mask(
     spans: tuple[tuple[int, int], ...] | None, offsets: Sequence[tuple[int, int]] | None, count: int
 ) -> list[bool] | None:
-    """Which tokens begin within spans of the text; those that stand for no text are as the one before.
+    """Which tokens begin within spans of the text; a token without text counts as the one before it.
 
     Args:
         spans: of characters (None: unknown).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files behind the paths that a user names, and the records that they hold."""
+"""Files and records behind the paths that a user names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and bytes that were not UTF-8
 
 
 def expand(paths: Sequence[str | Path]) -> list[Path]:
-    """The files behind paths; a folder stands for every file in it that is not hidden, in order.
+    """The files behind paths, in order; a folder means every file in it that is not hidden.
 
     Raises:
         TrainingError: if a path does not exist, or a folder is empty.
@@ -104,7 +104,7 @@ def _parse_file(text: str, file: Path) -> list[Any]:
 
 
 def _checked(text: str, file: Path, line: int = 1) -> str:
-    """A text that begins at a line of a file, if it was UTF-8."""
+    """A text that begins at a line of a file, checked to be UTF-8."""
     if match := NO_TEXT.search(text):
         line += text.count("\n", 0, match.start())
         raise TrainingError(f"{place(file, line)} is not UTF-8 text; convert the file, unpack it, or leave it out")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of documents: what a record asks, or pieces of its text, as vLLM's server would read them."""
+"""Prompts of documents: a record's own prompt, or pieces of its text, tokenised as by vLLM's server."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class DocumentPrompts(NamedTuple):
 def document_prompts(
     documents: Documents, length: int, stride: int = 1, shorter: bool = False
 ) -> Iterator[DocumentPrompts]:
-    """The prompts of each document in turn; of an asked one the length is whatever it is.
+    """The prompts of each document in turn; a record's own prompt may have any length.
 
     Args:
         documents: users' data.
         length: tokens of a piece of text, special ones included.
         stride: lengths from one piece to the next.
-        shorter: take a text that is shorter as one prompt.
+        shorter: use a shorter text as one prompt.
 
     Raises:
         TrainingError: on a file or a record that is malformed.
@@ -64,6 +64,6 @@ def in_turns(rows: Iterable[Sequence[T]]) -> list[T]:
 
 
 def from_the_middle(pieces: list[T]) -> list[T]:
-    """Pieces of a document with the middle one first: the beginnings of documents resemble each other."""
+    """Pieces of a document, the middle one first, since the beginnings of documents resemble each other."""
     middle = len(pieces) // 2
     return pieces[middle:] + pieces[:middle]

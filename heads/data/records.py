@@ -23,7 +23,7 @@ NEEDED = "'text', 'messages' or 'conversations' (a chat), 'prompt', or 'prompt_t
 
 
 class Skipped(Exception):
-    """A record that is left out and counted; the message is the reason, which records share."""
+    """A record that is skipped and counted; the message is the reason, by which skipped records are grouped."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages with `role` and `content` strings, which a chat template makes a document."""
+    """Messages with `role` and `content` strings, which a chat template renders as a document."""
 
     messages: list[dict[str, Any]]
     system: str | None = None  # system prompt, where the messages have none
@@ -62,7 +62,7 @@ class Chat:
 
 
 def parse_record(record: Any, where: str) -> Document | Chat:
-    """What a record holds; of several columns, the first of `prompt_token_ids`, `text`, the chats and `prompt`.
+    """Parse a record by its first column among `prompt_token_ids`, `text`, those of chats, and `prompt`.
 
     Args:
         record: a JSON value.
@@ -131,7 +131,7 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
 
 
 def _prompt(columns: dict[str, Any], where: str) -> Document | Chat:
-    """A prompt, alone or with its completion; each is a string or a list of messages."""
+    """A prompt with or without its completion; each is a string or a list of messages."""
     texts = {name: columns[name] for name in ("prompt", "completion") if name in columns}
     if all(isinstance(value, str) for value in texts.values()):
         prompt, text = texts["prompt"], readable("".join(texts.values()))
@@ -190,7 +190,7 @@ def _text(item: Any, where: str) -> str:
 
 
 def _with_arguments(call: Any) -> Any:
-    """A tool call whose arguments are an object, which templates expect; OpenAI's API has them as a JSON string."""
+    """A tool call with its arguments as an object, as templates expect, not as OpenAI's JSON string."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The special tokens around served prompts, and prompts cut from documents with the same ones.
+"""The special tokens around served prompts, and prompts cut from documents with the same tokens.
 
-vLLM tokenises a completion's prompt with special tokens (for many models a BOS token), and a chat without any: its
-template has written them.
+vLLM tokenises a completion's prompt with special tokens (for many models a BOS token), and a chat without, since its
+template has written them already.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: Any) -> SpecialTokens:
-        """What a tokenizer adds."""
+        """The special tokens that a tokenizer adds."""
         plain = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
         whole = list(tokenizer(PROBE)["input_ids"])
         for start in range(len(whole) - len(plain) + 1):
@@ -29,7 +29,7 @@ class SpecialTokens(NamedTuple):
         return cls()
 
     def bare(self, ids: list[int]) -> list[int]:
-        """A document without those that it has."""
+        """A document without its special tokens."""
         before, after = self._around(ids)
         return ids[len(before) : len(ids) - len(after)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo heads measured: perplexities (eq. 4), PPL_d against eps_b with the share of n-grams, expected acceptance."""
+"""Measurements of DynaMo heads: perplexities (eq. 4), PPL_d and shares of n-grams by eps_b, expected acceptance."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +16,11 @@ from vllm_ppd.heads.dynamo.recipe import new_layers
 from vllm_ppd.heads.in_words import percent, table, vocabulary_table
 from vllm_ppd.heads.training.tokens import Batch
 
-DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries a token
+DYNAMIC_TOKENS = 1024  # a joint of three heads has 125,000 entries per token
 
 
 def dynamic(calibration: Calibration) -> dict[str, Any]:
-    """PPL_d and the share of n-grams against eps_b (DynaMo, Figs. 5 and 15), on at most DYNAMIC_TOKENS of the data."""
+    """PPL_d and the share of n-grams by eps_b (DynaMo, Figs. 5 and 15), on at most DYNAMIC_TOKENS of the data."""
     measures, settings = measures_of(calibration), calibration.config.sampling
     windows = calibration.windows[0]
     few = max(1, DYNAMIC_TOKENS // windows.input_ids.shape[1])

@@ -31,7 +31,7 @@ class JointSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    # The joint of 4 tokens has k^3 entries a request: 2 million at 128.
+    # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
     k: int = Field(50, ge=1, le=128, description="top-k of each head")
     alpha_c: float = Field(1.0, ge=0, le=1, description="power of the co-occurrence mask (eq. 6); 0 leaves it out")
     eps_b: float = Field(0.5, ge=0, le=1, description="back-off threshold: 0 always takes n tokens, 1 always one")
@@ -50,7 +50,7 @@ class JointSettings(BaseModel):
 
 
 class DynaMoOptions(FullOptions):
-    """`ppd train dynamo`: token heads of one decoder layer each, and co-occurrence masks of the same data."""
+    """`ppd train dynamo`: token heads of one decoder layer each, and co-occurrence counts of the same data."""
 
     kind: ClassVar[str] = "dynamo"
 
@@ -168,11 +168,11 @@ class DynaMoConfig(HeadsConfig):
         return shapes
 
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """A layer a draft, which runs over every token, and one read of the LM head that serves them all."""
+        """One layer per draft, which runs over every token, and one read of the LM head for all."""
         return Work(layers=drafts, reads=vocabulary, rows=drafts)
 
     def settings(self, parts: DynaMoParts, greedy: bool) -> Iterator[Setting]:
-        """A server takes the mask's power from the heads: settings with another have no options for it."""
+        """A server takes the mask's power from the heads, so settings with another power have no options for it."""
         measured: list[tuple[int | None, Rows]] = [(None, on_texts(parts.acceptance, greedy))]
         measured += [] if greedy else [*parts.vocabulary.items(), *((None, rows) for rows in parts.mask.values())]
         for size, by in measured:

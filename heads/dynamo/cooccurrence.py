@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse co-occurrence counts of a corpus, and DynaMo's eq. 3 of them."""
+"""Sparse co-occurrence counts of a corpus, and DynaMo's eq. 3 for them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FLUSH = 1 << 22  # n-grams gathered before they are merged into the counts
 class CoOccurrence:
     """Counts of n-grams of order 2 to n as sorted keys x_1 V^(n-1) + ... + x_n, and of single tokens.
 
-    An n-gram that was never counted has probability 0, hence mask 0. Where a bound on the entries pruned the rare ones,
-    those count as never seen.
+    An n-gram that was never counted has probability 0, hence mask 0. So have rare ones that were pruned by the bound on
+    the number of entries.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class CoOccurrence:
     def from_tokens(
         cls, chunks: Iterable[np.ndarray], vocab_size: int, order: int, max_entries: int | None = None
     ) -> CoOccurrence:
-        """Count the n-grams of a stream of documents; none crosses the end of a chunk.
+        """Count the n-grams of a stream of documents; no n-gram crosses the end of a chunk.
 
         Args:
             chunks: token ids of a document each.
@@ -83,7 +83,7 @@ class CoOccurrence:
         return Ngrams(torch.cat(keys), torch.cat(ratios), torch.tensor(bounds), tuple(bounds), self.vocab_size)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint, as small as they fit."""
+        """The tensors of the checkpoint, in the smallest types that hold them."""
         most = torch.iinfo(torch.int32).max
         tensors = {
             "cooccurrence.unigram": self.unigram.clamp(max=most).to(torch.int32),
@@ -125,7 +125,7 @@ class _Table:
             self.merge(8)
 
     def merge(self, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and counts of all that was added, at most so many times the bound."""
+        """Keys and counts of everything added, pruned to a multiple of the bound."""
         counts = np.concatenate([self.counts, np.ones(self.size, dtype=np.int64)])
         keys, inverse = np.unique(np.concatenate([self.keys, *self.waiting]), return_inverse=True)
         self.keys, self.counts = keys, np.bincount(inverse, counts, len(keys)).astype(np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored co-occurrence counts in numpy: whether a corpus can have them, and eq. 3 of each n-gram."""
+"""Stored co-occurrence counts in numpy: a check that a corpus can have them, and eq. 3 for each n-gram."""
 
 from collections.abc import Mapping
 
@@ -29,7 +29,7 @@ def eq_3(unigram: np.ndarray, totals: np.ndarray, order: int, keys: np.ndarray, 
 
 
 def check_counts(tensors: Mapping[str, np.ndarray]) -> None:
-    """Refuse counts that no corpus has: a mask made of them could be anything.
+    """Refuse counts that no corpus can have, from which a mask would be arbitrary.
 
     Args:
         tensors: of a checkpoint, by name.

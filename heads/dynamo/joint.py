@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's choice of how many tokens to emit, and of which (Algorithm 1), for all rows at once."""
+"""DynaMo's choice of how many tokens to emit, and which (Algorithm 1), for all rows at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_ppd.kernels.sampling import Sampling
 
 @dataclass
 class JointChoice:
-    """What Algorithm 1 chose for each row."""
+    """The result of Algorithm 1 for each row."""
 
     likeliest: Likeliest
     top: Top
@@ -37,12 +37,12 @@ class JointChoice:
         return self.likeliest.order
 
     def draw(self, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-        """As draw_ngrams."""
+        """See draw_ngrams."""
         draw, settings = chosen(draw_ngrams, self.order), self.settings
         return draw(self.uncut, self.likeliest, self.top, settings.blur, settings.adaptive, sampling)
 
     def probabilities(self, tokens: torch.Tensor) -> torch.Tensor:
-        """With which draw would have drawn tokens [rows, n] from the second on, given those before: [rows, n - 1].
+        """Probabilities with which draw() draws tokens [rows, n] from the second on, given those before: [rows, n - 1].
 
         0 for a token outside its head's top-k, for those after such a one, and past the order.
         """
@@ -55,9 +55,9 @@ class JointChoice:
         return torch.stack(result, dim=1)
 
     def confidence(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The joint's probability of tokens [rows, n] from the second on given those before, before any threshold.
+        """The joint's probability of tokens [rows, n] from the second on, given those before, without thresholds.
 
-        Thresholds leave a likely n-gram as the only one, so that it would always be sure.
+        After thresholds a likely n-gram is often the only one left, so its probability would say nothing.
 
         Returns:
             [rows, n - 1]: each joint's entry over that of the order below, at most 1; 0 as in `probabilities`.
@@ -74,7 +74,7 @@ class JointChoice:
         return torch.stack(result, dim=1)
 
     def _places_of(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Places of tokens [rows, n] in each head's top-k, the first one's 0, and whether all up to there are in it."""
+        """Indices of tokens [rows, n] in each head's top-k (0 for the first), and whether all so far are in it."""
         hits = [ids == tokens[:, i : i + 1] for i, ids in enumerate(self.top.token_ids)][1:]
         places, inside = torch.zeros_like(tokens), torch.ones_like(tokens, dtype=torch.bool)
         places[:, 1:] = torch.stack([hit.int().argmax(dim=1) for hit in hits], dim=1)
@@ -84,7 +84,7 @@ class JointChoice:
 
 @dataclass
 class Candidates:
-    """The heads' candidates of each row, and their joints: what does not depend on eps_b."""
+    """The heads' candidates for each row and their joints, which do not depend on eps_b."""
 
     top: Top
     ngrams: Ngrams | None
@@ -93,7 +93,7 @@ class Candidates:
 
     @cached_property
     def peaks(self) -> tuple[Peaks, list[torch.Tensor]]:
-        """As find_peaks."""
+        """See find_peaks."""
         return chosen(find_peaks, self.top.ids)(self.top, self.ngrams, self.alpha_c, self.with_joints)
 
     @cached_property
@@ -145,8 +145,8 @@ def candidates(
 
     Scores are log-probabilities up to a constant a row: logits, divided by the temperature.
 
-    With first_token, that token alone with probability 1 stands for head 1, whose logits are not needed: the joint is
-    then conditioned on what the target has sampled, and thresholds apply to the conditional.
+    With first_token, head 1 is replaced by that token with probability 1, and its logits are not needed: the joint is
+    then conditioned on the token that the target has sampled, and thresholds apply to the conditional.
     Without a mask (none counted, or alpha_c = 0) the joint is the plain product.
     """
     stacked = scores if isinstance(scores, torch.Tensor) else torch.stack([*scores])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DynaMo heads are measured by: perplexities (eq. 4), PPL_d, and the drafts an engine would accept."""
+"""Measures of DynaMo heads: perplexities (eq. 4), PPL_d, and the drafts that an engine would accept."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class DynaMoMeasures:
 
     @torch.no_grad()
     def states(self, batch: Batch) -> list[torch.Tensor]:
-        """What the LM head reads for each head, head 1 first: [tokens, hidden] each."""
+        """The states that the LM head reads for each head, head 1 first: [tokens, hidden] each."""
         target = self.target
         with self.autocast():
             run = target.run(batch, stem=True)
@@ -115,10 +115,10 @@ class DynaMoMeasures:
         eps_b: Sequence[float],
         token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
     ) -> dict[tuple[float, int], Drafted]:
-        """What an engine would count on these texts in verified mode, by back-off threshold and most drafts.
+        """An engine's expected counts on these texts in verified mode, by back-off threshold and most drafts.
 
-        Greedy texts: the joint's best n-gram is drafted, and accepted where it is the text. Sampled texts: n-grams are
-        drafted from the joint, and a token of the text was accepted with probability min(1, q/p).
+        Greedy texts: the joint's best n-gram is drafted, and accepted as far as it is the text. Sampled texts: n-grams
+        are drawn from the joint, and a token of the text was accepted with probability min(1, q/p).
         """
         n, steps = self.heads.tokens, texts.generated.shape[1]
         settings_of = {(eps, drafts): _at(settings, eps) for eps in eps_b for drafts in range(1, n)}
@@ -158,7 +158,7 @@ def _walk(
     summed: torch.Tensor,  # [n, windows, length] log-probability of the next 1, 2, ... n tokens
     valid: torch.Tensor,  # [windows, length] whether the n tokens after a position are in its document
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Along each window from its first position on; at the end of a document, on from the next one's beginning.
+    """Decode along each window from its first position; after the end of a document continue with the next one.
 
     Returns:
         The log-probabilities of the n-grams taken, summed [thresholds], and passes that took 1, 2, ... n tokens
@@ -180,7 +180,7 @@ def _walk(
 
 
 def _dynamic(eps_b: float, nats: float, taken: torch.Tensor) -> dict[str, Any]:
-    """The figures of one threshold, from the nats of the text and how often 1, 2, ... tokens were taken."""
+    """The figures for one threshold, from the nats of the text and how often 1, 2, ... tokens were taken."""
     passes = max(float(taken.sum()), 1)
     tokens = float((taken * torch.arange(1, len(taken) + 1)).sum())
     return {

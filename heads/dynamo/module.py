@@ -24,7 +24,7 @@ class DynaMoHeads(nn.Module):
         return len(self.layers) + 1
 
     def forward(self, token: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """Head `token` called as the target's last layer was: hidden states before the final norm."""
+        """Head `token`, called as the target's last layer was: its hidden states before the final norm."""
         output = self.layers[str(token)](*args, **kwargs)
         return output[0] if isinstance(output, tuple) else output
 
@@ -41,7 +41,7 @@ class DynaMoHeads(nn.Module):
         return {name: list(tensor.shape) for name, tensor in self.layers["2"].state_dict().items()}
 
     def load(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take the weights of a checkpoint's tensors."""
+        """Load the weights of a checkpoint's tensors."""
         for token, layer in self.layers.items():
             prefix = f"head.{token}."
             layer.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo: modified CLM (eq. 1) for the token heads; the base model frozen, or trained along as in the paper (A.1).
+"""DynaMo training: modified CLM (eq. 1) for token heads, with the base model frozen or trained, too (A.1).
 
-Beside the text's tokens, or in their place, each head learns the target's own distribution at the token that it drafts.
+Each head learns the text's token at its position, the target's own distribution there, or both.
 """
 
 import copy
@@ -25,7 +25,7 @@ from vllm_ppd.kernels.unembedding_loss import token_log_probs, top_log_probs
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is scaled: the heads' pull on the stem is LR_MB / LR_B of the base model's own."""
+    """The identity with a scaled gradient: the heads' gradient in the stem is LR_MB / LR_B of the base model's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, scale: float) -> torch.Tensor:
@@ -49,7 +49,7 @@ def new_layers(target: Target, tokens: int, start: str = "copy") -> list[nn.Modu
 
 
 class DynaMoRecipe(HeadsRecipe):
-    """Heads alone by default; the full recipe trains the base model with three learning rates and writes it too."""
+    """Trains heads alone by default; the full recipe also trains the base model, with three rates, and writes it."""
 
     def __init__(self, options: DynaMoOptions, target: Target) -> None:
         super().__init__(options, target)
@@ -112,7 +112,7 @@ class DynaMoRecipe(HeadsRecipe):
     def _later(
         self, hidden: torch.Tensor, tokens: torch.Tensor, states: TargetStates, at: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Losses of heads 2 to n.
+        """Losses of one of the heads 2 to n.
 
         Args:
             hidden: [rows, hidden] of a head, normed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early heads measured: p(layer, k, position) trained and not (PPD, Tables 2, 5 to 8), and expected acceptance."""
+"""Measurements of early heads: p(layer, k, position), trained or not (PPD, Tables 2, 5 to 8), and acceptance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUCKETS = 8  # token positions, as in PPD's Tables 6 to 8
 
 @dataclass
 class ExitMatches:
-    """Raw results on some texts; forms are untrained and trained, positions are generated tokens."""
+    """Raw results on some texts; axis `forms` is untrained and trained, axis `positions` the generated tokens."""
 
     layers: tuple[int, ...]
     ks: tuple[int, ...]
@@ -41,7 +41,7 @@ class ExitMatches:
         return float(hits[where].sum() / self.valid[where].sum().clamp(min=1))
 
     def drafted(self, form: int, layer: int, n: int) -> Drafted:
-        """What an engine with n drafts at this exit would count on these texts."""
+        """An engine's expected counts on these texts with n drafts at this exit."""
         accept = self.accept[form, self.layers.index(layer)]  # [texts, positions]
         return replay(ahead(accept, range(1, n + 1)), self.lengths)
 
@@ -50,9 +50,9 @@ class ExitMatches:
 def match_exits(
     target: Target, heads: EarlyHeads, texts: Texts, ks: tuple[int, ...], batch: int, autocast: Any
 ) -> ExitMatches:
-    """Read every exit that has a head at every generated token, with and without the head.
+    """Read every exit with a head at every generated token, with and without the head.
 
-    The token is what the target wrote, greedy or sampled, so the match rate is PPD's p_correct of that way of
+    The token is the one that the target wrote, greedy or sampled, so the match rate is PPD's p_correct for that way of
     decoding; `accept` is 0 or 1 for greedy texts and min(1, q/p) at the texts' temperature for sampled ones.
     """
     layers = heads.exit_layers

@@ -42,7 +42,7 @@ class EarlyOptions(TrainingOptions):
     @model_validator(mode="before")
     @classmethod
     def _classifiers_as_published(cls, values: Any) -> Any:
-        """PPD's own settings (its Table 4) for its own head and loss, where the user names none."""
+        """Default to PPD's settings (its Table 4) for PPD's head and loss."""
         if isinstance(values, dict) and (values.get("head"), values.get("loss")) == ("classifier", "ce"):
             return {**PPD, **values}
         return values
@@ -79,7 +79,7 @@ class EarlyParts(Parts):
 
 
 class EarlyConfig(HeadsConfig):
-    """Early heads: a d x d matrix T (ParaDecode) or a whole classifier (PPD, rows "Y") an exit layer."""
+    """Early heads: per exit layer a d x d matrix T (ParaDecode) or a whole classifier (PPD, rows "Y")."""
 
     kind: ClassVar[str] = "early"
     architecture: ClassVar[str] = "EarlyHeads"
@@ -110,7 +110,7 @@ class EarlyConfig(HeadsConfig):
 
     @property
     def serving_exits(self) -> tuple[int, ...]:
-        """The exits that draft where the user names none."""
+        """The exits that draft by default."""
         middle = self.target.num_hidden_layers / 2
         nearest = min(self.exit_layers, key=lambda layer: (abs(layer - middle), layer))
         return tuple(self.default_exit_layers or [nearest])
@@ -128,7 +128,7 @@ class EarlyConfig(HeadsConfig):
         return {f"exit.{layer}.{self.head}": [rows, size] for layer in self.exit_layers}
 
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """n drafts at layer l run n l layers, and read n transforms and n times the LM head."""
+        """Work of n drafts at layer l: n l layers, n transforms, and n reads of the LM head."""
         layer = self.serving_exits[0] if exit_layer is None else exit_layer
         return Work(drafts * layer, drafts if self.head == "transform" else 0, drafts * vocabulary)
 

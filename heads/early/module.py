@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early heads: what reads a draft token from the hidden state at an exit layer."""
+"""Early heads, which read a draft token from the hidden state at an exit layer."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HeadForm = Literal["transform", "classifier"]
 
 
 class EarlyHeads(nn.Module):
-    """One head an exit layer, over the hidden state at the exit after the target's final norm.
+    """One head per exit layer, over the hidden state at the exit after the target's final norm.
 
     transform:  E^(i) = E* T^(i) (ParaDecode, section 2.1). E* is the target's own LM head and is not stored here;
                 T = identity is the untrained exit ("N" in PPD's Table 2).
-    classifier: a whole E^(i) of its own (PPD's rows "Y"): V x d numbers an exit.
+    classifier: a whole E^(i) of its own (PPD's rows "Y"): V x d numbers per exit.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class EarlyHeads(nn.Module):
         hidden: torch.Tensor,  # [rows, hidden], normed
         exit_layer: int,
     ) -> torch.Tensor:
-        """T^(i) h, ready for the target's LM head [rows, hidden]; of classifiers the logits [rows, vocabulary]."""
+        """T^(i) h for the target's LM head [rows, hidden], or a classifier's logits [rows, vocabulary]."""
         return functional.linear(hidden, self.weights[str(exit_layer)])
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early heads: every exit layer learns in one pass what the frozen final layer says (ParaDecode, section 2.1)."""
+"""Training of early heads: all exits learn the frozen final layer's output in one pass (ParaDecode, section 2.1)."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class EarlyRecipe(HeadsRecipe):
     def _classifiers(
         self, exits: dict[int, torch.Tensor], final: torch.Tensor, following: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole classifiers get a gradient of their own: logits of a chunk of rows are made again in the backward."""
+        """Whole classifiers have a gradient, so the backward pass computes the logits of each chunk of rows again."""
         target, cross_entropy = self.target, self.options.loss == "ce"
         compare, head = not (self.training and cross_entropy), target.unembedding
 

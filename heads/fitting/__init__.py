@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model to heads in given minutes (`ppd fit`): what is chosen, what is kept, and the page at the end."""
+"""`ppd fit`, from a model to heads in a given time: its choices, its state, and the page at the end."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fit chooses by measured speeds: when data is enough, which heads, how many steps, how many prompts."""
+"""Choices of a fit by measured speeds: how much data, which heads, how many steps, how many prompts."""
 
 import time
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ SLOWER = 3.0  # times that transformers takes longer to write a token than vLLM
 
 
 class Enough:
-    """Ends the writing of a file of chats when those that are begun take what is left of its time.
+    """Ends the writing of a file of chats when the unfinished ones need the rest of its time.
 
     Args:
         state: where the number of chats is kept, once it is known.
         stage: tells the time.
         name: of the file.
-        share: of what is left of the stage's time when the engine has started.
+        share: of the time that the stage has left when the engine has started.
         longest: tokens of a response at most.
     """
 
@@ -36,7 +36,7 @@ class Enough:
         self._state, self._stage, self._name, self._share, self._longest = state, stage, name, share, longest
         self._began: tuple[float, int, int] | None = None
         self._until = 0.0  # seconds of the stage
-        self._rate = 0.0  # tokens a second
+        self._rate = 0.0  # tokens per second
 
     def __call__(self, writer: Writer) -> None:
         now, generated, count = time.monotonic(), writer.engine.generated, writer.file.count
@@ -59,18 +59,18 @@ class Enough:
 
 
 def batch_of(minutes: float, on_gpu: bool) -> int:
-    """Chats at a time: as many as fill the machine, and on a CPU few enough that they end within the time."""
+    """Chats at a time: as many as fill the machine, but on a CPU few enough to end within the time."""
     return 256 if on_gpu else 64 if minutes < 30 else 128
 
 
 def windows(tokens: int, longest: int) -> dict[str, Any]:
-    """Options of a training on so many tokens by a model of so many positions."""
+    """Training options for a number of tokens and a model's largest number of positions."""
     length = max(8, min(512, longest, tokens // 32))
     return {"sequence_length": length, "batch_size": 4, "held_out": 0.08, "evaluation_tokens": 32 * length}
 
 
 def state_bytes(tokens: int, hidden_size: int) -> int:
-    """What the states of four layers take on disk, and the likeliest tokens beside them."""
+    """Bytes on disk of four layers' states and of the likeliest tokens beside them."""
     return tokens * (4 * 2 * hidden_size + 16 * 6)
 
 
@@ -91,13 +91,13 @@ def heads(num_layers: int, vocab_size: int) -> Iterator[dict[str, Any]]:
 
 
 def passes_in(seconds: float, speed: Speed) -> float:
-    """Passes over the data that a training makes in so many seconds."""
+    """Passes over the data that a training makes in a number of seconds."""
     first = speed.steps * (speed.step + speed.target)
     return min(seconds / first if seconds < first else 1 + (seconds - first) / (speed.steps * speed.step), MOST_PASSES)
 
 
 def schedule(passes: float, speed: Speed) -> dict[str, int]:
-    """How long to train, and when to evaluate and to write checkpoints."""
+    """Options for how long to train, and when to evaluate and to write checkpoints."""
     steps = max(1, round(passes * speed.steps))
     return {
         "steps": steps, "evaluate_every": -(-steps // EVALUATIONS), "patience": PATIENCE,
@@ -106,6 +106,6 @@ def schedule(passes: float, speed: Speed) -> dict[str, int]:
 
 
 def prompts_in(seconds: float, rate: float, held_out: int) -> int:
-    """Prompts of a calibration, which answers each twice, where vLLM writes so many tokens a second."""
+    """Prompts that a calibration can answer, each twice, if vLLM writes `rate` tokens per second."""
     affordable = int(seconds * rate / (2 * NEW_TOKENS * SLOWER))
     return max(1, min(held_out, max(HELD_OUT, affordable), 128))

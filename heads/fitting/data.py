@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What heads are fitted to: the prompts to answer, and the chats of training and of the figures at the end."""
+"""Data of a fit: the prompts to answer, and the chats for training and for the figures at the end."""
 
 import itertools
 import json
@@ -53,7 +53,7 @@ def split(files: list[Path], categories: list[str], longest: int, folder: Path) 
     """Write training.jsonl and held-out.jsonl, which share no prompt.
 
     Args:
-        files: of answers to the prompts, and of what the model began itself, if there is any.
+        files: of answers to the prompts, and of chats that the model began itself, if any.
         categories: of the prompts.
         longest: tokens of a held-out prompt at most.
         folder: for the files.
@@ -79,7 +79,7 @@ def split(files: list[Path], categories: list[str], longest: int, folder: Path) 
 
 
 def _asked(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """A held-out chat; a whole text asks for its continuation, as all such texts have the same prompt."""
+    """A held-out chat; a whole text is split into a prompt and its continuation, as all have one prompt."""
     prompt, response = chat["prompt_token_ids"], chat["token_ids"]
     if len(prompt) == 1:
         half = min(HALF, len(response) // 2)

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class FitOptions(BaseModel):
-    """What heads are made of, where, and in how much time."""
+    """The model, the prompts, the output folder, and the time."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -25,5 +25,5 @@ class FitOptions(BaseModel):
     )  # fmt: skip
 
     def essence(self) -> dict[str, Any]:
-        """The options that must be the same for a stopped run to continue, beside what the prompts are."""
+        """The options, apart from the prompts, that must be the same for a stopped run to continue."""
         return self.model_dump(mode="json", exclude={"out", "prompts", "trust_remote_code", "license"})

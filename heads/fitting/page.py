@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at the end of a fit: what is accepted, what that is predicted to gain, and how to serve it."""
+"""The page at the end of a fit: accepted drafts, the predicted gain, and how to serve."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def write_page(folder: Path, plan: Plan, parts: CPParts, facts: Mapping[str, Any
         folder: of the heads.
         plan: made of their calibration.
         parts: of the calibration.
-        facts: what else is told, by name.
+        facts: further facts to show, by name.
 
     Returns:
         The page.
@@ -58,5 +58,5 @@ def write_page(folder: Path, plan: Plan, parts: CPParts, facts: Mapping[str, Any
 
 
 def accepted_a_step(parts: CPParts) -> float:
-    """Drafts accepted a step on sampled texts of all prompts."""
+    """Drafts accepted per step on sampled texts of all prompts."""
     return sum(on_texts(parts.acceptance, greedy=False).by_category[ALL])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `ppd fit` has chosen and done so far, in a file: whenever it is killed, the same command goes on with it."""
+"""The choices and progress of a `ppd fit` in a file, with which the same command continues after a kill."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ SHARES = {"data": 0.5, "training": 0.35, "calibration": 0.13, "plan": 0.02}  # o
 
 
 class Facts(BaseModel):
-    """What the file holds."""
+    """The content of the file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,14 +30,14 @@ class Facts(BaseModel):
 
 
 class State:
-    """The state of a fit in its work folder, of which there is one writer.
+    """The state of a fit in its work folder, which has one writer.
 
     Args:
         folder: the work folder.
-        options: that must be the same for a stopped run to continue; `minutes` among them.
+        options: those that must be the same for a stopped run to continue, including `minutes`.
 
     Raises:
-        TrainingError: if the folder is of a fit with other options, or damaged.
+        TrainingError: if the folder belongs to a fit with other options, or is damaged.
     """
 
     def __init__(self, folder: Path, options: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class State:
         self._keep("options", self.facts.options)
 
     def choose(self, name: str, make: Callable[[], Any]) -> Any:
-        """What was chosen under a name; if nothing was, make() chooses, and it is kept."""
+        """The choice kept under a name; if there is none, make() chooses, and the choice is kept."""
         if name not in self.facts.chosen:
             self._keep("chosen", self.facts.chosen | {name: make()})
         return self.facts.chosen[name]
@@ -69,7 +69,7 @@ class State:
         self._keep("done", [*self.facts.done, name])
 
     def stage(self, name: str) -> Stage:
-        """The line of a stage, with its share of the time that is left."""
+        """The progress line of a stage, with its share of the remaining time."""
         facts, number = self.facts, [*SHARES].index(name) + 1
         left = 60 * facts.options["minutes"] - sum(s for other, s in facts.seconds.items() if other != name)
         of_the_rest = SHARES[name] / sum(share for other, share in SHARES.items() if other not in facts.done)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy data: what the target itself writes, kept as token ids.
+"""On-policy data: texts that the target itself writes, kept as token ids.
 
-prompts.py (of files, or the beginning of a user turn) -> write.py (requests and answers, by an engine) -> output.py
+prompts.py (from files, or the beginning of a user turn) -> write.py (requests and answers of an engine) -> output.py
 """

@@ -11,7 +11,7 @@ FREE_TO_CHANGE = frozenset({"out", "number", "batch", "precision", "kv_cache_gib
 
 
 class DataOptions(BaseModel):
-    """What the target writes, and how it is sampled."""
+    """Options for what the target writes and how it is sampled."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of chats: a line each, appended as a chat ends, and put in the order of their numbers where a run ends.
+"""The file of chats, one per line, appended as they end and sorted by their numbers at the end of a run.
 
-Which numbers a run begins depends on the options alone (write.py), and what it says of each on its seed. A run that
-continues leaves out what is in the file: however often it was killed, it ends with the file of a run that was not.
+The numbers that a run begins depend on the options alone (write.py), and each chat depends on its seed. A run that
+continues skips the chats in the file, so a run that was killed ends with the same file as one that was not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chat(BaseModel):
 
 
 class ChatFile:
-    """A file that chats are appended to, with one writer at a time; a line that a kill has cut is dropped.
+    """A file to which chats are appended, with one writer at a time; a line that a kill has cut off is dropped.
 
     with ChatFile(path, essence) as file: read() to its end, then write().
 
@@ -62,7 +62,7 @@ class ChatFile:
 
         Raises:
             InUse: if another process writes it.
-            TrainingError: if it was written with other options, or is not of `ppd data`.
+            TrainingError: if it was written with other options, or not by `ppd data`.
         """
         with ExitStack() as stack:
             stack.enter_context(writing_file(self.path))

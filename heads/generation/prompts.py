@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts as token ids: of the files that a user names, or user turns that the model begins after its chat template."""
+"""Prompts as token ids, from a user's files or from user turns that the model writes after its chat template."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PLACE = "ppd user turn"  # stands in a rendered chat where the user's words woul
 
 
 def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
-    """Prompts in the files' order: of chats the turns up to the last user's, of prompts and token ids the whole, of
-    texts stretches of --prompt-tokens. Those that leave no room for a response are left out.
+    """Prompts in the files' order: chats up to the last user turn, prompts and token ids as a whole, and
+    stretches of --prompt-tokens of texts. Those that leave no room for a response are left out.
 
     Raises:
         TrainingError: on a file or a record that is malformed, or if there is no prompt.
@@ -39,7 +39,7 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What a model without a chat template writes texts after: the token that begins one, or ends the one before.
+    """The prompt of whole texts, for models without a chat template: the token that begins a text, or ends one.
 
     Raises:
         TrainingError: if the tokenizer has neither.
@@ -51,7 +51,7 @@ def beginning(tokenizer: Any) -> list[int]:
 
 
 class UserTurn(NamedTuple):
-    """How a user turn is written: the ids before it, and what ends it."""
+    """The token ids before a user turn, and the tokens that end it."""
 
     prefix: list[int]
     stop_ids: tuple[int, ...]
@@ -70,14 +70,14 @@ class ChatTemplate:
         self.tokenizer, self.system = tokenizer, system
 
     def prompt(self, user: str) -> list[int]:
-        """The token ids that vLLM's server reads for a user's words that the assistant is to answer."""
+        """The token ids of the prompt that vLLM's server makes of a user's message."""
         return self._ids(self._text(user))
 
     def user_turn(self) -> UserTurn:
         """The beginning of a chat, up to the user's first word.
 
         Raises:
-            TrainingError: if the template does not show what the user writes.
+            TrainingError: if the rendered chat does not contain the user's message.
         """
         before, shown, after = self._text(PLACE).partition(PLACE)
         if not shown:
@@ -90,7 +90,7 @@ class ChatTemplate:
         return UserTurn(self._ids(before), tuple(sorted(ends)), next(iter(after.split()), None))
 
     def key(self, prompt: list[int]) -> bytes:
-        """Equal for prompts that differ in case and white space alone."""
+        """A key that is equal for prompts that differ only in case and white space."""
         text = " ".join(self.tokenizer.decode(prompt).casefold().split())
         return hashlib.sha256(text.encode()).digest()[:16]
 

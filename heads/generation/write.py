@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The writer: user turns and responses as one stream of requests; a chat is in the file as soon as it has ended.
+"""The writer of chats: user turns and responses as one stream of requests; each chat is written when it ends.
 
-Numbers are begun in order, and only while the chats in the file and those that are begun are fewer than wanted. So the
-file ends with the first numbers that give a chat, in whatever order they ended and wherever earlier runs were killed.
+Numbers are begun in order, and only while fewer chats than wanted are in the file or begun. So the
+file ends with the first numbers that give a chat, whatever the order in which they ended and earlier runs stopped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What an engine wrote for a request."""
+    """An engine's output for a request."""
 
     key: str
     ids: list[int]  # the end-of-text or stop token included
@@ -46,7 +46,7 @@ class Continuation(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes many requests at once, each ended by itself; vLLM's is behind it, and tests have theirs."""
+    """An engine that computes many requests at once, each with its own end: vLLM's, or one of the tests."""
 
     generated: int  # tokens so far, those of requests that go on included
 
@@ -61,9 +61,9 @@ class Writer:
     """Keeps an engine full of prompts to answer.
 
     Args:
-        options: how the responses are sampled, and how many at a time.
-        engine: computes them.
-        file: where the chats go, opened, its earlier ones read.
+        options: sampling of the responses, and their number at a time.
+        engine: computes the responses.
+        file: takes the chats; it must be open, with earlier chats already read.
         report: called after every step of the engine.
     """
 
@@ -78,7 +78,7 @@ class Writer:
         self._answering: dict[int, list[int]] = {}
 
     def answer(self, prompts: Iterable[list[int]], wanted: float) -> None:
-        """Answer prompts in order, those that the file lacks, until it has so many chats."""
+        """Answer those prompts that the file lacks, in order, until it has a number of chats."""
         missing = ((number, ids) for number, ids in enumerate(prompts) if number not in self.file.numbers)
 
         def begin() -> bool:
@@ -89,7 +89,7 @@ class Writer:
         self._write(begin, wanted)
 
     def _write(self, begin: Callable[[], bool], wanted: float) -> None:
-        """Write until the file has so many chats, or begin() says that there are no more to begin."""
+        """Write until the file has a number of chats, or begin() has no more to begin."""
         self.wanted = wanted
         while True:
             while self.running < self.options.batch:
@@ -130,11 +130,11 @@ class Writer:
 class ChatWriter(Writer):
     """Lets the model write user turns after its chat template's beginning, and answers them (Magpie).
 
-    A user turn is answered when all before it are known: of two equal ones the first is kept, whichever ended first.
+    A user turn is answered when all turns before it are known: of two equal ones the first is kept.
     """
 
     def converse(self, template: ChatTemplate, seen: set[bytes], wanted: float) -> None:
-        """Write and answer user turns until so many chats are in the file.
+        """Write and answer user turns until the file has a number of chats.
 
         Args:
             template: the target's.
@@ -186,7 +186,7 @@ class ChatWriter(Writer):
             raise TrainingError(f"the last {MOST_REFUSED} user turns are not usable ({reasons}); give --prompts")
 
     def _refusal(self, words: Continuation, prompt: list[int]) -> str | None:
-        """Why a user turn is not answered; the key of any other is remembered."""
+        """The reason to drop a user turn, if any; the key of an accepted one is remembered."""
         if words.finish_reason != "stop":
             return "are longer than --user-max-tokens"
         if not words.text.strip() or "\ufffd" in words.text:

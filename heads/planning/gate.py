@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quality gate: says in a line that heads are predicted to gain nothing, and at which batch sizes."""
+"""The quality gate: a line about heads that are predicted to gain nothing, with the batch sizes."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ def best_speedups(settings: Sequence[Decoding], sizes: Sequence[int]) -> dict[in
 
 
 def without_gain(name: str, speedups: dict[int, float]) -> str:
-    """A sentence without its full stop on the batch sizes at which heads gain nothing; empty if they gain everywhere.
+    """A sentence, without its full stop, on the batch sizes at which heads gain nothing; empty if there are none.
 
     Args:
         name: of the heads.
-        speedups: by batch size, in units of vLLM's tokens a second.
+        speedups: by batch size, in units of vLLM's tokens per second.
     """
     losing = {size: speedup for size, speedup in speedups.items() if speedup <= 1}
     if not losing:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a decoder layer and of a read of the LM head by rows: as measured, as served, or by a roofline."""
+"""Seconds of a decoder layer and of the LM head by rows: from a calibration, from a server, or from a roofline."""
 
 import math
 from collections import defaultdict
@@ -20,7 +20,7 @@ BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I
 
 
 class Machine(NamedTuple):
-    """What a prediction needs to know; rows are tokens computed together."""
+    """The times that a prediction needs; rows are tokens computed together."""
 
     layer: Callable[[float], float]  # rows to seconds of one decoder layer
     lm_head: Callable[[float], float]  # rows to seconds of one read of the whole LM head
@@ -29,7 +29,7 @@ class Machine(NamedTuple):
 
 
 def machine_of(options: PlanOptions, timing: Timing, target: str, num_layers: int) -> Machine:
-    """The machine of the options: a roofline, a server's steps, or the calibration's times."""
+    """The machine that the options ask for: a roofline, a server's steps, or the calibration's times."""
     if options.hardware is not None:
         bandwidth, peak, link = options.hardware
         return roofline(weights_of(target), 1e9 * bandwidth, 1e12 * peak, 1e-6 * link)
@@ -43,7 +43,7 @@ def machine_of(options: PlanOptions, timing: Timing, target: str, num_layers: in
 
 
 def measured(seconds: Timed) -> Machine:
-    """The calibration's times, on a straight line between and beyond the rows that were timed."""
+    """The calibration's times, interpolated and extrapolated linearly in the number of rows."""
     return Machine(line(seconds.layer), line(seconds.lm_head))
 
 
@@ -55,12 +55,12 @@ class Weights(NamedTuple):
 
 
 def roofline(weights: Weights, bandwidth: float, peak: float, link: float) -> Machine:
-    """max(bytes / bandwidth, FLOP / peak): weights are read once, 2 FLOP a weight and row; KV reads are left out.
+    """max(bytes / bandwidth, FLOP / peak): weights are read once, 2 FLOP per weight and row; KV reads are left out.
 
     Args:
         weights: of the target.
-        bandwidth: bytes a second.
-        peak: FLOP a second.
+        bandwidth: bytes per second.
+        peak: FLOP per second.
         link: seconds of one message between pipeline stages.
     """
 
@@ -71,10 +71,10 @@ def roofline(weights: Weights, bandwidth: float, peak: float, link: float) -> Ma
 
 
 def weights_of(folder: str) -> Weights:
-    """Count the weights of a target that is on this disk.
+    """Count the weights of a target on this disk.
 
     Raises:
-        HeadsError: if it is not, or is a mixture of experts.
+        HeadsError: if it is not on this disk, or is a mixture of experts.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:

@@ -9,7 +9,7 @@ from vllm_ppd.heads.comma_lists import COMMAS, Integers
 
 
 class PlanOptions(BaseModel):
-    """What is planned for: heads, load and machine."""
+    """The heads, the load and the machine to plan for."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 

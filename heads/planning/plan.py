@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: every setting of some heads under a load, the best setting, and from which batch size on to stop."""
+"""A plan: every setting of some heads under a load, the best one, and the batch size from which to stop drafting."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Predicted(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What was planned."""
+    """Predictions for heads under a load."""
 
     target: str
     predicted: list[Predicted]  # best first
@@ -41,12 +41,12 @@ class Plan(NamedTuple):
 
     @property
     def served(self) -> ServedSteps | None:
-        """The measured steps that it was planned by."""
+        """The measured steps on which the plan is based."""
         return self.predicted[0].decoding.machine.served
 
 
 def all_settings(options: PlanOptions) -> tuple[str, list[Decoding]]:
-    """The target, and every setting that was calibrated.
+    """The target, and all calibrated settings.
 
     Raises:
         HeadsError: on heads without a finished calibration, of different targets, or of a kind without a group.
@@ -106,12 +106,12 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def heads_of(decoding: Decoding) -> str:
-    """The heads that a setting reads, as they were asked about."""
+    """The heads that a setting reads, as named in the options."""
     return str(decoding.options.get("model", "none"))
 
 
 def _missing(options: PlanOptions, settings: Sequence[Decoding]) -> list[str]:
-    """The heads that were asked about and that none of the settings reads."""
+    """The heads of the options that no setting reads."""
     read = set(map(heads_of, settings))
     return [name for name in options.heads if name not in read]
 
@@ -134,7 +134,7 @@ def _settings(name: str, config: HeadsConfig, parts: Parts, target: str, options
 
 
 def _under_load(decoding: Decoding, options: PlanOptions) -> Predicted | None:
-    """At the batch size, or at the smallest that keeps up with the rate (None: no batch does)."""
+    """A setting at the batch size, or at the smallest that keeps up with the rate (None: none does)."""
     if options.rate is None:
         batch = options.batch or 1
         return Predicted(decoding, batch, decoding.speedup(batch))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds a token and compute of decoding with drafts, by batch size: section by section what a step runs."""
+"""Predicted seconds and compute per token of decoding with drafts, by batch size, from the parts of a step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from vllm_ppd.heads.planning.machine import Machine
 
 @dataclass(frozen=True)
 class Decoding(ABC):
-    """Decoding by a method on a machine; a request gets `length` tokens a step."""
+    """Decoding by a method on a machine; a request gets `length` tokens per step."""
 
     method: str
     options: dict[str, Any]  # as a server takes them
@@ -28,11 +28,11 @@ class Decoding(ABC):
     @property
     @abstractmethod
     def compute(self) -> float:
-        """Of a token, in units of vLLM's."""
+        """Compute per token, relative to vLLM's."""
 
     @abstractmethod
     def seconds(self, batch: int) -> float:
-        """Of a step."""
+        """Seconds of a step."""
 
     @abstractmethod
     def plain(self, batch: int) -> float:
@@ -40,11 +40,11 @@ class Decoding(ABC):
 
     @property
     def unmeasured(self) -> str:
-        """What of the setting a server's measured steps do not have; empty if nothing."""
+        """The part of the setting that a server's measured steps lack; empty if none."""
         return ""
 
     def speedup(self, batch: int) -> float:
-        """Tokens a second in units of vLLM's."""
+        """Tokens per second, relative to vLLM's."""
         return self.length * self.plain(batch) / self.seconds(batch)
 
     def tokens_a_second(self, batch: int) -> float:
@@ -81,7 +81,7 @@ class Drafting(Decoding):
         return self.full_pass(batch) if self.machine.served is None else self.machine.served.step(batch)
 
     def seconds(self, batch: int) -> float:
-        """A step over the drafts and the token before them; every early draft runs by itself, and no layer twice."""
+        """Seconds of a step over the drafts and the token before them; each early draft is a pass of its own."""
         setting, machine = self.setting, self.machine
         if machine.served is not None:
             return machine.served.step(batch, setting)
@@ -96,7 +96,7 @@ class Drafting(Decoding):
 def drafting_settings(
     name: str | None, config: HeadsConfig, parts: Parts, machine: Machine, greedy: bool
 ) -> Iterator[Drafting]:
-    """Drafting by every calibrated setting that a server can be asked for.
+    """Drafting with every calibrated setting that a server has options for.
 
     Args:
         name: of the heads, by which a server is given them.
@@ -125,7 +125,7 @@ class Group(Decoding):
 
     @property
     def started(self) -> float:
-        """Share of tokens whose first layers were done early: p, but for the first token of a text."""
+        """Share of tokens whose first layers ran early: p, except for the first token of a text."""
         return self.match_rate * (self.tokens - 1) / self.tokens
 
     @property
@@ -134,7 +134,7 @@ class Group(Decoding):
         return 1 + (self.candidates - self.started) * (self.num_layers - self.split) / self.num_layers
 
     def plain(self, batch: int) -> float:
-        """vLLM's stages work on two halves of a batch in turns, so that each request gets a token a pass of half."""
+        """vLLM's stages work on two halves of a batch in turns, so that each request gets a token per pass of half."""
         return self.full_pass(max(1, batch / 2)) + 2 * self.machine.link
 
     def seconds(self, batch: int) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The setting of heads that a calibration recommends, and how many drafts pay at each batch size on its machine."""
+"""The setting that a calibration recommends, and the number of drafts that pay at each batch size on its machine."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CONSIDERED = 512  # requests; larger batches take what this many take
 
 
 def recommend(config: HeadsConfig, parts: Parts) -> dict[str, Any]:
-    """The setting of the highest predicted speed-up on sampled texts, whose acceptance no loops flatter."""
+    """The setting with the highest predicted speed-up on sampled texts, which do not run into loops."""
     share = parts.timing.lm_head_share
     best: dict[str, Any] = {"predicted_speedup": 0.0}
     for setting in config.settings(parts, greedy=False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a table, a recommendation and the command line that serves it."""
+"""A plan as a table, a recommendation and the command line to serve it."""
 
 import shlex
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ SHORT = {"num_speculative_tokens": "n", "exit_layer": "exit", "draft_vocab_size"
 
 
 def command(target: str, decoding: Decoding | None, stop_at: int | None, stages: str) -> str:
-    """The command line that serves a setting; vLLM alone if there is none."""
+    """The command line to serve a setting; vLLM alone if there is none."""
     words = ["vllm", "serve", target] + (["--pipeline-parallel-size", stages] if stages != "1" else [])
     if decoding is not None:
         words += ["--speculative-model", decoding.options.get("model", decoding.method)]
@@ -32,7 +32,7 @@ def command(target: str, decoding: Decoding | None, stop_at: int | None, stages:
 
 
 def report(plan: Plan, options: PlanOptions) -> str:
-    """Markdown: the best settings, then what is recommended and how to serve it."""
+    """Markdown: the best settings, then the recommendation and how to serve it."""
     load = f"{options.rate:g} requests a second of {options.new_tokens} tokens" if options.rate else (
         f"batch {options.batch or 1}"
     )  # fmt: skip
@@ -74,7 +74,7 @@ def report(plan: Plan, options: PlanOptions) -> str:
 
 
 def _warnings(plan: Plan, options: PlanOptions) -> Iterator[str]:
-    """A line about each of the heads that gain neither under the load nor at a batch size of the table."""
+    """A line for each of the heads that gain neither under the load nor at a batch size of the table."""
     for name in options.heads:
         predicted = [under for under in plan.predicted if heads_of(under.decoding) == name]
         speedups = best_speedups([under.decoding for under in predicted], SHOWN) if predicted else {}
@@ -83,7 +83,7 @@ def _warnings(plan: Plan, options: PlanOptions) -> Iterator[str]:
 
 
 def _shown(plan: Plan, options: PlanOptions) -> list[Predicted]:
-    """The best settings, and the best setting of heads that have none among these."""
+    """The best settings, and the best of each of the heads without one among these."""
     shown = plan.predicted[: options.top]
     for name in options.heads:
         if name not in {heads_of(under.decoding) for under in shown}:

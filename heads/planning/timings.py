@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--timings` reads: results of `ppd bench decode`, or the costs of its steps that a server measured."""
+"""Files for `--timings`: results of `ppd bench decode`, or the step costs that a server measured."""
 
 import json
 import os
@@ -22,7 +22,7 @@ StepSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def line(timed: dict[int, float]) -> Callable[[float], float]:
-    """Seconds by rows; fewer rows never take more time: where they seem to, that is noise."""
+    """Seconds by rows, made monotonic: that fewer rows take more time is noise."""
     rows, values = np.array(sorted(timed.items()), dtype=float).T
     seconds = np.minimum.accumulate(values[::-1])[::-1]
     slope = seconds[0] / rows[0] if len(rows) == 1 else (seconds[-1] - seconds[-2]) / (rows[-1] - rows[-2])
@@ -30,10 +30,10 @@ def line(timed: dict[int, float]) -> Callable[[float], float]:
 
 
 def steps_of(file: str, target: str) -> dict[int, float]:
-    """Median seconds of vLLM's decode step by batch size, of the target's newest run of `ppd bench decode`.
+    """Median seconds of vLLM's decode step by batch size, from the target's newest run of `ppd bench decode`.
 
     Raises:
-        HeadsError: if the file holds none.
+        HeadsError: if the file has no such run.
     """
     try:
         runs = [run for run in json.loads(Path(file).read_text())["runs"] if run["options"]["model"] == target]
@@ -64,7 +64,7 @@ class Engine(BaseModel):
     runner: str
 
     def missing(self, method: str, options: dict[str, Any], drafts: int) -> str:
-        """What of a setting the server did not run, such as `exit_layer 4`; empty if these are its steps.
+        """The part of a setting that the server did not run, such as `exit_layer 4`; empty if it ran all.
 
         Args:
             method, options: as a server takes them.
@@ -99,7 +99,7 @@ class StepTable(BaseModel):
 
 
 class ServedSteps(StepTable):
-    """Decode steps as a server runs them, the host's work and launches in its model runner included."""
+    """Decode steps of a server, including the host's work and launches in its model runner."""
 
     engine: Engine
     counts: list[int] = Field(min_length=2)
@@ -123,7 +123,7 @@ class ServedSteps(StepTable):
 
 
 def served_steps(file: str, target: str) -> ServedSteps | None:
-    """The steps of a server's cost file (VLLM_CACHE_ROOT/vllm_ppd_step_costs); None of any other file.
+    """The steps of a server's cost file (VLLM_CACHE_ROOT/vllm_ppd_step_costs); None for any other file.
 
     Raises:
         HeadsError: if they are damaged, or of another target.
@@ -152,7 +152,7 @@ def served_steps(file: str, target: str) -> ServedSteps | None:
 
 
 def _same(name: str | None, other: str | None) -> bool:
-    """Whether two names are of the same folder, or of the same repository on the Hub."""
+    """Whether two names mean the same folder or the same repository on the Hub."""
     if name is None or other is None:
         return name is other
     if os.path.exists(name) and os.path.exists(other):

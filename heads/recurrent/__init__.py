@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent heads: IBM's MLP speculators, Arctic's MLP and LSTM speculators, and the training of the first."""
+"""Recurrent heads: IBM's MLP speculators, Arctic's MLP and LSTM speculators, and training in IBM's form."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent heads measured, as CP heads are."""
+"""Measurements of recurrent heads, the same as of CP heads."""
 
 from vllm_ppd.heads.cp.calibration import parts_measured, tables
 from vllm_ppd.heads.recurrent.module import RecurrentHead

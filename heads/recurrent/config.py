@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent heads: `config.json` as IBM and Snowflake publish it, training options, and what drafting costs.
 
-Ours has their keys and speculators'. Theirs lacks the latter, and of the target it says the sizes of states and of the
-vocabulary alone, until `ppd calibrate` adds the rest.
+Ours has their keys and speculators'. Theirs lacks the latter, and describes the target by its hidden size and
+vocabulary size alone, until `ppd calibrate` adds the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Width = int | str | list[int]  # numbers; "4096" and [4096] stand for layers, of
 
 
 class PublishedTarget(TargetLayers):
-    """The target as far as published heads say it."""
+    """The target as far as published heads describe it."""
 
     model_type: str = "not recorded"
     num_hidden_layers: int = Field(0, ge=0, le=4096)  # 0: not recorded
@@ -69,7 +69,7 @@ class RecurrentOptions(FullOptions):
 
 
 class RecurrentConfig(HeadsConfig):
-    """n heads, each with a state from the state and the token before it."""
+    """n heads, each with a state computed from the previous state and token."""
 
     model_config = ConfigDict(extra="allow")  # keys of theirs that nothing here reads stay as they are
     kind: ClassVar[str] = "recurrent"
@@ -110,7 +110,7 @@ class RecurrentConfig(HeadsConfig):
     @model_validator(mode="before")
     @classmethod
     def _published(cls, data: Any) -> Any:
-        """Add what speculators' keys would say."""
+        """Add the speculators' keys that published configurations lack."""
         if not isinstance(data, dict) or {"speculators_config", "target"} & data.keys():
             return data
         size = "emb_dim" if data.get("input_hidden_dim") is None else "input_hidden_dim"
@@ -148,12 +148,12 @@ class RecurrentConfig(HeadsConfig):
 
     @property
     def stages(self) -> int:
-        """Heads with weights of their own."""
+        """The number of heads with separate weights."""
         return 1 if self.tie_weights else self.n_predict
 
     @property
     def projections(self) -> int:
-        """Projections of a state: the first reads the target's, which may be of another width."""
+        """The number of projections: the first reads the target's state, which may have another width."""
         return min(2, self.n_predict) if self.tie_weights else self.n_predict
 
     @property
@@ -166,7 +166,7 @@ class RecurrentConfig(HeadsConfig):
 
     @property
     def max_drafts(self) -> int:
-        """Tied heads go on past the drafts that they were trained for."""
+        """Tied heads may make more drafts than they were trained for."""
         return MOST_DRAFTS if self.tie_weights else self.n_predict
 
     @property
@@ -192,7 +192,7 @@ class RecurrentConfig(HeadsConfig):
         return shapes | ({"token_counts": [self.vocab_size]} if self.token_counts else {})
 
     def stored_names(self, tensor: str) -> Iterator[str]:
-        """With or without IBM's prefix; as the first of a stack of layers; of tied ones any that is there."""
+        """Names with or without IBM's prefix, or as the first of several layers; for tied tensors any copy."""
         if self.is_count(tensor):
             yield tensor
             return
@@ -203,7 +203,7 @@ class RecurrentConfig(HeadsConfig):
             yield f"{prefix}{group}.{at}{inner}.{name}"
 
     def work(self, drafts: int, vocabulary: float = 1.0, exit_layer: int | None = None) -> Work:
-        """An LM head a draft, of the state's width, and a projection; an LSTM has one for each gate."""
+        """Per draft an LM head of the state's width and a projection; an LSTM has a projection for each gate."""
         share = self.inner / self.target.hidden_size
         matrices = (4 if self.form == "sum_lstm" else 1) * (share + (drafts - 1) * share**2)
         return Work(0, matrices, drafts * vocabulary * share)
@@ -221,10 +221,10 @@ class RecurrentConfig(HeadsConfig):
 
 
 def _width(name: str, value: Width) -> int:
-    """A width that may be written as the only layer's.
+    """A width, which may be written as a list of layers with a single entry.
 
     Raises:
-        ValueError: if it is of several layers, or no number.
+        ValueError: if it has several layers, or is no number.
     """
     layers = value if isinstance(value, list) else str(value).split(".")
     if len(layers) != 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of recurrent heads from token to token, in the forms that IBM and Snowflake publish.
 
-Head i reads the state before it, s_0 = h of the target, and the token x_i, and drafts x_{i+1}. With n heads of width m,
+Head i reads the previous state (s_0 = h, the target's) and the token x_i, and drafts x_{i+1}. With n heads of width m,
 w = 0.5^(0.5 / n), alpha = sqrt((1 - w^2) m / 2) / w, and norms N(x) = x / sqrt(mean(x^2) + 1e-6) * weight + bias:
 
     MLP     s_i = GELU(N_i(P_i s_{i-1} + alpha E_i[x_i]))
@@ -40,9 +40,9 @@ class Recurrence:
     Args:
         config: of the heads.
         tensors: of the heads, by the configuration's names.
-        linear: what makes y = W x of a matrix W [out, in].
-        embedding: what makes a lookup of token IDs of head 0, 1, ... and its table [tokens, m].
-        steps: tokens that are read at most.
+        linear: makes a function y = W x from a matrix W [out, in].
+        embedding: makes a lookup of token IDs from a head's number and its table [tokens, m].
+        steps: the most tokens that are read.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Recurrence:
         ]
 
     def start(self, hidden: torch.Tensor) -> State:
-        """s_0 of the target's states [rows, d], which its final norm has passed."""
+        """s_0 from the target's final states [rows, d], normed."""
         if self.scale_input:
             hidden = functional.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) / math.sqrt(2)
         return State(hidden)
@@ -97,7 +97,7 @@ def _norm(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 
 
 class RecurrentHead(nn.Module):
-    """Recurrent heads with torch's own products, for training and calibration; a CP head of rank 1 to both.
+    """Recurrent heads with torch's products, for training and calibration, with the interface of a CP head of rank 1.
 
     Args:
         config: of the heads.
@@ -126,15 +126,15 @@ class RecurrentHead(nn.Module):
         return states.final
 
     def context(self, target: Target, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens [rows, positions] themselves: these heads have embeddings of their own."""
+        """The tokens [rows, positions] themselves, since these heads have their own embeddings."""
         return tokens
 
     def log_weights(self, hidden: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
-        """Those of a mixture of one: [rows, 1] zeros."""
+        """Log weights of a mixture of one expert: [rows, 1] zeros."""
         return hidden.new_zeros(len(hidden), 1, dtype=torch.float32)
 
     def recurrence(self) -> Recurrence:
-        """The steps of the state by the parameters as they are."""
+        """The recurrence with the current parameters."""
         return Recurrence(
             self.settings, self.named_weights(), lambda matrix: lambda x: functional.linear(x, matrix),
             lambda _, table: lambda tokens: functional.embedding(tokens, table), self.factors,
@@ -165,7 +165,7 @@ class RecurrentHead(nn.Module):
         self, hidden: torch.Tensor, tokens: torch.Tensor, unembedding: torch.Tensor | None, bias: torch.Tensor | None,
         context: torch.Tensor, chunk: int = 64,
     ) -> torch.Tensor:  # fmt: skip
-        """log P of k tokens a position [rows, factors, k]: [rows, factors, 1, k]; logits of a chunk exist at once."""
+        """log P of k tokens per position [rows, factors, k]: [rows, factors, 1, k]; logits of a chunk exist at once."""
 
         def of_chunk(states: torch.Tensor, index: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
             logits = functional.linear(states, matrix).float()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent heads in IBM's form, trained as CP heads of rank 1 are: the target's distribution after each of its tokens.
+"""Training of recurrent heads in IBM's form, as CP heads of rank 1: the target's distribution after each token.
 
-They start linear: GELU(u) - GELU(-u) = u, so that a state of twice the target's width holds a linear prediction of the
-target's next state, beside its negative, and the LM head on it is the target's own.
+They start linear: GELU(u) - GELU(-u) = u, so a state of twice the target's width holds a linear prediction of the
+target's next state and its negative, and the LM head on it is the target's own.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from vllm_ppd.heads.recurrent.module import RecurrentHead
 
 
 class RecurrentRecipe(CPRecipe):
-    """Embeddings, projections, norms and LM heads are trained; the target's own LM head stays the first token's."""
+    """Trains embeddings, projections, norms and LM heads; the target's own LM head gives the first token."""
 
     head: RecurrentHead
 
@@ -45,7 +45,7 @@ class RecurrentRecipe(CPRecipe):
 
     @torch.no_grad()
     def solve(self, rows: Iterator[Rows]) -> None:
-        """Set the weights so that a state is u = A s + B E[x], nearest to the target's next one, and -u."""
+        """Set the weights so that a state is [u, -u] with u = A s + B E[x] nearest to the target's next state."""
         target, recurrence = self.target, self.head.recurrence()
         size, count, of_start, of_state = target.hidden_size, 0, 0.0, 0.0
 
@@ -78,7 +78,7 @@ class RecurrentRecipe(CPRecipe):
                 parameter.copy_(starts[name.partition(".")[0]])
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
-        """Tables learn in proportion to the size of their numbers."""
+        """Tables get learning rates in proportion to the size of their numbers."""
         kinds: dict[str, list[torch.Tensor]] = {"proj": [], "ln": [], "emb": [], "head": []}
         for name, parameter in self.head.named_weights().items():
             kinds[name.partition(".")[0]].append(parameter)

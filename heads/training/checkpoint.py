@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unfinished run in its heads folder: who writes it, whether it may continue, and checkpoints that no kill cuts.
+"""An unfinished run in its heads folder: its writer, whether it may continue, and checkpoints that survive a kill.
 
-A checkpoint is a folder of Accelerator.save_state, with facts and digests of its files; a new one is written beside
-the last and takes its place whole.
+A checkpoint is a folder of Accelerator.save_state with facts and digests of its files; a new one is written beside
+the last and then replaces it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
 
 
 class RunFacts(BaseModel):
-    """Where a run stands."""
+    """The progress of a run."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -51,20 +51,20 @@ class RunFacts(BaseModel):
 
 
 def essence(options: TrainingOptions, processes: Processes) -> dict[str, Any]:
-    """What must be the same for a stopped run to continue."""
+    """The options that must be the same for a stopped run to continue."""
     return options.essence() | {"processes": processes.num_processes}
 
 
 @contextmanager
 def unfinished_run(options: TrainingOptions, processes: Processes) -> Iterator[Path]:
-    """The folder of checkpoints in the heads folder, which no other run writes meanwhile.
+    """The folder of checkpoints in the heads folder, locked against other runs.
 
-    Of several processes of a run, which share the folder, the main one alone holds it.
+    If a run has several processes, which share the folder, only the main one holds the lock.
 
     Raises:
         InUse: if another run writes the heads folder.
-        TrainingError: if that holds finished heads, a damaged checkpoint, or a run with other options.
-        Stopped: in place of a KeyboardInterrupt that does not say where the run is left.
+        TrainingError: if the folder holds finished heads, a damaged checkpoint, or a run with other options.
+        Stopped: in place of a KeyboardInterrupt, with the step that the run has reached.
     """
     out = Path(options.out)
     work = out / WORK
@@ -95,7 +95,7 @@ def _check(out: Path, facts: RunFacts | None, ours: dict[str, Any]) -> None:
 
 
 def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
-    """Write what `processes` has prepared, and facts, in place of the last checkpoint; all processes call it."""
+    """Write the prepared state of `processes` and the facts in place of the last checkpoint; all processes call it."""
     written, old = folder.with_name(f"{folder.name}.part"), folder.with_name(f"{folder.name}.old")
     if processes.is_main_process:
         shutil.rmtree(written, ignore_errors=True)
@@ -118,7 +118,7 @@ def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
 
 
 def load(folder: Path, step: int, processes: Processes) -> None:
-    """Restore what `processes` has prepared.
+    """Restore the prepared state of `processes`.
 
     Raises:
         TrainingError: if the checkpoint is missing, damaged, of another step or of other heads.
@@ -153,7 +153,7 @@ def read_facts(folder: Path) -> RunFacts | None:
 
 
 def intact_facts(folder: Path) -> RunFacts | None:
-    """As read_facts, of a checkpoint whose files are what was written.
+    """The same as read_facts, after a check that the checkpoint's files are undamaged.
 
     Raises:
         TrainingError: if one of them is damaged.
@@ -166,7 +166,7 @@ def intact_facts(folder: Path) -> RunFacts | None:
 
 
 def _present(folder: Path) -> Path:
-    """A checkpoint's folder, or the one before it where a kill came between two renames."""
+    """A checkpoint's folder, or the previous one if a kill came between two renames."""
     old = folder.with_name(f"{folder.name}.old")
     return old if old.exists() and not folder.exists() else folder
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`curve.jsonl` beside the heads: the loss of training and the held-out figures, by step, written as the run goes."""
+"""`curve.jsonl` beside the heads: training loss and held-out figures by step, written during the run."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def add_point(folder: Path, point: Point) -> None:
 
 
 def read_curve(folder: Path) -> list[Point]:
-    """The points of a heads folder's curve, in order; none where it has no curve.
+    """The points of a heads folder's curve, in order; empty if it has no curve.
 
     Raises:
-        TrainingError: if a line is damaged; a last line that a kill cut off is left out.
+        TrainingError: if a line is damaged, except for a last line that a kill cut off.
     """
     path = folder / NAME
     if not path.is_file():

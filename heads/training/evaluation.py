@@ -28,10 +28,10 @@ class Evaluation(BaseModel):
     step: int
     loss: float
     figures: dict[str, Any]
-    accepted: float | None = None  # greedy drafts a step, teacher-forced; None where no drafts are counted
+    accepted: float | None = None  # greedy drafts per step, teacher-forced; None where no drafts are counted
 
     def is_better_than(self, other: Evaluation | None) -> bool:
-        """Whether more is accepted, or as much at a lower loss; never if the loss is not finite."""
+        """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite."""
         if not math.isfinite(self.loss) or other is None:
             return math.isfinite(self.loss)
         if self.accepted == other.accepted or self.accepted is None or other.accepted is None:
@@ -40,7 +40,7 @@ class Evaluation(BaseModel):
 
 
 class Progress(BaseModel):
-    """The evaluations of a run, as far as they decide when it stops."""
+    """The state of a run's evaluations that decides when it stops."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -49,7 +49,7 @@ class Progress(BaseModel):
     stale: int = 0  # evaluations since the best
 
     def take(self, evaluation: Evaluation) -> bool:
-        """Whether it is better than the best before it."""
+        """Record an evaluation; returns whether it is better than the best before it."""
         self.last, better = evaluation, evaluation.is_better_than(self.best)
         self.best, self.stale = (evaluation, 0) if better else (self.best, self.stale + 1)
         return better

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training run: data, target and recipe in; a heads folder out; stopped at any moment, it continues."""
+"""The training run, from data, target and recipe to a heads folder; it can be stopped at any time and continued."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ MakeRecipe = Callable[[Any, Target], Recipe]
 
 
 def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str, Any]:
-    """Train heads, or what another recipe trains, and write a folder.
+    """Train heads, or the modules of another recipe, and write a folder.
 
     Args:
         options: of the recipe.
-        make: the recipe of options and a target (None: of the options' kind of heads).
+        make: makes the recipe from options and a target (None: the recipe of the options' kind of heads).
 
     Returns:
         The provenance that was written beside the heads, evaluation included.
 
     Raises:
         InUse: if another run writes the folder.
-        TrainingError: on bad input or a diverging loss; what was trained so far stays on disk.
+        TrainingError: on bad input or a diverging loss; the last checkpoint stays on disk.
         Stopped: after Ctrl-C or a termination signal, with the checkpoint written.
     """
     files = [file.model_dump() for file in data_files(options.data)]  # they may be gone at the end
@@ -66,7 +66,7 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
 
 
 class Speed(NamedTuple):
-    """How fast a training is."""
+    """The measured speed of a training."""
 
     step: float  # seconds of an optimiser step, the target's states at hand where a cache keeps them
     target: float  # seconds that the target takes for a step's states where a cache lacks them; 0 without a cache
@@ -74,7 +74,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(options: TrainingOptions) -> Speed:
-    """Do the first step of a training some times; nothing of it is left but tokens and cached states.
+    """Time the first step of a training a few times; only tokens and cached states remain on disk.
 
     Raises:
         InUse, TrainingError: as train.
@@ -101,7 +101,7 @@ def speed_of(options: TrainingOptions) -> Speed:
 def _prepared(
     options: TrainingOptions, make: MakeRecipe, processes: Processes, work: Path
 ) -> tuple[Recipe, TokenStore]:
-    """The recipe over its loaded target, and the data's tokens."""
+    """The recipe with its loaded target, and the data's tokens."""
     if processes.is_main_process:
         say(f"vllm-ppd: loading {options.model}")
     full = getattr(options, "recipe", None) == "full"
@@ -171,7 +171,7 @@ class _Run:
         self.losses: list[float] = []  # since the curve's last line
 
     def _continue(self, saved: RunFacts) -> None:
-        """Take up a checkpoint."""
+        """Restore a checkpoint."""
         if saved.tokens != self.facts.tokens:
             raise TrainingError(
                 f"{place(self.work / STATE)} was trained on other tokens: the data or the tokenizer has changed; give "
@@ -188,7 +188,7 @@ class _Run:
             say(f"vllm-ppd: {place(self.out)} continues at {where}")
 
     def train(self) -> dict[str, Any]:
-        """All remaining steps, and the evaluation before the first and after the last."""
+        """Run all remaining steps, and the evaluations before the first and after the last."""
         options, facts = self.options, self.facts
         if not facts.step:
             facts.before = self._evaluate("before").figures
@@ -228,17 +228,17 @@ class _Run:
         }
 
     def _held_out(self) -> dict[str, str]:
-        """Drafts accepted a step by the last evaluation, for the line of progress."""
+        """Drafts accepted per step in the last evaluation, for the progress line."""
         last = self.facts.held_out.last
         return {} if last is None or last.accepted is None else {"accepted": f"{last.accepted:.3f}"}
 
     def _loss_and_gradient(self, progress: Bar, stop: list[int]) -> tuple[float, bool]:
-        """The gradient of the step's windows.
+        """Accumulate the gradient over the step's windows.
 
-        A process that is alone ends after the current part of the step if it is to stop: the step is done again later.
+        A single process that is to stop returns after the current part of the step, which is done again later.
 
         Returns:
-            (the loss, the mean over all processes; whether any of them is to stop).
+            (the mean loss over all processes, whether any of them is to stop).
         """
         options, processes, step = self.options, self.processes, self.facts.step
         world, rank = processes.num_processes, processes.process_index
@@ -259,7 +259,7 @@ class _Run:
         return float(sums[0]) / world, bool(sums[1])
 
     def _update(self, loss: float) -> None:
-        """One optimiser step at the rate of this point of the schedule."""
+        """One optimiser step with the schedule's learning rate."""
         facts = self.facts
         warmup = max(1, round(self.steps * self.options.warmup))
         scale = min((facts.step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * facts.step / self.steps)))
@@ -276,7 +276,7 @@ class _Run:
             self.losses = []
 
     def _evaluate(self, when: str) -> Evaluation:
-        """Held-out figures of the present weights; the best weights are kept where the run may stop early."""
+        """Evaluate the current weights on held-out windows; with --patience, keep the best weights."""
         facts = self.facts
         evaluation = evaluate(self.recipe, self.store, self.options, self.processes, facts.step, when)
         self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
@@ -288,7 +288,7 @@ class _Run:
         return self.options.patience is not None and self.facts.held_out.stale >= self.options.patience
 
     def _finish(self) -> Evaluation:
-        """The last evaluation; of a run that may stop early, the best weights and theirs."""
+        """The last evaluation; with --patience, restore the best weights and return their evaluation."""
         facts = self.facts
         last = facts.held_out.last
         if last is None or last.step != facts.step:
@@ -310,7 +310,7 @@ class _Run:
             add_point(self.out, Point(step=step, tokens=step * self.tokens_a_step, **finite))
 
     def _watch(self, loss: float) -> None:
-        """Stop a run whose loss is not a number or climbs; its last checkpoint is from before that."""
+        """Raise if the loss is not finite or climbs; the last checkpoint is from before that."""
         facts = self.facts
         is_finite = math.isfinite(loss)
         if is_finite:

@@ -12,14 +12,14 @@ from torch import nn
 class Muon(torch.optim.AdamW):
     """torch.optim.Muon for matrices, and for each matrix of a stack of them; AdamW for vectors and gates.
 
-    An update of Muon has the root mean square that AdamW's typically has, so that one learning rate serves both. The
+    Muon's updates are scaled to the root mean square that AdamW's typically have, so one learning rate fits both. The
     states of a language model lie mostly in few directions; Muon, whose update has equal singular values, learns the
     others as fast.
 
     Args:
         groups: parameter groups, with the learning rate of each in "lr" when step is called; "muon": False leaves all
             of a group to AdamW: gates of few rows, embeddings.
-        betas: AdamW's; the first is Muon's momentum, too.
+        betas: AdamW's; the first is also Muon's momentum.
         weight_decay: of both.
     """
 
@@ -44,7 +44,7 @@ class Muon(torch.optim.AdamW):
         return None
 
     def _step_matrices(self, stacks: list[torch.Tensor], group: dict[str, Any]) -> None:
-        """Muon's update of matrices that share memory with the parameters, as do their moments with our state."""
+        """Muon's update of matrices that are views of the parameters, with moments that are views of our state."""
         momentum = group["betas"][0]
         matrices = []
         for stack in stacks:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `ppd train`, declared once: the flags, their help and the errors come from here.
+"""Options of `ppd train`, declared once: flags, help and errors are made from them.
 
-Defaults are the papers' where the paper says one; `source` notes are part of the description.
+Defaults are the paper's if it names one; `source` notes are part of the description.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_ppd.heads.comma_lists import COMMAS
 
 
 class TrainingOptions(BaseModel):
-    """What all kinds of heads share."""
+    """Options that all kinds of heads share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     kind: ClassVar[str]
@@ -87,7 +87,7 @@ class TrainingOptions(BaseModel):
 
 
 class FullOptions(TrainingOptions):
-    """What heads share that learn the target's distribution beside the text's tokens, and may train it along."""
+    """Options of heads that also learn the target's distribution, and may train the target."""
 
     recipe: Literal["heads", "full"] = Field(
         "heads", description="train the heads alone, or the base model with them (the papers; writes OUT/base)"

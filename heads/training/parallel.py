@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run, by accelerate: one, several GPUs of a machine, or machines of a Ray cluster."""
+"""The processes of a run, managed by accelerate: one, several GPUs of a machine, or machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vllm_ppd.heads.errors import TrainingError
 
 
 def device_of(name: str) -> torch.device:
-    """The device that a user names; `auto` takes a GPU where there is one.
+    """The device that a user names; `auto` is a GPU if there is one.
 
     Raises:
-        TrainingError: if it is none, or is not there.
+        TrainingError: if the name is not a device, or the device does not exist.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,7 +33,7 @@ def device_of(name: str) -> torch.device:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether the processor has instructions for it; others emulate it, which is several times slower."""
+    """Whether the processor has bfloat16 instructions; others emulate them, which is several times slower."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -43,7 +43,7 @@ class Processes(Accelerator):
     """The processes of a run, of which torchrun, `accelerate launch` and Ray Train start several.
 
     Args:
-        device: where a process that is alone computes; several get theirs from accelerate.
+        device: of a single process; several get theirs from accelerate.
     """
 
     def __init__(self, device: str) -> None:
@@ -56,17 +56,17 @@ class Processes(Accelerator):
         return self._alone or self.state.device
 
     def arithmetic(self, precision: str) -> Any:
-        """A context of bfloat16 arithmetic where that is the precision."""
+        """A context of bfloat16 arithmetic if that is the precision."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def over_ray(train: Callable[..., Any], options: Any) -> None:
-    """Run train(options) in options.ray_workers Ray Train workers, a process each.
+    """Run train(options) in options.ray_workers Ray Train workers, each a process.
 
-    All must share the folder of the heads.
+    All must share the heads folder.
 
     Raises:
-        TrainingError: if Ray is not installed, and whatever a worker raises.
+        TrainingError: if Ray is not installed. Errors of workers are raised, too.
     """
     if importlib.util.find_spec("ray") is None:
         raise TrainingError("--ray-workers needs Ray Train: pip install 'vllm-ppd[ray]'")

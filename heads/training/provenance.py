@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a file of results or heads came from: command, time, versions, machine, settings."""
+"""The provenance of results or heads: command, time, versions, machine, settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydanti
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what matters here, Python included."""
+    """Installed versions of the relevant packages and of Python."""
     installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -53,7 +53,7 @@ def machine() -> str:
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """The facts, and around them what is always told."""
+    """The facts, with command, time, versions and machine added."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -74,7 +74,7 @@ class DataFile(BaseModel):
 
 
 class Provenance(BaseModel):
-    """What is read again of `provenance.json`."""
+    """The fields of `provenance.json` that are read again."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     command: str
@@ -90,11 +90,11 @@ class Provenance(BaseModel):
 
 
 def provenance_of(folder: str | os.PathLike[str]) -> Provenance:
-    """How the heads of a folder were trained.
+    """The provenance of the heads in a folder.
 
     Raises:
-        MissingFile: if the folder does not say.
-        HeadsError: if its `provenance.json` is not one of heads.
+        MissingFile: if the folder has none.
+        HeadsError: if its `provenance.json` is not that of heads.
     """
     path, instead = Path(folder) / NAME, "train the heads again, or delete it"
     try:
@@ -113,12 +113,12 @@ def data_files(paths: Sequence[str | Path]) -> list[DataFile]:
 
 
 def trained_on(files: Sequence[Path], known: Sequence[DataFile], paths: Sequence[str]) -> list[Path]:
-    """Which files heads were trained on: by size and digest, or, where these are not known, by path.
+    """The files that heads were trained on, compared by size and digest, or by path if these are not known.
 
     Args:
-        files: to be looked up.
+        files: to look up.
         known: of the heads' provenance.
-        paths: what their training was given, from the folder that it ran in.
+        paths: the data paths of their training, relative to the folder in which it ran.
     """
     if known:
         digests = {(file.size, file.sha256_of_ends) for file in known}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe says what the training loop trains, by which loss, and what is written at the end."""
+"""A recipe defines what the training loop trains, the loss, and what is written at the end."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches a
 
 
 def accepted_counts(right: torch.Tensor) -> Counts:
-    """Held-out counts of drafts that are right and after none that is wrong.
+    """Held-out counts of drafts that are right and follow no wrong one.
 
     Args:
-        right: [rows, drafts] bool: whether each draft of a step is what the target chooses there.
+        right: [rows, drafts] bool, whether each draft of a step is the target's choice.
     """
     return {"accepted": right.long().cumprod(1).sum(0), "accepted_of": torch.tensor(len(right), device=right.device)}
 
 
 class Recipe(nn.Module, ABC):
-    """Trainable parts are registered; the frozen target is not."""
+    """A module of trainable parts; the frozen target is not registered in it."""
 
     def __init__(self, options: TrainingOptions, target: Target) -> None:
         super().__init__()
@@ -47,27 +47,27 @@ class Recipe(nn.Module, ABC):
         return self._outside[1]
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
-        """Whatever is made of the data before a run's first step, or before it continues (nothing by default).
+        """Prepare from the data before a run's first step, or before it continues (nothing by default).
 
-        Called with the cache in place, before the optimiser's groups are asked for. Parameters of a run that is not
-        fresh are replaced by its checkpoint's afterwards.
+        Called after the cache is set and before groups(). If a run continues, its checkpoint
+        replaces the parameters afterwards.
         """
         return None
 
     @property
     def reads(self) -> Reads:
-        """What of the frozen target this kind of heads learns from: its final states, and whatever is named here."""
+        """What this kind of heads reads of the frozen target, in addition to its final states."""
         return Reads()
 
     def states(self, batch: Batch) -> TargetStates:
-        """What `reads` names, of every token of the batch: from the cache where there is one, else computed.
+        """The target's states that `reads` names, for every token of the batch: from the cache if there is one.
 
         Cached states are rounded to bfloat16 and returned in the target's dtype; `top_log_probs` to float16.
         """
         return read_target(self.target, batch, self.reads, self.cache)
 
     def share_of(self, known: torch.Tensor, share: float) -> torch.Tensor:
-        """Rows to learn from: in training a share of the known ones, drawn anew each time, and one at least.
+        """Rows to learn from: in training a share of the known ones, drawn anew each time, at least one.
 
         Args:
             known: [rows] bool.
@@ -90,9 +90,9 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        """The loss to minimise (a mean over the tokens that count), and counts of what was seen.
+        """The loss to minimise (a mean over the tokens that count), and counts for summary().
 
-        Held out, that is while not training, accepted_counts are among them.
+        Outside of training the counts include accepted_counts.
         """
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -105,23 +105,23 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        """Readable figures from summed counts."""
+        """Readable figures from the summed counts."""
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """The optimiser's parameter groups; `peak` is each group's highest learning rate."""
         return [{"params": [p for p in self.parameters() if p.requires_grad], "peak": learning_rate}]
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
-        """Whatever is made once at the end, before the folder is written (nothing by default)."""
+        """Compute what is needed once before the folder is written (nothing by default)."""
         return None
 
     @abstractmethod
     def write(self, out: Path, provenance: str) -> None:
-        """Write what was trained to a folder, and with it `provenance.json`, which says that all is there."""
+        """Write the trained modules to a folder, and `provenance.json` last, as a mark that it is complete."""
 
 
 class HeadsRecipe(Recipe):
-    """A recipe of heads; the full recipe trains the base model along and writes it, too."""
+    """A recipe for heads; the full recipe also trains the base model and writes it."""
 
     def __init__(self, options: TrainingOptions, target: Target) -> None:
         super().__init__(options, target)
@@ -129,7 +129,7 @@ class HeadsRecipe(Recipe):
         self.base = target.model if self.full else None
 
     def base_groups(self) -> list[dict[str, Any]]:
-        """The optimiser's group of a base model that is trained along, by AdamW as it has embeddings; else none."""
+        """The optimiser's group of a trained base model, for AdamW, since it has embeddings; else empty."""
         options = self._outside[0]
         if self.base is None or not isinstance(options, FullOptions):
             return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and termination signals: they end a run after its current step, or at once where nothing is to be saved."""
+"""Ctrl-C and termination signals end a run after its current step, or at once if there is nothing to save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Stopped(KeyboardInterrupt):
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does: a KeyboardInterrupt, after which files and processes are closed."""
+    """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that files and processes are closed."""
 
     def interrupt(number: int, _: Any) -> None:
         raise KeyboardInterrupt
@@ -32,7 +32,7 @@ def termination_as_interrupt() -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list that is empty until Ctrl-C or a termination signal; a second one interrupts at once."""
+    """A list that is empty until Ctrl-C or a termination signal arrives; a second signal interrupts at once."""
     caught: list[int] = []
 
     def note(number: int, _: Any) -> None:
@@ -46,7 +46,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _handled(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Signals go to a handler, in the main thread: in others, as in Ray's workers, nothing changes."""
+    """Send signals to a handler, in the main thread only: in others, as in Ray's workers, nothing changes."""
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number in numbers} if is_main else {}
     try:

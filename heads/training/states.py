@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of the frozen target on disk: computed when a window is first read, and read by every later epoch and run.
+"""A cache of the frozen target's states on disk, computed when a window is first read and reused afterwards.
 
-A recipe says in `reads` what it learns from, and asks `Recipe.states(batch)` for it, cached or not.
+A recipe names in `reads` what it learns from, and gets it from `Recipe.states(batch)`, cached or not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GB = 1e9
 
 
 class Reads(NamedTuple):
-    """What a kind of heads reads of the target beside the final states."""
+    """What a kind of heads reads of the target in addition to the final states."""
 
     exits: tuple[int, ...] = ()  # layer counts after which the normed state is wanted
     stem: bool = False  # the call of the last decoder layer
@@ -38,7 +38,7 @@ class Reads(NamedTuple):
 
 
 class _Column(NamedTuple):
-    """What a file holds of each token."""
+    """The values per token in a file of the cache."""
 
     name: str
     dtype: type[np.generic]
@@ -46,7 +46,7 @@ class _Column(NamedTuple):
 
 
 def read_target(target: Target, batch: Batch, reads: Reads, cache: StatesCache | None = None) -> TargetStates:
-    """What is asked of the target (TargetStates): from a cache of these reads where there is one, else by one pass."""
+    """The requested states of the target (TargetStates), from a cache of these reads or by one forward pass."""
     if cache is not None and batch.windows:
         return cache.states(batch)
     states = target.run(batch, reads.exits, reads.stem)
@@ -58,17 +58,17 @@ def read_target(target: Target, batch: Batch, reads: Reads, cache: StatesCache |
 class StatesCache:
     """Memory-mapped files, one for each tensor and split, in a folder named after target, first tokens and length.
 
-    Kinds of heads share a folder: each reads the files it needs, and a window that a file lacks is computed with one
-    pass of the target. States after a layer are kept as they are, before the norm, in bfloat16; the final ones normed.
-    Every window of a file has a checksum of its states and tokens: one that does not fit is computed again. So data
-    that begins alike shares a folder, and files named behind the others keep the states of all windows before them.
+    Kinds of heads share a folder: each reads the files that it needs, and a window that a file lacks is computed by one
+    pass of the target. States after a layer are stored before the norm, in bfloat16, and the final ones after it.
+    Every window of a file has a checksum of its states and tokens; one that does not match is computed again. So data
+    with the same beginning shares a folder, and adding files at the end keeps the states of all earlier windows.
 
     Args:
         folder: of all caches.
         target: frozen.
         store: the tokens.
-        reads: what is read.
-        most_bytes: what `folder` may hold.
+        reads: the states to cache.
+        most_bytes: the most bytes in `folder`.
 
     Raises:
         TrainingError: if that is too little, the disk lacks room, or the target is not frozen.
@@ -96,7 +96,7 @@ class StatesCache:
         self._has_warned = False
 
     def states(self, batch: Batch) -> TargetStates:
-        """What `reads` names, of windows of the store's grid, as Target.run gives it.
+        """The states that `reads` names, for windows of the store's grid, as Target.run returns them.
 
         Returns:
             Final states and exits [rows, hidden] in the target's dtype and on the batch's device, and top-k targets.
@@ -132,7 +132,7 @@ class StatesCache:
         """Run the target over windows and write them to all files, values before checksums.
 
         Returns:
-            What was written, by file: [windows, length, width].
+            The written values by file: [windows, length, width].
         """
         states = read_target(self.target, batch, Reads(exits=self.layers, top_k=self.reads.top_k))
         tensors = {"final": states.final} | {f"layer-{n}": hidden for n, hidden in states.layers.items()}
@@ -151,7 +151,7 @@ class StatesCache:
         return written
 
     def _is_whole(self, batch: Batch, at: int, copies: dict[str, np.ndarray], tokens: int) -> bool:
-        """Whether the copies of all files hold a window of the batch: these tokens' states, undamaged."""
+        """Whether the copies from all files hold a window of the batch, undamaged."""
         for column in self.columns:
             stored = self._files[batch.split, column.name][1][batch.windows[at]]
             if not stored:
@@ -174,7 +174,7 @@ class StatesCache:
         return values, _mapped(path.with_name(path.name + ".crc"), np.uint64, (windows,))
 
     def _make_room(self, folder: Path, most_bytes: int) -> None:
-        """Refuse what would not fit, before the first window is computed."""
+        """Refuse a cache that would not fit, before the first window is computed."""
         windows = sum(self.store.num_windows(split) for split in SPLITS)
         row = sum(column.width * np.dtype(column.dtype).itemsize for column in self.columns)
         needed = windows * (self.store.length * row + 8 * len(self.columns))
@@ -206,12 +206,12 @@ def _token_sums(batch: Batch) -> list[int]:
 
 
 def _checksum(window: np.ndarray, tokens: int) -> int:
-    """CRC-32 of the tokens and the values, and 1 more, so that 0 is none."""
+    """CRC-32 of the tokens and the values, plus 1, so that 0 means none."""
     return zlib.crc32(np.ascontiguousarray(window).view(np.uint8).data, tokens) + 1
 
 
 def _mapped(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.memmap:
-    """A file of at least that shape to read and write; what it lacks is zeros, which take no room on most disks."""
+    """Map a file of at least that shape for reading and writing; new parts are zeros, sparse on most disks."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     with path.open("ab") as file:
         file.truncate(max(size, file.tell()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target as training sees it: a causal LM of transformers, frozen, whose states are read where heads attach."""
+"""The target of a training: a frozen causal LM of transformers, whose states are read where heads attach."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAMPLED_VALUES = 1024  # of each parameter, in a digest
 
 @dataclass
 class TargetStates:
-    """What one forward pass leaves for the heads. A row is a token: [rows, hidden]."""
+    """The results of one forward pass for the heads. A row is a token: [rows, hidden]."""
 
     final: torch.Tensor  # after the final norm: what the LM head reads
     exits: dict[int, torch.Tensor] = field(default_factory=dict)  # after that many layers and the final norm
@@ -41,12 +41,12 @@ class Target:
 
     Args:
         name: folder or hub name.
-        device, dtype: where and in what it runs.
+        device, dtype: to run with.
         trust_remote_code: run code that comes with the model.
-        trainable: keep gradients (DynaMo's full recipe); otherwise the target is frozen and stays what it was.
+        trainable: keep gradients (the full recipes); otherwise the target is frozen.
 
     Raises:
-        TrainingError: if transformers cannot load it, or its parts are not where they can be found.
+        TrainingError: if transformers cannot load it, or its layers, norm or LM head are not found.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Target:
 
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Input embeddings of tokens [...], as the model's first layer is given them: [..., hidden]."""
+        """Input embeddings of tokens [...], as the model's first layer gets them: [..., hidden]."""
         return self.model.get_input_embeddings()(token_ids)
 
     def log_probs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -112,14 +112,14 @@ class Target:
         return -nn.functional.cross_entropy(logits.float(), tokens, reduction="none")
 
     def forget(self, seed: int) -> None:
-        """Replace all weights by random ones, as the model's class draws them."""
+        """Replace all weights by random ones, initialised by the model's class."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             fresh = type(self.model)(self.model.config)
         self.model.load_state_dict(fresh.state_dict())
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer there, and be named after the folder from now on."""
+        """Write model and tokenizer to a folder, which becomes the target's name."""
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         self.name = str(folder.resolve())
@@ -129,7 +129,7 @@ class Target:
 
         Args:
             batch: the windows.
-            exits: layer counts after which the state is wanted, normed and as it is.
+            exits: layer counts after which to return the state, normed and not.
             stem: keep the call of the last decoder layer, for heads that run beside it.
         """
         caught: dict[int, torch.Tensor] = {}
@@ -147,7 +147,7 @@ class Target:
 
     @torch.no_grad()
     def stem_call(self, batch: Batch, hidden: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the last decoder layer is called with, from the states before it; no layer runs.
+        """The arguments of the last decoder layer's call, from the states before it; no layer runs.
 
         Args:
             batch: the windows.
@@ -167,7 +167,7 @@ class Target:
         return states.stem
 
     def _places(self, batch: Batch) -> dict[str, Any]:
-        """Where the tokens stand, for a forward pass without a KV cache."""
+        """Arguments for the tokens' positions, for a forward pass without a KV cache."""
         places: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
         if self.has_sinks:  # transformers makes gpt-oss's masks without the positions, so that documents see each other
             places["attention_mask"] = packed_masks(self.config, batch.position_ids, self.dtype)
@@ -180,7 +180,7 @@ class Target:
         return self.layers[-1].register_forward_pre_hook(keep, with_kwargs=True)
 
     def digest(self) -> str:
-        """A hash of what the states depend on: names, shapes, dtypes and sampled values of all parameters."""
+        """A hash of what states depend on: names, shapes, dtypes and sampled values of all parameters."""
         digest = hashlib.sha256(f"{self.config.model_type} {self.dtype}".encode())
         for name, parameter in self.model.named_parameters():
             values = parameter.detach().flatten()
@@ -189,7 +189,7 @@ class Target:
         return digest.hexdigest()
 
     def description(self) -> dict[str, Any]:
-        """What a heads config says of its target."""
+        """The fields of a heads config that describe its target."""
         return {
             "verifier": self.name,
             "target": TargetLayers(
@@ -212,9 +212,9 @@ class Target:
 
 
 def packed_masks(config: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, Any]:
-    """Attention masks of packed documents [windows, length], by the kinds of layers of a family that has two of them.
+    """Attention masks of packed documents [windows, length], by kind of layer if the family has two kinds.
 
-    transformers recognises documents by their position ids: these restart at zero.
+    transformers recognises documents by their position ids, which restart at zero.
     """
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 

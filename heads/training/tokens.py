@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus as token ids on disk, and packed windows of it: memory does not grow with the corpus."""
+"""The corpus as token ids on disk, and packed windows of it, so that memory does not grow with the corpus."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Batch:
         return Batch(self.input_ids.to(device), self.position_ids.to(device), self.split, self.windows, counted)
 
     def chosen(self, places: Sequence[int]) -> Batch:
-        """Some of its windows, by place."""
+        """Some of the batch's windows, by index."""
         index = torch.as_tensor(places, device=self.input_ids.device)
         windows = tuple(self.windows[i] for i in places) if self.windows else ()
         counted = None if self.counted is None else self.counted[index]
@@ -76,7 +76,7 @@ class Batch:
 
 
 class Manifest(BaseModel):
-    """Written when all token files are whole."""
+    """The manifest of a store, written when all token files are complete."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -87,21 +87,21 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """A hash of all tokens: what a run may go on with."""
+        """A hash of all tokens, which must be the same for a run to continue."""
         lines = "".join(f"{name} {file.sha256}\n" for name, file in sorted(self.files.items()))
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
 class TokenStore:
-    """The tokens of all documents in two memory-mapped files, training and held out, made once for a folder.
+    """The tokens of all documents in two memory-mapped files, training and held out, made once per folder.
 
     Args:
-        folder: where the files are; made there if they are missing, damaged or belong to other data.
+        folder: of the files, which are made if they are missing, damaged or belong to other data.
         data: files and folders of documents.
         tokenizer: the target's.
         vocab_size: ids must be below it.
         held_out: share of the documents that is never trained on, chosen by a hash of their number.
-        length: tokens a window.
+        length: tokens per window.
         train_on_prompts: count the tokens of prompts in the loss, too.
 
     Raises:
@@ -149,7 +149,7 @@ class TokenStore:
         Args:
             split: whose windows.
             windows: their numbers.
-            shifts: tokens by which each is moved, around the end (none: on the grid).
+            shifts: tokens by which to move each window, wrapping at the end (none: on the grid).
         """
         tokens, starts = self.tokens[split], self.starts[split]
         last = len(tokens) - self.length
@@ -213,9 +213,9 @@ class TokenStore:
 
 
 class Order:
-    """Which windows a step trains on: a function of the step alone, so that a run that continues sees the same.
+    """The windows of each step, a function of the step alone, so that a run that continues sees the same windows.
 
-    Every epoch has another order, and another grid unless windows are to be read again from a cache.
+    Every epoch has another order, and another grid unless windows are read again from a cache.
     """
 
     def __init__(self, store: TokenStore, seed: int, batch_size: int, same_grid: bool) -> None:
@@ -223,7 +223,7 @@ class Order:
         self._permutation: tuple[int, torch.Tensor] | None = None
 
     def batches(self, step: int, parts: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """The step's windows in that many batches, of which a process computes every world-th."""
+        """The step's windows in `parts` batches, of which a process computes every world-th."""
         size = self.batch_size // parts
         windows = [self._window(step * self.batch_size + i) for i in range(self.batch_size)]
         for start in range(rank * size, parts * size, world * size):
@@ -241,15 +241,15 @@ class Order:
 
 
 def _is_held_out(number: int, share: float) -> bool:
-    """Whole documents, chosen by a hash of their number."""
+    """Whether a document is held out, by a hash of its number."""
     digest = hashlib.sha256(str(number).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 
 def _intact_manifest(folder: Path, key: str) -> Manifest | None:
-    """The manifest if the token files are whole and of this data; None if they are to be written (again).
+    """The manifest if the token files are complete and of this data; None if they must be written (again).
 
-    Damage is reported on stderr: the files are made of the data, so that nothing is lost.
+    Damage is reported on stderr; nothing is lost, since the files are made from the data.
     """
     path = folder / NAME
     if not path.is_file():
@@ -271,7 +271,7 @@ def _intact_manifest(folder: Path, key: str) -> Manifest | None:
 
 
 def _key(documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool) -> str:
-    """A hash of what the tokens are made of: the files as they are named, their sizes and times, and the tokenizer."""
+    """A hash of the tokens' sources: the names, sizes and times of the files, and the tokenizer."""
     stamp = [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in documents.files]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else len(tokenizer)

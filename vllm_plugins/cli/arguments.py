@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands and their flags from pydantic models: names, defaults, choices, help and errors are the fields' own."""
+"""Commands and flags from pydantic models, whose fields give names, defaults, choices, help and errors."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Options = TypeVar("Options", bound=BaseModel)
 
 
 class Command(NamedTuple):
-    """A command; its options are imported when it is asked for."""
+    """A command, whose options are imported when it is used."""
 
     help: str
     description: str
@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Commands under a common name, which are listed when it is asked for."""
+    """Commands under a common name, listed when it is used."""
 
     help: str
     description: str
@@ -36,11 +36,11 @@ class Group(NamedTuple):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that adds its arguments when it parses: the options of other commands are never imported.
+    """A parser that adds its arguments when it parses, so that the options of other commands are never imported.
 
     Args:
-        add_arguments: adds them to the parser it is called with.
-        settings: as for argparse.ArgumentParser; its subparsers are of this class, too.
+        add_arguments: adds arguments to a parser.
+        settings: as for argparse.ArgumentParser; subparsers are of this class, too.
     """
 
     def __init__(self, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None, **settings: Any) -> None:
@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_commands(commands: Mapping[str, Command | Group], parser: argparse.ArgumentParser) -> None:
-    """Add a subparser a command, and one a group with those of its commands."""
+    """Add a subparser per command, and one per group with those of its commands."""
     subparsers = parser.add_subparsers(required=True, metavar="{" + ",".join(commands) + "}")
     for name, command in commands.items():
         add_arguments = partial(_add_arguments, command)
@@ -76,7 +76,7 @@ def model_of(command: Command) -> type[BaseModel]:
 
 
 def _add_fields(command: Command, parser: argparse.ArgumentParser) -> None:
-    """Add one flag a field; what the user leaves out stays out, so that the model's defaults are the only ones."""
+    """Add one flag per field; flags that the user leaves out stay unset, so that the model's defaults apply."""
     parser.set_defaults(command=command)
     required: list[str] = []
     for name, field in model_of(command).model_fields.items():
@@ -105,7 +105,7 @@ def _add_fields(command: Command, parser: argparse.ArgumentParser) -> None:
 
 
 def options_from(model: type[Options], args: argparse.Namespace) -> Options:
-    """The model from parsed flags.
+    """Make the model from parsed flags.
 
     Raises:
         UserError: on the first value that the model refuses, naming the flag.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd bench KIND`: the benchmarks, which are imported when they are asked for."""
+"""`ppd bench KIND`: the benchmarks, which are imported when they are used."""
 
 from functools import partial
 from pkgutil import resolve_name
@@ -32,12 +32,12 @@ def commands() -> dict[str, Command]:
 
 
 def _command(options: str, function: str, summary: str, description: str, *hidden: str) -> Command:
-    """A benchmark: options and function are names within vllm_ppd.benchmarks; hidden options have no flag."""
+    """The command of a benchmark: options and function are names in vllm_ppd.benchmarks; hidden ones have no flag."""
     return Command(summary, description, partial(run, function), f"benchmarks.{options}", hidden=frozenset(hidden))
 
 
 def run(function: str, options: Any) -> int:
-    """Look at the data, measure, and print the text that the function returns; None if nothing was measured."""
+    """Check the data, measure, and print the function's text; None if nothing was measured."""
     check_data(getattr(options, "files", ()))
     with writing_file(options.out):  # runs add to what earlier ones have left there
         text = resolve_name(f"vllm_ppd.benchmarks.{function}")(options)

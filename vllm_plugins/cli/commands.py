@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The short commands: `ppd train`, `ppd calibrate`, `ppd plan` and `ppd env`.
 
-Each takes its options and returns the exit code. torch and transformers take seconds to import, so that data is looked
-at first.
+Each takes its options and returns the exit code. torch and transformers take seconds to import, so data is checked
+first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def kinds() -> dict[str, Command]:
 
 
 def train(options: TrainingOptions) -> int:
-    """From a model and text to a heads folder that vLLM can serve."""
+    """Train heads for a model on text, and write a heads folder that vLLM can serve."""
     check_data(options.data)
 
     from vllm_ppd.heads.training import loop
@@ -67,7 +67,7 @@ def calibrate(options: CalibrationOptions) -> int:
 
 
 def plan(options: PlanOptions) -> int:
-    """What drafting will gain on a machine and under a load, and how to serve it."""
+    """Predict the gain of drafting on a machine and under a load, and say how to serve."""
     from vllm_ppd.heads.planning.plan import make_plan
     from vllm_ppd.heads.planning.report import report
 
@@ -80,7 +80,7 @@ class EnvOptions(BaseModel):
 
 
 def env(options: EnvOptions) -> int:
-    """What a bug report needs."""
+    """Print what a bug report needs."""
     from vllm_ppd.heads.training.provenance import machine, versions
     from vllm_ppd.vllm_plugins.patches import SUPPORTED_VLLM, is_supported, vllm_version
 
@@ -100,7 +100,7 @@ def env(options: EnvOptions) -> int:
 
 
 def print_aligned(lines: dict[str, str]) -> None:
-    """Print names and what they stand for in two columns."""
+    """Print names and values in two columns."""
     width = max(map(len, lines))
     for name, value in lines.items():
         print(f"{name:<{width}}  {value}")

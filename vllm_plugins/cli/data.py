@@ -35,15 +35,15 @@ def write_chats(
     options: DataOptions, engine_of: Callable[[DataOptions], Engine] | None = None,
     watch: Callable[[Writer], None] | None = None,
 ) -> ChatFile:  # fmt: skip
-    """Write the chats that a file lacks: answers to prompts, chats that the model begins, or texts without a template.
+    """Write the chats that a file lacks: answers to prompts, chats that the model begins, or whole texts.
 
     Args:
-        options: as of `ppd data`.
-        engine_of: makes the engine, if there is anything to write (None: vLLM's).
-        watch: called after every step of the engine; where options have no number, it says when to end.
+        options: of `ppd data`.
+        engine_of: makes the engine, called only if there is anything to write (None: vLLM's).
+        watch: called after every step of the engine; if options have no number, it decides when to end.
 
     Returns:
-        The file, closed again.
+        The file, closed.
     """
     from transformers import AutoTokenizer
 
@@ -83,7 +83,7 @@ def vllm_engine(options: DataOptions) -> OfflineEngine:
 
 
 def progress_bar(file: ChatFile, wanted: float) -> Bar:
-    """A bar of the chats that have ended, which is drawn every 20 seconds where stderr is not a terminal."""
+    """A bar of finished chats, drawn every 20 seconds if stderr is not a terminal."""
     bar = Bar(
         desc="writing chats", initial=file.count, total=None if math.isinf(wanted) else int(wanted), unit=" chats",
         mininterval=0.5 if sys.stderr.isatty() else 20, miniters=0,
@@ -93,7 +93,7 @@ def progress_bar(file: ChatFile, wanted: float) -> Bar:
 
 
 def reporter(bar: Bar, before: int = 0, watch: Callable[[Writer], None] | None = None) -> Callable[[Writer], None]:
-    """A function that shows what the engine has generated from now on, user turns included, and then calls another."""
+    """A function that shows the tokens generated from now on, including user turns, and then calls another."""
     started, is_first = time.monotonic(), True
     bar.set_postfix_str("0 tokens")
 

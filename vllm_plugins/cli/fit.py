@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd fit`: data, training, calibration and plan in one run, cut to the minutes that it is given."""
+"""`ppd fit`: data, training, calibration and plan in one run of limited time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PRECISION = {True: "bfloat16", False: "float32"}
 
 
 def run(options: FitOptions) -> int:
-    """Do the stages that are not done, and print the page."""
+    """Run the stages that are not done, and print the page."""
     check_data(options.prompts)
     for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}.items():
         os.environ.setdefault(name, value)  # other lines would cut the stages'
@@ -55,13 +55,13 @@ def run(options: FitOptions) -> int:
 
 
 class Fit:
-    """The stages of a fit; each goes on where it was killed, and chooses once.
+    """The stages of a fit; each continues where it was killed, and makes its choices once.
 
     Args:
-        options: as given.
-        folder: of what is neither heads nor page.
-        state: what was chosen so far.
-        stage: the line of the present stage.
+        options: of the command.
+        folder: for everything except heads and page.
+        state: the choices so far.
+        stage: the line of the current stage.
     """
 
     def __init__(self, options: FitOptions, folder: Path, state: State, stage: Stage) -> None:
@@ -75,7 +75,7 @@ class Fit:
         self.shared: dict[str, Any] = {"model": options.model, "seed": options.seed, "trust_remote_code": code}
 
     def data(self) -> None:
-        """Answers to prompts, and where the user gives none, what the model begins; a part of both is held out."""
+        """Write answers to prompts and, if the user gives none, chats that the model begins; hold out some of both."""
         import torch
         from transformers import AutoTokenizer
 
@@ -113,7 +113,7 @@ class Fit:
         stage.status = "{training:,} chats of {tokens:,} tokens, {held_out} held out".format(**counts)
 
     def training(self) -> None:
-        """The largest heads that go through the data a few times in the time."""
+        """Train the largest heads for which the time allows a few passes over the data."""
         from vllm_ppd.heads.cp.config import CPOptions
         from vllm_ppd.heads.training import loop
         from vllm_ppd.heads.training.checkpoint import WORK
@@ -129,7 +129,7 @@ class Fit:
         self.stage.status = f"{facts.steps:,} steps; held out {accepted:.3f} greedy drafts accepted a step"
 
     def _training(self) -> dict[str, Any]:
-        """Options of the training that measured speeds leave time for."""
+        """Options of the training that fits the time, by measured speeds."""
         import torch
 
         from vllm_ppd.heads.cp.config import CPOptions
@@ -157,7 +157,7 @@ class Fit:
         return shared | heads | choices.schedule(max(passes, 1.0), speed)
 
     def calibration(self) -> None:
-        """Acceptance on held-out prompts, and times."""
+        """Measure acceptance on held-out prompts, and times."""
         import torch
 
         from vllm_ppd.heads.calibration.options import CalibrationOptions
@@ -174,7 +174,7 @@ class Fit:
         }))  # fmt: skip
 
     def plan(self) -> None:
-        """The page."""
+        """Plan, and write the page."""
         from vllm_ppd.heads.cp.config import CPParts
         from vllm_ppd.heads.fitting.page import accepted_a_step, write_page
         from vllm_ppd.heads.io import load_calibration, load_config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd inspect HEADS`: what heads these are, for which target, and whether they will load."""
+"""`ppd inspect HEADS` describes heads and their target, and says whether they will load."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ UNREAD = "; the numbers of the weights are read when they are fetched (`hf downl
 
 
 class InspectOptions(BaseModel):
-    """What is described, and what it is checked against."""
+    """The heads to describe, and the target to check them against."""
 
     heads: str = Field(description="heads folder, or ORGANISATION/NAME[@REVISION] on the Hub")
     target: str | None = Field(
@@ -26,7 +26,7 @@ class InspectOptions(BaseModel):
 
 
 def run(options: InspectOptions) -> int:
-    """Describe, then check as the server would; exit code 2 if it would refuse."""
+    """Describe heads, then check them as the server would; exit code 2 if it would refuse them."""
     from vllm_ppd.heads.errors import HeadsError
     from vllm_ppd.heads.in_words import in_words, setting_in_words
     from vllm_ppd.heads.io import CALIBRATION_NAME, described
@@ -61,7 +61,7 @@ def run(options: InspectOptions) -> int:
 
 
 def _check(config: Any, folder: str, target: str) -> str:
-    """The server's own checks against a target that is on this disk."""
+    """The server's checks against a target on this disk."""
     from vllm_ppd.heads.target import check_on_disk
 
     if check_on_disk(config, folder, target):
@@ -72,7 +72,7 @@ def _check(config: Any, folder: str, target: str) -> str:
 
 
 def _if_there(name: str, read: Callable[[str], str], folder: str) -> dict[str, str]:
-    """A line from a file that heads may lack; of a damaged file what is wrong, which keeps no heads from loading."""
+    """A line from an optional file of heads; if it is damaged, the reason, which does not keep heads from loading."""
     from vllm_ppd.heads.errors import HeadsError, MissingFile
 
     try:
@@ -92,7 +92,7 @@ def _provenance(folder: str) -> str:
 
 
 def _calibration(folder: str) -> str:
-    """Whether `ppd plan` can use their calibration."""
+    """A line on whether `ppd plan` can use the calibration."""
     from vllm_ppd.heads.io import load_calibration
 
     load_calibration(folder)

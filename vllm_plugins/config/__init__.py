@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options: flags, checks, defaults of one target, activation in vLLM's arguments, options of a single request."""
+"""Options: flags, checks, defaults by target, activation in vLLM's arguments, and options of requests."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of a user's wish for one of our methods into vLLM's own configuration."""
+"""Translation of options that ask for one of our methods into vLLM's own configuration."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 
 def active_config(holder: Any) -> DraftingConfig | None:
-    """Our configuration in a VllmConfig or EngineArgs, or None where vLLM runs without us."""
+    """Our configuration in a VllmConfig or EngineArgs, or None if vLLM runs without us."""
     additional = getattr(holder, "additional_config", None)
     return _parsed(additional[CONFIG_KEY]) if isinstance(additional, dict) and CONFIG_KEY in additional else None
 
 
 def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
-    """As active_config, for an object that vLLM builds with our configuration alone.
+    """The same as active_config, for objects that vLLM builds only with our configuration.
 
     Raises:
         RuntimeError: if there is none.
@@ -67,7 +67,7 @@ _parsed = lru_cache(DraftingConfig.model_validate_json)  # every request and eve
 
 @contextmanager
 def refusals_without_traceback() -> Iterator[None]:
-    """A refusal that nobody catches ends the process with its one line and exit code 2, not with a traceback."""
+    """Let an uncaught refusal end the process with its line and exit code 2, without a traceback."""
     try:
         yield
     except UserError:
@@ -90,7 +90,7 @@ def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConf
     """If vLLM's EngineArgs ask for one of our methods, check everything and rewrite them to its `custom_class`.
 
     Returns:
-        The resolved configuration, or None if they do not; then nothing is touched.
+        The resolved configuration, or None if they do not; then nothing is changed.
 
     Raises:
         OptionError, HeadsError: on bad input, before any model loads.
@@ -117,7 +117,7 @@ def _asked(args: Any) -> dict[str, Any]:
     """speculative_config with vLLM's three short flags merged in.
 
     Raises:
-        OptionError: if an option of ours is given twice with different values: spelt with - and with _, or by a flag.
+        OptionError: if one of our options is given twice with different values: spelt with - and _, or also as a flag.
     """
     given = [
         (key.replace("-", "_"), f"speculative_config[{quoted(key)}]", value)
@@ -144,10 +144,10 @@ def _asked(args: Any) -> dict[str, Any]:
 def _resolved(
     options: DraftingOptions, args: Any, model_config: ModelConfig, parallel_config: ParallelConfig
 ) -> DraftingConfig:
-    """Check options of ours against the target and the heads, and fill in what they leave open.
+    """Check our options against the target and the heads, and fill in missing values.
 
     Raises:
-        OptionError, HeadsError: one line each: what is wrong, where, what to do instead.
+        OptionError, HeadsError: with one line that says what is wrong, where, and what to do instead.
     """
     options = with_default_method(options, parallel_config.pipeline_parallel_size)
     refuse(of_target(options, model_config, parallel_config, args))
@@ -161,7 +161,7 @@ def _resolved(
 
 
 def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> HeadsConfig:
-    """The configuration of a heads folder, after a check of all of it against the target.
+    """The configuration of a heads folder, after a complete check against the target.
 
     Raises:
         HeadsError: if they do not fit.
@@ -180,7 +180,7 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
 
 
 def _fingerprint_on_disk(model_config: ModelConfig) -> TargetFingerprint:
-    """Hashes of the target, as far as it is on this disk."""
+    """Hashes of the target, as far as its files are on this disk."""
     from huggingface_hub import snapshot_download
 
     model = model_config.model
@@ -193,7 +193,7 @@ def _fingerprint_on_disk(model_config: ModelConfig) -> TargetFingerprint:
 
 
 def _rewrite(args: Any, config: DraftingConfig) -> None:
-    """Put a resolved configuration into vLLM's EngineArgs."""
+    """Write a resolved configuration into vLLM's EngineArgs."""
     args.spec_method = args.spec_model = args.spec_tokens = None
     args.speculative_config = {
         "method": "custom_class",

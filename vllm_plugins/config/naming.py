@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolution of the name of a speculative model: a method of ours, heads (a folder, or on the Hub), or vLLM's own."""
+"""Resolution of a speculative model's name: one of our methods, heads (a folder or on the Hub), or vLLM's own."""
 
 import difflib
 import errno
@@ -32,7 +32,7 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
     """Whether a speculative_config asks for one of our methods.
 
     Raises:
-        OptionError, HeadsError: if its method or model is nothing that anybody could draft with; vLLM would look such a
+        OptionError, HeadsError: if its method or model is unusable; vLLM would look such a
             name up on the Hub and fail with a page of errors.
     """
     method, model = speculative_config.get("method"), speculative_config.get("model")
@@ -52,13 +52,13 @@ def is_ours(speculative_config: dict[str, Any]) -> bool:
 
 
 def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
-    """A speculative_config of ours with the method and the heads that its names stand for.
+    """A speculative_config with its names resolved to one of our methods and its heads.
 
-    A method may be given as the model, or be left to the kind of the heads; heads on the Hub are pinned to a commit, so
+    A method may be given as the model, or follow from the kind of the heads. Hub names are pinned to a commit, so
     that every process has the same.
 
     Raises:
-        HeadsError: if the Hub does not give the heads.
+        HeadsError: if the heads cannot be fetched from the Hub.
     """
     given = dict(speculative_config)
     if given.get("method") is None and given.get("model") in METHODS:
@@ -72,15 +72,15 @@ def with_method(speculative_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def method_named(name: Any) -> Any:
-    """A method's name, where a kind of heads is named in its place."""
+    """The name of a method, for which a kind of heads may be given."""
     return METHOD_OF_HEADS.get(name, name) if isinstance(name, str) else name
 
 
 def _names_heads(model: str) -> bool:
-    """Whether a speculative model that is given without a method is heads of ours.
+    """Whether a speculative model without a method is one of our heads folders.
 
     Raises:
-        OptionError, HeadsError: if it is nothing that vLLM could load either.
+        OptionError, HeadsError: if vLLM could not load it either.
     """
     path = os.path.expanduser(model)
     if os.path.isdir(path):
@@ -104,16 +104,16 @@ def _names_heads(model: str) -> bool:
 
 
 def _is_on_hub(model: str, serving: bool = False) -> bool:
-    """Whether a name on the Hub is that of heads.
+    """Whether a name on the Hub is a heads repository.
 
     Args:
-        model: the name; only that of heads may have a revision.
-        serving: it is to be served, so that vLLM asks the Hub next. Then the Hub is asked only if its cache does not
-            tell, and it is left to vLLM to say that it does not answer.
+        model: the name; only names of heads may have a revision.
+        serving: whether vLLM asks the Hub for it next anyway. Then the Hub is asked only if its cache does not
+            tell, and vLLM reports that it does not answer.
 
     Raises:
-        HeadsError: if the Hub does not have it, or cannot be asked.
-        OptionError: if a revision is given of what is vLLM's.
+        HeadsError: if the Hub does not have it, or cannot be reached.
+        OptionError: if another model than heads is given with a revision.
     """
     name = hub_name(model)
     if name is None or platform.uses_modelscope():
@@ -136,10 +136,10 @@ def _is_on_hub(model: str, serving: bool = False) -> bool:
 
 
 def is_heads_folder(folder: str) -> bool:
-    """Whether a folder of this disk holds heads of ours, as its configuration or the names of its tensors say.
+    """Whether a local folder holds our heads, by its configuration or the names of its tensors.
 
     Raises:
-        HeadsError: if its configuration is nothing that anybody could load.
+        HeadsError: if its configuration is unusable.
     """
     try:
         data = read_json_object(Path(folder) / CONFIG_NAME, LONGEST_CONFIG, "write it again")
@@ -165,12 +165,12 @@ def _has_our_tensors(folder: str) -> bool:
 def served_heads(
     model: Any, given: dict[str, Any] | None, revision: str | None = None
 ) -> tuple[str, dict[str, Any]] | None:
-    """What `vllm serve HEADS` means: the target, and the speculative_config; None for what holds no heads.
+    """The target and the speculative_config of `vllm serve HEADS`; None if the folder holds no heads.
 
     Args:
-        model: what is to be served.
+        model: the argument of `vllm serve`.
         given: the user's own speculative_config.
-        revision: what --revision has.
+        revision: the value of --revision.
 
     Raises:
         OptionError, HeadsError: if the heads are damaged, if their target is not found, or if another method is given.

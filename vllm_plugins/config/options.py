@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our options, declared once: the command-line flags, the documentation and the errors come from here."""
+"""Our options, declared once: flags, documentation and errors are made from them."""
 
 import argparse
 import difflib
@@ -35,8 +35,8 @@ class OptionError(UserError):
 class DraftingOptions(BaseModel):
     """Options of the drafting methods, as given by the user.
 
-    They come as keys of speculative_config, or as flags: vLLM's (FLAGS_OF_VLLM), or --ppd-... . A field that records of
-    methods name is refused with any other method. Types are strict: true is not 1, and 3.0 is not 3.
+    They are keys of speculative_config, or flags: vLLM's (FLAGS_OF_VLLM), or --ppd-... . A field that the records of
+    some methods name is refused with other methods. Types are strict: true is not 1, and 3.0 is not 3.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), strict=True)
@@ -175,7 +175,7 @@ def flag_name(field: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to vLLM's parser; does nothing where they are there already."""
+    """Add our flags to vLLM's parser, unless it has them already."""
     if "--speculative-model" in parser._option_string_actions:
         return parser
     group = parser.add_argument_group("vllm-ppd", "Drafting with the target's own layers.")
@@ -198,7 +198,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def merge_flags(speculative_config: dict[str, Any] | None, args: argparse.Namespace) -> dict[str, Any] | None:
-    """vLLM's speculative_config with what our flags gave.
+    """vLLM's speculative_config with the values of our flags added.
 
     Raises:
         OptionError: if an option is given both ways, or a flag has a bad value.
@@ -238,7 +238,7 @@ def check_mapping(speculative_config: Any) -> dict[str, Any]:
 
 
 def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
-    """Check a speculative_config of ours; None leaves an option out.
+    """Parse and check a speculative_config for one of our methods; None leaves an option out.
 
     Raises:
         OptionError: on the first problem, naming the option and, for an unknown one, the nearest known.
@@ -264,7 +264,7 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The value that is wrong, and what is wrong with it."""
+    """The first wrong value, and what is wrong with it."""
     problem = error.errors()[0]
     return f"{quoted(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
 

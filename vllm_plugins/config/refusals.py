@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every combination of options, target, heads and engine arguments that is refused, and why it must be.
+"""All refused combinations of options, target, heads and engine arguments, with reasons.
 
-A row is a condition and the message where it holds; `refuse` reads the rows in order and raises the first message.
+A row is a condition and its message; `refuse` reads the rows in order and raises the first message that applies.
 
-Methods that cut the target run its layers outside vLLM's own step, over tokens that the step's metadata does not know:
-what vLLM sets for a step's tokens (adapters, ranks of a context, recurrent states) does not hold there. CP heads read a
-hidden state after the step, and write nothing.
+Methods that cut the target run its layers outside of vLLM's step, over tokens that the step's metadata does not have:
+settings for a step's tokens (adapters, ranks of a context, recurrent states) do not apply to them. CP heads read a
+hidden state after the step and write nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def refuse(refusals: Refusals) -> None:
 def of_target(
     options: DraftingOptions, model: ModelConfig, parallel: ParallelConfig, args: Any
 ) -> Refusals:
-    """What a method would get wrong with a target, its ranks and vLLM's EngineArgs."""
+    """Refusals for a target, its parallelism and vLLM's EngineArgs."""
     method, family = METHODS[options.method], model.architectures[0]
     title, cuts, adapter, on_cpu = method.title, method.cuts, None, platform.is_cpu()
     yield options.model in METHODS and (
@@ -142,7 +142,7 @@ def of_target(
 
 
 def of_cut(model: ModelConfig, cutting: str) -> Refusals:
-    """Targets that cannot be cut at a layer, for what cuts them."""
+    """Refusals of targets that cannot be cut at a layer, for a method or heads that cut them."""
     adapter = None
     try:
         adapter = adapter_path(model.architectures)
@@ -155,7 +155,7 @@ def of_cut(model: ModelConfig, cutting: str) -> Refusals:
 
 
 def of_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> Refusals:
-    """Targets that cannot give the states of the layers that CP heads read."""
+    """Refusals of targets that cannot provide the states of the layers that CP heads read."""
     layers = getattr(heads, "layers", ())
     if layers:
         reading = f"heads that read layers {', '.join(map(str, layers))}, as those in {quoted(folder)}"
@@ -165,7 +165,7 @@ def of_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> Refus
 
 
 def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsConfig | None) -> Refusals:
-    """What options contradict each other, or the heads, or the target's layers."""
+    """Refusals of options that contradict each other, the heads, or the target's layers."""
     given, exits, folder = options.model_fields_set, config.exit_layer or (), quoted(options.model)
     last, half = config.num_layers - 1, (config.num_layers + 1) // 2
     if heads is not None:
@@ -213,14 +213,14 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
 
 
 def of_runner(options: DraftingOptions, needs_v1: str | None, has_triton: bool) -> Refusals:
-    """What keeps options on runner V1 where V2 is asked for."""
+    """Refusals of runner V2 for options that need V1."""
     asking = "runner=v2" if options.runner == "v2" else "VLLM_USE_V2_MODEL_RUNNER=1"
     yield needs_v1 and f"{asking} is not supported with {needs_v1}, which needs runner V1; leave out one of them"
     yield not has_triton and f"{asking} needs Triton, which vLLM does not find here; leave it out"
 
 
 def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
-    """What the model runner that was chosen, or a worker group, cannot do with vLLM's EngineArgs."""
+    """Refusals of vLLM's EngineArgs that the chosen model runner, or a worker group, does not support."""
     because = f" ({config.v1_because})" if config.v1_because else ""
     yield args.async_scheduling and config.runner != "v2" and (
         f"--async-scheduling is not supported with runner V1{because}; leave it out")
@@ -237,7 +237,7 @@ def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
 
 
 def of_candidates(config: DraftingConfig, max_num_seqs: int | None) -> Refusals:
-    """More candidates at once than a GPU's attention backends have room for: a row of their buffers each."""
+    """Refusal of more candidates than a GPU's attention backends have rows for in their buffers."""
     if max_num_seqs is not None and not platform.is_cpu():
         requests = min(config.disable_by_batch_size or 1, max_num_seqs)
         needed = config.candidates * requests

@@ -4,7 +4,7 @@
 ppd_draft   false: do not draft for this request
 ppd_eps_b   0..1: back-off threshold of this request (method dynamo)
 
-JSON's true and false reach us as 1 and 0: vLLM's request model knows strings, numbers and lists only.
+JSON's true and false arrive as 1 and 0, since vLLM's request model has only strings, numbers and lists.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def back_off_threshold(extra_args: Mapping[str, Any] | None) -> float | None:
 
 
 def check_names(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a key that is one of ours but for its spelling: a misspelt opt-out would draft on.
+    """Refuse a misspelt key of ours, since a misspelt opt-out would not stop drafting.
 
     Raises:
         ValueError: naming the nearest key.
@@ -67,7 +67,7 @@ def check_names(extra_args: Mapping[str, Any] | None) -> None:
 
 
 def sees_each_token(params: Any) -> bool:
-    """Whether what a request may say next depends on each token said before, as the engine keeps it."""
+    """Whether the next token of a request depends on state that the engine updates after each token."""
     return bool(
         params.repetition_penalty != 1.0
         or params.presence_penalty
@@ -80,7 +80,7 @@ def sees_each_token(params: Any) -> bool:
 
 
 def needs_single_tokens(params: Any) -> bool:
-    """Whether a request asks for what n-grams emitted at once cannot give: its own draws, or a say in each token."""
+    """Whether a request needs one token at a time: its own random draws, or state after each token."""
     return params is None or bool(
         params.seed is not None
         or params.num_logprobs is not None
@@ -92,7 +92,7 @@ def needs_single_tokens(params: Any) -> bool:
 
 
 def check(params: Any, config: DraftingConfig) -> None:
-    """Refuse a request that the server's method cannot serve as asked; vLLM's front end answers HTTP 400.
+    """Refuse a request that the server's method cannot serve; vLLM's front end answers HTTP 400.
 
     Raises:
         VLLMValidationError: naming the key and the value.

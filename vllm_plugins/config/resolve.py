@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values for what the options leave open, from the target, the heads, the pipeline stages and vLLM's model runners."""
+"""Values for unset options, from the target, the heads, the pipeline stages and vLLM's model runners."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOOKUP_FROM, LOOKUP_DRAFTS = 3, 5
 
 
 class Runners(NamedTuple):
-    """What vLLM and the platform say of model runners."""
+    """The model runners that vLLM and the platform choose or support."""
 
     asked: str | None = None  # by VLLM_USE_V2_MODEL_RUNNER
     default: str = "v1"  # of a method that runs on both
@@ -39,9 +39,9 @@ V1_ALONE = Runners()
 
 
 def with_default_method(options: DraftingOptions, stages: int = 1) -> DraftingOptions:
-    """Options in which method ppd without heads is prompt lookup, unless an option of early drafting is given.
+    """Options in which method ppd without heads becomes lookup, unless an option of early drafting is given.
 
-    An exit that nobody trained or calibrated is often worth less than it costs; a lookup costs nothing where it has no
+    An exit that was neither trained nor calibrated often costs more than it gains; a lookup costs nothing if it has no
     draft.
     """
     early = options.model is not None or stages > 1 or {*METHODS["ppd"].options} & options.model_fields_set
@@ -56,7 +56,7 @@ def resolve(
     runners: Runners = V1_ALONE,
     multimodal: bool = False,
 ) -> DraftingConfig:
-    """Fill what depends on the target (L layers), on the heads, on the pipeline stages and on vLLM's model runners.
+    """Fill in values that depend on the target (L layers), the heads, the pipeline stages and vLLM's model runners.
 
     Raises:
         OptionError: if an exit layer is outside 1..L-1 or has no head, if more drafts are asked than the heads make, or
@@ -114,7 +114,7 @@ def _default_exit(num_layers: int, heads: HeadsConfig | None, stages: int, runne
 
 
 def _calibrated_drafts(heads: HeadsConfig, device: str) -> list[list[int]]:
-    """[First batch size, last one, drafts] of the heads' calibration, if it is of this device."""
+    """[First batch size, last one, drafts] of the heads' calibration, if it was made on this device."""
     if heads.calibration is None or heads.calibration.device != device:
         return []
     ranges, most = heads.calibration.num_speculative_tokens_per_batch_size, heads.num_speculative_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options as resolved for one target, its heads and the pipeline stages."""
+"""Options resolved for a target, its heads and the pipeline stages."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 from vllm_ppd.vllm_plugins.registry import METHODS
 
-PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers a stage
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers per stage
 WORKERS = {version: f"{ENGINE}.{version}.worker.DraftingWorker" for version in ("v1", "v2")}
 
 
 class DraftingConfig(DraftingOptions):
-    """The options as resolved for one target: exit layers are known and within the model (None: of no use here)."""
+    """Options resolved for a target: exit layers are known and within the model (None: not used)."""
 
     num_layers: int
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
@@ -46,7 +46,7 @@ class DraftingConfig(DraftingOptions):
         return path
 
     def choice_of_drafts(self) -> dict[str, Any]:
-        """How vLLM itself chooses the number of drafts on runner V2, in its own words; V1 follows our planner."""
+        """vLLM's options for its choice of the number of drafts on runner V2; V1 follows our planner."""
         if self.runner != "v2":
             return {}
         limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
@@ -61,17 +61,17 @@ class DraftingConfig(DraftingOptions):
 
     @property
     def split(self) -> int:
-        """The layer behind which a worker group's first stage ends, d_bar."""
+        """The layer after which a worker group's first stage ends, d_bar."""
         assert self.stages > 1 and self.exit_layer is not None
         return self.exit_layer[0]
 
     @property
     def partition(self) -> str:
-        """Layers of each pipeline stage, as VLLM_PP_LAYER_PARTITION has it."""
+        """Layers of each pipeline stage, as a value of VLLM_PP_LAYER_PARTITION."""
         return f"{self.split},{self.num_layers - self.split}"
 
     def summary(self) -> str:
-        """The start-up line: what drafts, from which layer, with which heads."""
+        """The start-up line: method, layers, heads and limits of drafting."""
         group, exits = self.stages > 1, "/".join(map(str, self.exit_layer or ()))
         if group:
             where = f"worker group over 2 pipeline stages of {self.partition.replace(',', ' and ')} layers, "

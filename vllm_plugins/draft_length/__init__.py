@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens to draft: step costs measured once, acceptance counted online, and the number chosen by both."""
+"""The number of tokens to draft, chosen by step costs (measured once) and acceptance (counted online)."""

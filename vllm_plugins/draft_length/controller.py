@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the number of drafts of each step by expected tokens over cost; reads no clock.
+"""The choice of the number of drafts of each step by expected tokens over cost, without reading a clock.
 
 With s_i the probability that a request's first i drafts are accepted and c(n) the cost of a step with n drafts, a batch
 of B requests gives (B + sum over requests of s_1 + ... + s_n) / c(n) tokens per unit of cost. The n that maximises this
 is taken; n = 0, vLLM's own step, is one of them.
 
-WARMUP     as DRAFTING, while drafts of some kind in the batch were never verified: their acceptance is a guess
+WARMUP     as DRAFTING, while drafts of some kind in the batch were never verified, and their acceptance is a guess
 DRAFTING   drafts pay; every EXPLORE_LONGER steps, a step has one draft more than usual, for every request
 OFF        drafts do not pay
-EXPLORING  a step with drafts all the same: after 16, 32, 64, ... steps in OFF, until such steps take EXPLORED of the
+EXPLORING  a step with drafts nevertheless: after 16, 32, 64, ... steps in OFF, until such steps take EXPLORED of the
            time (256 steps where a draft costs a step), and again as long as what they emit pays for them
 """
 
@@ -28,12 +28,12 @@ DECAY = 0.5, 0.8  # of a request's counts and of all requests', when they may no
 
 
 class Acceptance:
-    """Decaying counts in the order of the batch.
+    """Decaying counts of accepted drafts, in the order of the batch.
 
     Args:
         most: most drafts of a request, N.
-        kinds: of drafts with a prior of their own: the method's drafts of sampling and of greedy requests (KINDS), then
-            looked-up drafts, of which the prior says more than the request that they are for.
+        kinds: of drafts, each with its own prior: the method's drafts of sampling and of greedy requests (KINDS), then
+            looked-up drafts, for which the prior says more than their request does.
     """
 
     def __init__(self, most: int, kinds: int = KINDS) -> None:
@@ -47,7 +47,7 @@ class Acceptance:
         self._req_ids: list[str] = []
 
     def align(self, req_ids: list[str]) -> np.ndarray | None:
-        """Take the order of a batch; nothing is known of new requests.
+        """Follow the order of a batch; new requests start without counts.
 
         Returns:
             [rows] the row that each had before, -1 for new ones; None if nothing has changed.
@@ -95,11 +95,11 @@ class Acceptance:
         return np.cumprod(np.where((kinds < KINDS)[:, None], requests, prior), axis=1)
 
     def expected(self, kinds: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """Accepted drafts of each request, of drafts of these kinds and numbers: [rows]."""
+        """Expected accepted drafts of each request, for drafts of these kinds and numbers: [rows]."""
         return (self.probabilities(kinds) * (np.arange(self.most) < drafts[:, None])).sum(axis=1)
 
     def decay(self) -> None:
-        """Believe less of what is known of the requests at hand and of their kinds: the text may have changed."""
+        """Decay the counts of the batch's requests and of their kinds, since the text may have changed."""
         self.hits *= DECAY[0]
         self.trials *= DECAY[0]
         kinds = np.unique(self.kinds)
@@ -139,7 +139,7 @@ class Choice(NamedTuple):
 
 
 class DraftLengthController:
-    """Given the same table and the same steps, it chooses the same.
+    """A deterministic controller: the same table and steps give the same choices.
 
     Args:
         costs: of steps with up to N drafts.
@@ -175,21 +175,21 @@ class DraftLengthController:
 
     @property
     def drafting(self) -> bool:
-        """Whether the step that runs now has drafts."""
+        """Whether the current step has drafts."""
         return bool(self._drafts.any())
 
     @property
     def off(self) -> bool:
-        """Whether the step that runs now has no drafts and none are meant to follow it."""
+        """Whether the current step has no drafts and none are planned after it."""
         return (self.state is State.OFF or not self._free) and not self.drafting
 
     def steps_off(self) -> int:
-        """Steps after which nobody drafts for sure, as long as the same requests decode and no others come."""
+        """Steps after which no request will draft, as long as the same requests decode and no others arrive."""
         until = self._explored + self._wait - self._steps if self._free else FOREVER
         return max(until - 1, 0) if self.off else 0
 
     def skip(self, steps: int) -> None:
-        """Some steps in OFF passed without observe and choose."""
+        """Account for steps in OFF that passed without observe and choose."""
         self._steps += steps
 
     def observe(
@@ -199,7 +199,7 @@ class DraftLengthController:
         drafts: np.ndarray | None = None,
         kinds: np.ndarray | None = None,
     ) -> None:
-        """Count what was accepted in the step that ended.
+        """Count the accepted drafts of the step that ended.
 
         Args:
             req_ids: of the batch rows.
@@ -223,7 +223,7 @@ class DraftLengthController:
 
         Args:
             allowed: [rows] drafts that each may make.
-            emitting: rows that go on decoding.
+            emitting: number of rows that continue decoding.
             kinds: [rows] kind of each row's drafts, 0 and up; bool for two.
         """
         self._steps += 1

@@ -14,12 +14,12 @@ LIMIT = 0.25  # of a step; a wrong number of drafts loses no more than the error
 
 
 class CostTable(StepTable):
-    """Step costs of an engine, which are looked at before they are kept."""
+    """Step costs of an engine, checked before they are kept."""
 
     def implausible(self) -> str:
-        """What shows that something else ran on the machine during the measurement; empty if nothing does.
+        """The evidence that something else ran on the machine during the measurement; empty if there is none.
 
-        Rounds of the same step differ by more than LIMIT, or a step takes longer by more than that than the second
+        Rounds of the same step differ by more than LIMIT, or a step takes more than LIMIT longer than the second
         round of one with no fewer requests and drafts.
         """
         if self.second_fastest is None:
@@ -42,18 +42,18 @@ class CostTable(StepTable):
 
 
 class MeasuredCosts(BaseModel):
-    """Steps with the method's drafts and, where these are used, with looked-up ones."""
+    """Costs of steps with the method's drafts and, if lookups are used, with looked-up ones."""
 
     method: CostTable
     lookup: CostTable | None = None
     engine: Engine | None = None  # whose steps they are, for `ppd plan --timings`
 
     def implausible(self) -> str:
-        """As of a table: the first reason."""
+        """The first reason of any of the tables."""
         return self.method.implausible() or (self.lookup.implausible() if self.lookup else "")
 
     def save(self, path: Path) -> None:
-        """Write a file, as a whole or not at all."""
+        """Write a file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(self.model_dump_json())
@@ -63,8 +63,8 @@ class MeasuredCosts(BaseModel):
 class StepCosts:
     """Relative costs of steps, interpolated linearly in batch size and drafts.
 
-    A step with fewer requests or drafts takes no longer than one with more: where it seemed to, something else ran on
-    the machine. Beyond the largest measured batch, seconds go on as between the two largest.
+    A step with fewer requests or drafts takes no longer than one with more: if it seemed to, something else ran on
+    the machine. Beyond the largest measured batch, seconds are extrapolated from the two largest.
     """
 
     def __init__(self, table: CostTable) -> None:
@@ -75,7 +75,7 @@ class StepCosts:
         self._relative: dict[int, np.ndarray] = {}
 
     def relative(self, requests: int) -> np.ndarray:
-        """Costs of steps with 0, 1, ... drafts in units of a step without drafts: [1 + N], none below 1."""
+        """Costs of steps with 0, 1, ... drafts, relative to a step without drafts: [1 + N], none below 1."""
         if requests not in self._relative:
             seconds = self._at(requests)
             self._relative[requests] = np.maximum(seconds / seconds[0], 1.0)
@@ -90,5 +90,5 @@ class StepCosts:
 
 
 def _least_of_larger(seconds: np.ndarray) -> np.ndarray:
-    """Of each step, the least seconds of those with no fewer requests and drafts: [sizes, counts] of such."""
+    """For each step, the least seconds of steps with no fewer requests and drafts: [sizes, counts]."""
     return np.minimum.accumulate(np.minimum.accumulate(seconds[::-1, ::-1], axis=0), axis=1)[::-1, ::-1]

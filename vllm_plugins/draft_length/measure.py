@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures step costs when the engine has warmed up."""
+"""The measurement of step costs when the engine has warmed up."""
 
 import logging
 import time
@@ -18,7 +18,7 @@ SECONDS, LEAST_SIZES = 2.0, 3  # no batch size begins after so many seconds, onc
 
 
 def counts_of(most: int) -> list[int]:
-    """Numbers of drafts that are measured, of 0 to `most`."""
+    """The numbers of drafts, within 0 to `most`, that are measured."""
     return sorted({0, 1, most})
 
 
@@ -28,15 +28,15 @@ def measure_table(
     counts: list[int],
     from_first_rank: Callable[[Any], Any],
 ) -> CostTable:
-    """Measure steps of growing batches, as many sizes as time allows; once more if what comes of it is implausible.
+    """Measure steps of growing batches, as many sizes as time allows; once more if the result is implausible.
 
-    The fastest of a few rounds counts, of both measurements: whatever else runs on the machine only makes steps slower.
+    The fastest round of all measurements counts, since other work on the machine only makes steps slower.
 
     Args:
         time_steps: (requests, counts) -> seconds of a step with each number of drafts.
         largest: batch size.
         counts: drafts per request, ascending from 0.
-        from_first_rank: gives all tensor-parallel ranks the first one's value, as they must run the same steps.
+        from_first_rank: gives all tensor-parallel ranks the first rank's value, since they must run the same steps.
     """
 
     def two_fastest(size: int) -> np.ndarray:  # rounds: [2, counts]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests can look drafts up, as the scheduler sees it: it has their texts, and no drafts of runner V2."""
+"""Which requests can look drafts up, decided by the scheduler from their texts, as it has no drafts of runner V2."""
 
 from collections.abc import Collection, Sequence
 
 
 class RepeatedText:
-    """Whether each request's last tokens have stood before in its text; a call takes the time of its new tokens.
+    """Tells whether each request's last tokens occurred before in its text; a call takes time for new tokens only.
 
     Args:
         shortest: tokens that must agree.
@@ -18,7 +18,7 @@ class RepeatedText:
         self._repeats: dict[str, bool] = {}
 
     def extend(self, req_id: str, token_ids: Sequence[int]) -> None:
-        """Take a request's text, which is the last one and what followed it."""
+        """Take a request's current text, which begins with the one of the last call."""
         if len(token_ids) <= self._lengths.get(req_id, 0):
             return
         seen = self._seen.setdefault(req_id, set())
@@ -31,11 +31,11 @@ class RepeatedText:
             seen.add(last)
 
     def forget_others(self, req_ids: Collection[str]) -> None:
-        """Forget requests that have ended; these have not."""
+        """Forget all requests but these."""
         if len(self._seen) > len(req_ids):
             for req_id in self._seen.keys() - set(req_ids):
                 del self._seen[req_id], self._lengths[req_id], self._repeats[req_id]
 
     def repeats(self, req_ids: Sequence[str]) -> list[bool]:
-        """Whether each request's last tokens have stood before."""
+        """Whether each request's last tokens occurred before."""
         return [self._repeats.get(req_id, False) for req_id in req_ids]

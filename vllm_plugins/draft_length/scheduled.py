@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of drafts on runner V2, which vLLM's scheduler looks up by batch size: none, or all.
 
-A step is scheduled before the step before it is verified, so a choice holds for CYCLE steps: when the next choice is
+A step is scheduled before its predecessor is verified, so a choice holds for CYCLE steps: when the next choice is
 made, the first of them has been verified. The scheduler alone chooses, so tensor-parallel ranks agree.
 """
 
@@ -24,7 +24,7 @@ EXPLORED = CYCLE / 128  # of the time in OFF goes to explorations, times the ste
 
 
 class ScheduledDrafts:
-    """What vLLM's scheduler has as `dynamic_sd_lookup`: read once a step, with the number of requests in it.
+    """A replacement of the scheduler's `dynamic_sd_lookup`, which it reads once a step with the number of requests.
 
     Args:
         drafts: N.
@@ -61,12 +61,12 @@ class ScheduledDrafts:
         return self.max_num_seqs + 1
 
     def take_counts(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 
     def __getitem__(self, requests: int) -> int:
-        """Drafts of each request to make behind the step that is being scheduled."""
+        """Drafts per request to make after the step that is being scheduled."""
         if self.limit is not None and requests > self.limit:
             self.counts[BATCH_SIZE] += 1
             return 0
@@ -101,7 +101,7 @@ class ScheduledDrafts:
         return greedy + KINDS * looked_up, looked_up
 
     def observe(self, req_ids: list[str], drafts: list[int], emitted: list[int], greedy: list[bool]) -> None:
-        """Count a step's verified drafts, which were made behind the texts as they are known here.
+        """Count a step's verified drafts, which were made for the texts known here.
 
         Args:
             req_ids: of the requests that emitted tokens.

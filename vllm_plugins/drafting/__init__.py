@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the methods share."""
+"""Choice of the requests that draft, prompt lookup, and the watch on acceptance."""

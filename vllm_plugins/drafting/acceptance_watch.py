@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watching acceptance: say so when drafts are made and hardly any is accepted."""
+"""A watch on acceptance that warns when hardly any draft is accepted."""
 
 import logging
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-WINDOW = 1000  # drafts, vLLM's meaning: one a request and step
+WINDOW = 1000  # drafts, vLLM's meaning: one per request and step
 NEAR_ZERO = 0.01  # accepted / drafted tokens
 
 
@@ -17,7 +17,7 @@ class AcceptanceWatch:
         self.warned = False
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Count what was verified of a request in a step: drafted tokens, and how many of them were accepted."""
+        """Count a request's verified drafts in a step, and how many of them were accepted."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted

@@ -15,7 +15,7 @@ BLOCK = 1 << 18  # tokens compared at once, so that they and their masks stay in
 def longest_matches(token_ids: np.ndarray, ends: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
     """Match the last tokens of each text against all earlier places in it.
 
-    A match may overlap the end of the text, but is not the end itself. Of several longest matches the first counts, as
+    A match may overlap the end of the text, but is not the end itself. The first of several longest matches counts, as
     in vLLM's n-gram method. Each text is compared at most `longest` times, each time one token against all places.
 
     Args:

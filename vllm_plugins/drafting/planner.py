@@ -20,7 +20,7 @@ class Plan(NamedTuple):
 
 
 class Batch(Protocol):
-    """What is read of vLLM's batch; arrays have a place a batch row."""
+    """The facts about vLLM's batch that planning reads; arrays have an entry per batch row."""
 
     max_model_len: int
 
@@ -37,7 +37,7 @@ class Batch(Protocol):
 
 
 class Options(Protocol):
-    """What is read of the requests' options; arrays have a place a request row."""
+    """The requests' options that planning reads; arrays have an entry per request row."""
 
     drafting: np.ndarray
     is_greedy: np.ndarray
@@ -49,9 +49,9 @@ class DraftPlanner:
 
     Args:
         config: the server's options.
-        batch: what is read of vLLM's batch.
+        batch: facts about vLLM's batch.
         options: of the request rows.
-        sources: takes drafts from the requests' own texts where these are better (None: the method makes all).
+        sources: chooses drafts from the requests' own texts if these are better (None: the method makes all).
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class DraftPlanner:
     def plan(
         self, sampled_token_ids: list[list[int]], request_rows: np.ndarray, able: np.ndarray | None = None
     ) -> Plan | None:
-        """The plan, or None if the method drafts for nobody; looked_up has drafts of the rows that it leaves out.
+        """The plan, or None if the method drafts for no request; looked_up has drafts of the rows that it leaves out.
 
         Args:
-            sampled_token_ids: what each batch row emits in the step that ends.
+            sampled_token_ids: tokens that each batch row emits in the step that ends.
             request_rows: [batch rows] the permanent row of each.
-            able: as for allowed_drafts.
+            able: see allowed_drafts.
         """
         batch = self.batch
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_requests)
@@ -120,7 +120,7 @@ class DraftPlanner:
             able: [batch rows] bool, rows that the method can draft for (None: all).
 
         Returns:
-            (drafts [batch rows], tokens that each row has left to its end [batch rows]).
+            (drafts [batch rows], remaining tokens of each row [batch rows]).
         """
         batch, config, options = self.batch, self.config, self.options
         end = np.minimum(batch.prompt_lengths + options.max_tokens[request_rows], batch.max_model_len)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup beside the method: where a request's text repeats itself, what followed there is the draft.
+"""Prompt lookup beside the method: if a request's text repeats itself, the tokens that followed are the drafts.
 
 Each request takes the drafts of which more are expected to be accepted: by the acceptance that was counted for matches
 of this length, and for the method's drafts of this request.
@@ -19,7 +19,7 @@ TRY_AGAIN = 128  # steps, after which lookups that seem worse than the method's 
 
 
 class Lookup(NamedTuple):
-    """What the lookup has for each row of a batch."""
+    """Looked-up drafts for each row of a batch."""
 
     tokens: np.ndarray  # [rows, N] drafts, 0 where there are none
     counts: np.ndarray  # [rows] how many they are
@@ -32,9 +32,9 @@ def find(
     shortest: int,  # tokens that must agree
     most: int,  # drafts, N
 ) -> Lookup:
-    """Draft what followed the earlier place that agrees with the text's last tokens longest, of several the first.
+    """Draft the tokens after the longest (of several, the first) earlier match of the text's last tokens.
 
-    It is the draft of vLLM's own n-gram method.
+    vLLM's own n-gram method makes the same draft.
     """
     lengths, places = longest_matches(token_ids, ends, LONGEST_LOOKUP)
     counts = np.where(lengths >= shortest, np.minimum(most, ends - 1 - places), 0)
@@ -45,7 +45,7 @@ def find(
 
 
 class DraftSources:
-    """Chooses between the lookup's drafts and the method's, request by request.
+    """The choice between looked-up drafts and the method's, request by request.
 
     Args:
         shortest: tokens that must agree with an earlier place.
@@ -66,7 +66,7 @@ class DraftSources:
             allowed: [rows] drafts that each may be given from its text.
             by_method: [rows] drafts that the method can make.
             greedy: [rows] bool, whether the request decodes greedily.
-            acceptance: what is known of drafts (None: every draft that can be looked up is taken).
+            acceptance: counts of drafts (None: every draft that can be looked up is taken).
 
         Returns:
             (lookup, with no drafts where the method's are taken; drafts [rows] of either; their kinds [rows]).

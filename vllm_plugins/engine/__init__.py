@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only code of the plugin that reads vLLM's internals, together with model_patches/."""
+"""With model_patches/ the only code of the plugin that reads vLLM's internals."""

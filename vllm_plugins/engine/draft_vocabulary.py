@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class DraftVocabulary:
-    """size tokens, and their rows of the target's LM head, whole on every rank.
+    """The draft vocabulary's tokens, and their rows of the target's LM head, whole on every rank.
 
     Args:
         counts: [vocabulary] how often each token occurs in the heads' training data.
         size: how many tokens.
         target: whose LM head is read.
-        reads_lm_head: false for heads that have LM heads of their own.
+        reads_lm_head: false for heads with their own LM heads.
     """
 
     def __init__(self, counts: torch.Tensor, size: int, target: Target, reads_lm_head: bool = True) -> None:
@@ -41,7 +41,7 @@ class DraftVocabulary:
         cls, config: DraftingConfig, heads: Any, tensors: dict[str, torch.Tensor], target: Target,
         reads_lm_head: bool = True,
     ) -> DraftVocabulary | None:  # fmt: skip
-        """The draft vocabulary that the options ask for, of the heads' own token counts; None for the whole one."""
+        """The draft vocabulary of the options, from the heads' token counts; None for the whole vocabulary."""
         if config.draft_vocab_size is None:
             return None
         return cls(tensors[str(heads.counts_tensor)], config.draft_vocab_size, target, reads_lm_head)

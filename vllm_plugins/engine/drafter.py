@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafting method is: a tensor program from one engine step to the drafts that the next step verifies.
+"""The interface of a drafting method: a tensor program from one engine step to the drafts for the next.
 
 A drafter sees a row a request and works on the device alone: it never waits for it, so that the same code runs between
-the steps of a runner that schedules ahead. What varies between requests (length limits, confidence, back-off) is a mask
-or a count, not a row left out. Whoever drives it (engine/) brings the inputs and copies the drafts to the host.
+the steps of a runner that schedules ahead. Differences between requests (length limits, confidence, back-off) are masks
+or counts, never missing rows. Its driver (engine/) provides the inputs and copies the drafts to the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """The step that has just ended, a row for each request that may be drafted for."""
+    """The step that has just ended, with a row for each request that may draft."""
 
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
     hidden: torch.Tensor  # [requests, hidden] normed state that the target gave that token from
@@ -40,14 +40,14 @@ class DraftInputs:
     with_confidence: bool = False  # whether Drafts.confidence is read
 
     def run_shallow(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """Run the target's first stack on one token a request and keep its state for the next step.
+        """Run the target's first stack on one token per request and keep its state for the next step.
 
         Args:
             offset: tokens from the newest one, which is at 0.
             token_ids: [requests] int64; an INVALID one runs as some token.
 
         Returns:
-            (hidden, residual) at the exit layer, [requests, hidden] each. Rows that may not draft so far hold anything.
+            (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in rows that may not draft so far.
         """
         assert self.shallow is not None, "only methods whose MethodSpec cuts the target have a first stack"
         return self.shallow(offset, token_ids)
@@ -55,7 +55,7 @@ class DraftInputs:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What a drafter made of a step."""
+    """The drafts after a step."""
 
     token_ids: torch.Tensor  # [requests, K] int64
     counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
@@ -67,33 +67,33 @@ class Drafts:
 
 
 def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """What parts of the requests have, along the first axis; None if they have none."""
+    """The parts' tensors joined along the first axis; None if they have none."""
     tensors = [part for part in parts if part is not None]
     return torch.cat(tensors) if tensors else None
 
 
 class Drafter(ABC):
-    """A drafting method. Built once an engine, before vLLM measures the memory left for its KV cache."""
+    """A drafting method, built once per engine, before vLLM measures the memory left for its KV cache."""
 
     vocabulary: DraftVocabulary | None = None  # what is drafted from; None: every token
     context_tokens: int = 0  # latest tokens of each request that propose wants to see
 
     @abstractmethod
     def load(self, config: DraftingConfig, target: Target) -> None:
-        """Take the loaded target, load the heads and allocate everything.
+        """Load the heads for the loaded target, and allocate everything.
 
         Args:
             config: the server's options.
-            target: what of the target may be read.
+            target: the loaded target, as drafters may read it.
         """
 
     @abstractmethod
     def propose(self, step: DraftInputs) -> Drafts:
-        """Draft up to K tokens a request. Called under inference mode; never synchronises with the device."""
+        """Draft up to K tokens per request. Called under inference mode; never synchronises with the device."""
 
 
 class ChainDrafter(Drafter):
-    """A drafter of chains of K drafts, of so many requests at once as memory allows."""
+    """A drafter of chains of K drafts, for as many requests at once as memory allows."""
 
     requests_at_once: int
 
@@ -107,7 +107,7 @@ class ChainDrafter(Drafter):
     def _part(
         self, step: DraftInputs, part: slice
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of some requests: entries of the draft vocabulary, q(x) [requests, n, entries] and confidence, as asked for.
+        """Drafts of some requests as entries of the draft vocabulary, and q(x) [requests, n, entries] and confidence.
 
         Entries and confidence are [requests, n].
         """
@@ -120,9 +120,9 @@ class ChainDrafter(Drafter):
 
     @abstractmethod
     def drawn(self, step: DraftInputs, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts of some requests as entries of the draft vocabulary [requests, K], and what they were drawn from.
+        """Drafts of some requests as entries of the draft vocabulary [requests, K], and their distributions.
 
-        The latter, [requests, K, entries], where probabilities or confidence are asked for.
+        The latter, [requests, K, entries], are returned if probabilities or confidence are requested.
         """
 
     def ids(self, entries: torch.Tensor) -> torch.Tensor:

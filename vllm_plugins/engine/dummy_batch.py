@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode steps of dummy requests, run by vLLM's own model runner in an engine that serves nobody yet, to be timed.
+"""Decode steps of dummy requests for timing, run by vLLM's own model runner in an engine that is not serving yet.
 
-A step is all that the model runner does for it: inputs, forward pass, verification, drafting. The scheduler, the
-detokenizer and the way between processes are left out; they take about the same with and without drafts, so relative
-costs come out a little too high. Contexts are short: where attention over a long context is bound by memory, drafts
-are relatively cheaper than measured, where it is bound by compute, dearer.
+A step is everything that the model runner does: inputs, forward pass, verification, drafting. The scheduler, the
+detokenizer and communication are left out; they take about the same with and without drafts, so relative
+costs are a little too high. Contexts are short: if attention over a long context is limited by memory, drafts
+are relatively cheaper than measured; if it is limited by compute, more expensive.
 """
 
 import itertools
@@ -23,7 +23,7 @@ TOKEN = 1  # what prompts and looked-up drafts consist of
 
 
 class DummyBatch(ABC):
-    """Requests in an idle engine, scheduled as vLLM's scheduler would; gone when the context ends.
+    """Requests in an idle engine, scheduled as vLLM's scheduler would, and removed when the context ends.
 
     Args:
         runner: vLLM's model runner, its KV cache allocated.
@@ -96,22 +96,22 @@ class DummyBatch(ABC):
 
     @abstractmethod
     def sample(self, tokens: dict[str, int]) -> None:
-        """End a step that computed so many tokens of each request, and count what each emitted."""
+        """End a step that computed a number of tokens of each request, and count those that each emitted."""
 
 
 def blocks_per_request(runner: Any, length: int) -> list[int]:
-    """KV blocks that a request of so many tokens takes in each KV cache group."""
+    """KV blocks of a request with a number of tokens in each KV cache group."""
     sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
     return [-(-length // size) for size in sizes]
 
 
 def length_needed(counts: Sequence[int], steps: int) -> int:
-    """Tokens of a request in so many steps with each number of drafts, and in as many as are drafted at once."""
+    """Tokens that a request needs for `steps` steps with each number of drafts, and for the drafts of the last."""
     return PROMPT + 1 + sum(steps * (1 + count) for count in counts) + max(counts) + 1
 
 
 def most_requests(runner: Any, counts: Sequence[int], steps: int) -> int:
-    """The largest batch of which so many steps can be run; 0 if requests cannot be as long as these take."""
+    """The largest batch for which a number of steps can run; 0 if requests cannot be long enough."""
     scheduler, length = runner.scheduler_config, length_needed(counts, steps)
     if length > runner.max_model_len:
         return 0

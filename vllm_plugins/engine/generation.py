@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's offline engine, which writes on-policy data."""
+"""vLLM's offline engine, for writing on-policy data."""
 
 import os
 from typing import Any
@@ -19,7 +19,7 @@ CPU_STEP = 1024  # tokens: prompts of more than that leave a core's cache, and t
 
 
 class OfflineEngine:
-    """A vLLM engine whose requests come and go.
+    """A vLLM engine to which requests can be added at any time.
 
     Args:
         options: model, sizes, precision and seed.
@@ -63,7 +63,7 @@ class OfflineEngine:
 
 
 def engine_arguments(options: DataOptions) -> dict[str, Any]:
-    """What vLLM's engine is started with."""
+    """Arguments of vLLM's engine."""
     arguments: dict[str, Any] = {
         "model": options.model, "max_model_len": options.max_length, "seed": options.seed,
         "max_num_seqs": options.batch, "trust_remote_code": options.trust_remote_code, "dtype": options.precision,
@@ -75,7 +75,7 @@ def engine_arguments(options: DataOptions) -> dict[str, Any]:
 
 
 def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
-    """Threads on all cores, memory, precision, and a top-p that does not sort, unless the user has set them."""
+    """Arguments for all cores, memory, precision and a top-p without a sort, unless the user has set them."""
     if hasattr(os, "sched_getaffinity"):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drives a drafter on either of vLLM's runners, by permanent request rows, and never waits for the device.
+"""The driver of a drafter on both of vLLM's runners, over permanent request rows; never waits for the device.
 
 stage   a runner's adapter gathers the drafter's inputs by request row (staging.py)
 draft   DraftInputs -> Drafts, then draft IDs on the device: one CUDA graph on runner V2
-verify  in the next step: by the tokens that the target draws (v2/verification.py), on runner V1 by vLLM's rejection
-        sampler with q(x); what a request must not use is rejected or left out
+verify  in the next step, by the tokens that the target draws (v2/verification.py), or on runner V1 by vLLM's rejection
+        sampler with q(x); drafts that a request must not use are rejected or left out
 """
 
 import logging
@@ -40,10 +40,10 @@ def buckets(most: int) -> Iterator[int]:
 
 
 class DeviceCount:
-    """A number in memory of the host that the device adds to.
+    """A number in the host's memory to which the device adds.
 
-    The host sees what the device has written so far, a step or two behind. On a device without unified addressing it
-    sees nothing.
+    The host reads what the device has written so far, a step or two behind. On a device without unified addressing it
+    reads 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,23 +55,23 @@ class DeviceCount:
             self.value, self._seen = buffer.uva(), buffer.np
 
     def take(self) -> int:
-        """What the device has counted since the last call."""
+        """The device's count since the last call."""
         before, self._taken = self._taken, int(self._seen[0])
         return self._taken - before
 
 
 class DraftingHost:
-    """An engine's drafter with the state that requests have between steps.
+    """An engine's drafter, with the state of requests between steps.
 
     Args:
         config: our options.
         vllm_config: vLLM's.
         device: where the target is.
-        rows: request rows. There is one more, which takes what the padding of CUDA graphs writes, row -1.
+        rows: request rows. There is one more, row -1, to which the padding of CUDA graphs writes.
         num_drafts: K.
         sampled: whether drafts of sampling requests are drawn; else every draft is the best token.
         keyed: whether they are drawn with the target's own random numbers.
-        confidence: [rows, K] float32, takes the drafter's confidence in each draft, where it is read.
+        confidence: [rows, K] float32 buffer for the drafter's confidence in each draft, if it is needed.
     """
 
     drafter: Drafter
@@ -100,7 +100,7 @@ class DraftingHost:
         self.draft_tokens = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
 
     def load(self, model: Any) -> None:
-        """Take the loaded target, load the drafter and allocate everything, before vLLM measures the memory left."""
+        """Load the drafter for the loaded target and allocate everything, before vLLM measures the memory left."""
         self.target = Target(model, self.vllm_config, self.device)
         self.drafter = resolve_name(self.config.spec.drafter)()
         self.drafter.load(self.config, self.target)
@@ -111,24 +111,24 @@ class DraftingHost:
         self._stand_in = 0 if vocabulary is None else int(vocabulary.token_ids[0])
 
     def samples(self, rows: np.ndarray) -> bool:
-        """Whether drafts of some request rows are drawn at their temperatures; else each is the best token."""
+        """Whether any of some request rows has drafts drawn at its temperature; else each draft is the best token."""
         return self.sampled and not self.options.is_greedy[rows].all()
 
     def draft(self, requests: int, sampled: bool, num_drafts: int | None = None, with_probs: bool = False) -> Drafts:
-        """Draft for the first so many of the staged requests.
+        """Draft for the first staged requests.
 
         Args:
-            requests: that are staged.
+            requests: their number.
             sampled: whether drafts are drawn.
             num_drafts: the most drafts of any request; None: K.
-            with_probs: whether q(x) is asked for.
+            with_probs: whether to return q(x).
         """
         most, with_confidence = num_drafts or self.num_drafts, self.confidence is not None
         inputs = self.staging.inputs(requests, sampled, most, self.shallow, with_probs, with_confidence)
         return self.drafter.propose(inputs)
 
     def draft_on_device(self, requests: int, sampled: bool) -> None:
-        """Draft, and leave what the next step embeds and verifies on the device; a CUDA graph holds this."""
+        """Draft, and leave the tokens that the next step embeds and verifies on the device; part of a CUDA graph."""
         drafts = self.draft(requests, sampled)
         rows, most = self.staging.rows[:requests], self.staging.setting(Setting.MAX_DRAFTS, requests)
         confidence = None
@@ -141,7 +141,7 @@ class DraftingHost:
         )  # fmt: skip
 
     def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], None] | None = None) -> None:
-        """Draft for nobody at some batch sizes, drawn and greedily: takes the memory and compiles the kernels.
+        """Draft for padding at some batch sizes, sampled and greedily, to allocate memory and compile kernels.
 
         Args:
             sizes: requests.
@@ -155,13 +155,13 @@ class DraftingHost:
                     (draft or self.draft_on_device)(requests, sampled)
 
     def valid(self, tokens: np.ndarray, made: np.ndarray) -> np.ndarray:
-        """Drafts [requests] before the first INVALID of each request's tokens [requests, K], of which `made` count."""
+        """The number of drafts [requests] before the first INVALID one in tokens [requests, K], up to `made`."""
         usable = ((tokens >= 0) & (np.arange(tokens.shape[1]) < made[:, None])).cumprod(axis=1).sum(axis=1)
         self._count_invalid(int((usable < made).sum()))
         return usable
 
     def take_counts(self) -> None:
-        """Count what the device has counted so far."""
+        """Add the device's counts to ours."""
         self._count_invalid(self._invalid.take())
 
     def _count_invalid(self, requests: int) -> None:

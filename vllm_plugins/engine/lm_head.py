@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's LM head as drafters read it, across tensor-parallel ranks: its own, or a copy on another stage."""
+"""The target's LM head for drafters, across tensor-parallel ranks: its own, or a copy on another stage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from vllm_ppd.vllm_plugins.engine.packed_linear import PackedLinear
 
 
 class Unembedding(NamedTuple):
-    """A rank's shard of an LM head whose logits are its product with the states, and nothing else."""
+    """A rank's shard of an LM head whose logits are exactly its product with the states."""
 
     weight: torch.Tensor  # [shard_size, hidden], in the states' dtype
     bias: torch.Tensor | None  # [shard_size]
 
 
 class LMHead(ABC):
-    """Logits of any states; each rank holds a shard of the vocabulary, padded to shard_size."""
+    """An LM head for any states; each rank holds a shard of the vocabulary, padded to shard_size."""
 
     tp_size: int
     vocab_size: int
@@ -38,7 +38,7 @@ class LMHead(ABC):
 
     @abstractmethod
     def plain(self) -> Unembedding | None:
-        """The matrix itself, for kernels that read it; None where logits are more than its product or it is packed."""
+        """The matrix itself, for kernels that read it; None if logits are not just its product, or if it is packed."""
 
     def shard(self, classifiers: torch.Tensor) -> torch.Tensor:
         """This rank's rows of classifiers [..., vocabulary, hidden], padded as the LM head is."""
@@ -46,7 +46,7 @@ class LMHead(ABC):
         return functional.pad(rows, (0, 0, 0, self.shard_size - self.num_valid))
 
     def all_gather(self, parts: torch.Tensor) -> torch.Tensor:
-        """What every rank holds of the last dimension, in a row."""
+        """The parts of all ranks, concatenated along the last dimension."""
         return tensor_model_parallel_all_gather(parts, dim=-1)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def without_adapters(layer: Any) -> Any:
 
 
 class TargetLMHead(LMHead):
-    """Logits as vLLM's own step computes them, without LoRA adapters: vLLM sets those for the rows of its own step."""
+    """Logits as in vLLM's own step, but without LoRA adapters, which vLLM sets only for the rows of its step."""
 
     def __init__(self, model: Any) -> None:
         self.lm_head: Any = without_adapters(model.lm_head)
@@ -78,7 +78,7 @@ class TargetLMHead(LMHead):
         return self.logits_processor(self.lm_head, hidden, getattr(self.lm_head, "bias", None), skip_gather=not gather)
 
     def plain(self) -> Unembedding | None:
-        """None for a quantised head, capped or scaled logits, and a head computed in another type than the states."""
+        """None for a quantised head, for capped or scaled logits, and for a head of another type than the states."""
         processor, method = self.logits_processor, self.lm_head.quant_method
         weight, bias = getattr(self.lm_head, "weight", None), getattr(self.lm_head, "bias", None)
         product = not processor.logits_as_input and processor.scale == 1.0 and processor.soft_cap is None
@@ -109,7 +109,7 @@ class TargetLMHead(LMHead):
     def _read(
         self, logits: Callable[[torch.Tensor], torch.Tensor], vllm_config: Any, device: torch.device, chunk: int = 256
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows read as logits of unit vectors: the LM head itself may be packed, sharded or quantised."""
+        """Rows, read as logits of unit vectors, since the LM head itself may be packed, sharded or quantised."""
         if self.logits_processor.soft_cap:
             raise ValueError("this model caps its logits, so a part of its LM head cannot be read alone")
         hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
@@ -120,12 +120,12 @@ class TargetLMHead(LMHead):
 
 
 class CopiedLMHead(LMHead):
-    """The target's LM head on a pipeline stage that vLLM gives none.
+    """The target's LM head on a pipeline stage without one.
 
     Args:
         shard: [shard_size, hidden] of this rank.
         bias: [shard_size].
-        place: vocab_size, vocab_start, num_valid of the rank that the shard is from.
+        place: vocab_size, vocab_start, num_valid of the shard's rank.
         vllm_config, device: of the engine.
     """
 

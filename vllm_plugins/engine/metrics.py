@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own counters at /metrics, under `ppd:`, on the way of vLLM's `vllm:spec_decode_...`.
+"""Our counters at /metrics, under `ppd:`, which travel with vLLM's `vllm:spec_decode_...`.
 
-    worker       Counters: counts; what is new is an attribute of the step's ModelRunnerOutput
-    scheduler    adds it to the SchedulerStats of the step, in the open dictionary of KV connectors' statistics
-    front end    takes it out again, and counts it in Prometheus counters
+    worker       Counters: counts; new counts are an attribute of the step's ModelRunnerOutput
+    scheduler    adds them to the SchedulerStats of the step, in the open dictionary of KV connectors' statistics
+    front end    takes them out again, and adds them to Prometheus counters
 
-So they are where vLLM's are: with workers on other machines, and with several API servers, each of which is told of
-some steps. Only the wrapped calls of patches/statistics.py know of vLLM.
+So they work where vLLM's do: with workers on other machines, and with several API servers, each of which gets
+some steps. Only the wrapped calls of patches/statistics.py depend on vLLM.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ Counts = dict[str, float]  # counter -> amount
 
 
 class Counters:
-    """The worker's side; what other ranks than the first of a pipeline stage count is never told."""
+    """The worker's side; only the counts of the first rank of a pipeline stage are published."""
 
     def __init__(self) -> None:
         self.values = np.zeros(len(COUNTERS))
@@ -64,14 +64,14 @@ class Counters:
             self.values[_COLUMN[name]] += amount
 
     def take(self) -> np.ndarray:
-        """What was counted since the last call: [counters]."""
+        """The counts since the last call: [counters]."""
         new = self.values - self._told
         self._told[:] = self.values
         return new
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Forget what is counted in a block."""
+        """Discard the counts within a context."""
         before = self.values.copy(), self._told.copy()
         try:
             yield
@@ -79,11 +79,11 @@ class Counters:
             self.values[:], self._told[:] = before
 
     def take_in(self, amounts: np.ndarray) -> None:
-        """Count what another stage took: [counters]."""
+        """Add the counts of another stage: [counters]."""
         self.values += amounts
 
     def attach(self, output: Any) -> None:
-        """Send what is new along with a step's output, an object of its own."""
+        """Attach new counts to a step's output."""
         new = self.take()
         if new.any():
             setattr(output, ATTRIBUTE, {_NAMES[column]: float(new[column]) for column in new.nonzero()[0]})
@@ -93,7 +93,7 @@ _totals = dict.fromkeys(COUNTERS, 0.0)
 
 
 def count_in_process(counts: Counts) -> None:
-    """What the schedulers of this process were told, for totals()."""
+    """Record counts in the schedulers' process, for totals()."""
     for name, amount in counts.items():
         _totals[name] += amount
 
@@ -107,7 +107,7 @@ class Published:
     """The front end's side: Prometheus counters, labelled as vLLM's.
 
     Args:
-        model_name: as vLLM's label has it.
+        model_name: the value of vLLM's label.
         engines: their numbers.
         group: whether there is a worker group, whose counters are absent otherwise.
     """

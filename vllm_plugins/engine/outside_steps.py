@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes outside vLLM's own steps have to mind: KV connectors, and backends that make the host wait."""
+"""Constraints on passes outside of vLLM's own steps: KV connectors, and backends that make the host wait."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def unseen_by_connectors() -> Iterator[None]:
-    """Layers that run between steps: what they write is of drafts, which no connector is to store."""
+    """A context for layers that run between steps, which hides their KV of drafts from connectors."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
@@ -24,7 +24,7 @@ def unseen_by_connectors() -> Iterator[None]:
 
 
 def on_device(groups: Iterable[Any]) -> bool:
-    """Whether all of some attention groups bring their metadata up to date on the device; says once if not."""
+    """Whether all attention groups update their metadata on the device; logs once if one does not."""
     others = {group.backend.get_name() for group in groups if not group.supports_draft_decode_metadata_update}
     for name in sorted(others - _warned):
         _warned.add(name)

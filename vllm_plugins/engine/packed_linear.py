@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A matrix of ours as a vLLM linear layer: packed for the platform's fastest product, as the target's own are."""
+"""A matrix of ours as a vLLM linear layer, packed for the platform's fastest product like the target's own."""
 
 from typing import Any
 
@@ -24,6 +24,6 @@ class PackedLinear:
         return self.layer(hidden)[0]
 
     def plain(self) -> torch.Tensor | None:
-        """The matrix [out, in]; None where the platform has packed it."""
+        """The matrix [out, in]; None if the platform has packed it."""
         weight = self.layer.weight
         return weight if weight.dim() == 2 and len(weight) == self.rows else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At server start: a line of the log on heads that are predicted to gain nothing with this engine's step costs."""
+"""A log line at server start about heads that are predicted to gain nothing with this engine's step costs."""
 
 import logging
 from typing import Any
@@ -26,7 +26,7 @@ def log_predicted_gain(config: DraftingConfig, vllm_config: Any, costs: Measured
     Args:
         config: our options.
         vllm_config: vLLM's.
-        costs: of this engine's steps (None: those that an earlier start with the same steps has kept, if any).
+        costs: of this engine's steps (None: those kept by an earlier start with the same steps, if any).
     """
     if config.model is None or config.stages > 1 or not get_tp_group().is_first_rank:
         return
@@ -47,7 +47,7 @@ def log_predicted_gain(config: DraftingConfig, vllm_config: Any, costs: Measured
 
 
 def predicted_speedups(config: DraftingConfig, engine: Engine, costs: MeasuredCosts) -> dict[int, float]:
-    """The best speed-up of the drafts that this server makes, by measured batch size; empty without a calibration."""
+    """The best speed-up of this server's drafts by measured batch size; empty without a calibration."""
     try:
         folder = hub.folder_of(str(config.model), CONFIG_NAME, also=(CALIBRATION_NAME,))
         heads, parts = load_config(folder), load_calibration(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests by their permanent rows: what they ask of drafting, and on runner V1 the rows themselves."""
+"""Requests by their permanent rows: their options for drafting, and on runner V1 the rows themselves."""
 
 from collections.abc import Iterable
 from enum import IntEnum
@@ -14,7 +14,7 @@ from vllm_ppd.vllm_plugins.config.request_options import back_off_threshold, dra
 
 
 class Setting(IntEnum):
-    """What drafting reads of a request on the device, a column each."""
+    """Columns of a request's settings that drafting reads on the device."""
 
     MAX_DRAFTS = 0
     TEMPERATURE = 1
@@ -25,17 +25,17 @@ class Setting(IntEnum):
 
 
 class RequestOptions:
-    """Options of every request row, as arrays of the host, and as a table of the device.
+    """Options of every request row, as arrays on the host and as a table on the device.
 
-    Where verification reads q(x), some requests draft greedily: a grammar cuts drafts off by what was drawn, after
-    which q(x) is not what they were drawn from, and a seed promises the same output on every run, while drafts are
+    If verification reads q(x), some requests draft greedily: a grammar cuts drafts off depending on their tokens, after
+    which q(x) is no longer their distribution, and a seed promises the same output on every run, while drafts are
     drawn from a generator that requests share.
 
     Args:
-        rows: request rows of the runner. The device has another, which the padding of CUDA graphs reads, row -1.
+        rows: request rows of the runner. The device has one more, row -1, which the padding of CUDA graphs reads.
         num_drafts: K.
         vocab_size: of the target.
-        device: where drafts are made.
+        device: on which drafts are made.
         keyed: whether drafts are drawn with the target's own random numbers, so that output does not depend on them.
     """
 
@@ -50,7 +50,7 @@ class RequestOptions:
         self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
 
     def add(self, row: int, params: Any) -> None:
-        """Take a request in.
+        """Add a request.
 
         Args:
             row: of the request.
@@ -77,11 +77,11 @@ class RequestOptions:
         )
 
     def apply(self) -> None:
-        """Bring what was added to the device, in the order of its stream: steps in flight read what they began with."""
+        """Copy added options to the device in stream order, so that steps in flight read those they began with."""
         async_tensor_h2d(self.settings, out=self.on_device[:-1])
 
     def sampling(self, rows: np.ndarray, temperature: Setting = Setting.DRAFT_TEMPERATURE) -> Sampling:
-        """How some requests draw.
+        """The sampling parameters of some requests.
 
         Args:
             rows: [requests] request rows.
@@ -94,7 +94,7 @@ class RequestOptions:
 
 
 class RequestRows:
-    """A row a running request, from its first step to its end or preemption.
+    """A row for each running request, from its first step to its end or preemption.
 
     Args:
         rows: the most requests that run at once.
@@ -106,7 +106,7 @@ class RequestRows:
         self._free = list(reversed(range(rows)))
 
     def begin_step(self, scheduler_output: Any) -> list[str]:
-        """Take in who left and who came; returns the requests that are new or resumed, whose rows are new."""
+        """Update the rows for requests that ended or came; returns the new and resumed ones, which have new rows."""
         left = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
         came = [*(request.req_id for request in scheduler_output.scheduled_new_reqs), *resumed]

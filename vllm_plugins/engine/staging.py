@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafter's inputs of a step, in buffers of fixed place: CUDA graphs read them there."""
+"""The drafter's inputs for a step, in fixed buffers that CUDA graphs read."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from vllm_ppd.vllm_plugins.engine.target import Target
 
 
 class Staging:
-    """Inputs of up to so many requests.
+    """Buffers for the inputs of up to a number of requests.
 
     Args:
         requests: the largest batch.
@@ -43,7 +43,7 @@ class Staging:
         self.stage_nobody()
 
     def stage_nobody(self) -> None:
-        """Stage padding that takes the way of sampling requests, as a dummy run and a capture do."""
+        """Stage padding that counts as sampling requests, for dummy runs and captures."""
         self.rows.fill_(-1)
         settings = self.staged.settings
         settings[Setting.MAX_DRAFTS] = self.options.num_drafts
@@ -52,7 +52,7 @@ class Staging:
         settings[Setting.EPS_B] = torch.nan
 
     def stage(self, end: StepEnd, padded: int) -> None:
-        """Stage a step that was verified, and mark the padding behind its requests: one launch on a GPU."""
+        """Stage a verified step, and mark the padding after its requests, in one launch on a GPU."""
         chosen(stage, end.hidden)(end, self.options.on_device, self.staged, padded)
 
     def stage_requests(
@@ -63,7 +63,7 @@ class Staging:
         places: torch.Tensor,  # [requests] int64, the token whose state gave the newest one
         positions: torch.Tensor,  # [requests] of the newest tokens
     ) -> None:
-        """Stage some requests of a step, by what the host knows of them."""
+        """Stage some requests of a step, from the host's data."""
         n, staged = len(rows), self.staged
         staged.rows[:n], staged.newest_ids[:n], staged.places[:n], staged.positions[:n] = (
             rows, newest_ids, places, positions,
@@ -72,7 +72,7 @@ class Staging:
         staged.settings[:, :n] = self.options.on_device[rows].T
 
     def setting(self, column: Setting, requests: int) -> torch.Tensor:
-        """A setting of the first so many staged requests: [requests] float32."""
+        """A setting of the first staged requests: [requests] float32."""
         return self.staged.settings[column, :requests]
 
     def inputs(
@@ -84,7 +84,7 @@ class Staging:
         with_probs: bool,
         with_confidence: bool,
     ) -> DraftInputs:
-        """The first so many of the staged requests as a drafter reads them; arguments as DraftInputs' and host's."""
+        """The drafter's inputs for the first staged requests; arguments as in DraftInputs and the host."""
         sampling = None
         if sampled:
             columns = Setting.DRAFT_TEMPERATURE, Setting.TOP_K, Setting.TOP_P

@@ -36,14 +36,14 @@ def costs_of_engine(
     largest: int,
     steps: Sequence[tuple[list[int], TimeSteps]],
 ) -> MeasuredCosts | None:
-    """Costs of this engine's steps, the same on all tensor-parallel ranks; None where they cannot be measured.
+    """Costs of this engine's steps, the same on all tensor-parallel ranks; None if they cannot be measured.
 
     Args:
         config: our options.
         vllm_config: vLLM's.
         counters: ours, which dummy steps do not count in.
-        largest: batch size that can be measured.
-        steps: numbers of drafts and what times them: the method's, and where there are any, looked-up ones.
+        largest: the largest batch size that can be measured.
+        steps: numbers of drafts and a function that times them, for the method's drafts and, if any, looked-up ones.
     """
     group = get_tp_group()
     path = cache_file(config, vllm_config)
@@ -73,7 +73,7 @@ def costs_of_engine(
 
 
 def described(config: DraftingConfig, vllm_config: Any) -> Engine:
-    """What `ppd plan --timings` has to know of the engine whose steps were measured."""
+    """A description of the engine whose steps were measured, for `ppd plan --timings`."""
     names = {"target": vllm_config.model_config.model, "heads": config.model}
     names = {key: os.path.abspath(name) if name and os.path.exists(name) else name for key, name in names.items()}
     options = {"method", "num_speculative_tokens", "exit_layer", "draft_vocab_size", "runner"}
@@ -81,7 +81,7 @@ def described(config: DraftingConfig, vllm_config: Any) -> Engine:
 
 
 def load(path: Path) -> MeasuredCosts | None:
-    """What a file keeps; None if there is none, or it is damaged, or what it keeps cannot be."""
+    """The costs in a file; None if it is missing, damaged, or holds impossible values."""
     try:
         costs = MeasuredCosts.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -93,7 +93,7 @@ def load(path: Path) -> MeasuredCosts | None:
 
 
 def save(costs: MeasuredCosts, path: Path) -> None:
-    """Write a file for later starts, unless the machine was busy."""
+    """Write the costs to a file for later starts, unless the machine was busy."""
     if reason := costs.implausible():
         logger.warning(
             "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start alone; "
@@ -108,7 +108,7 @@ def save(costs: MeasuredCosts, path: Path) -> None:
 
 
 def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
-    """The file in vLLM's caches for a model, the settings of its engine that change what a step does, and a machine."""
+    """The file in vLLM's caches for a model, a machine, and the engine's settings that affect a step."""
     options = config.model_dump(exclude=NOT_STEPS)
     scheduler, device = vllm_config.scheduler_config, vllm_config.device_config.device_type
     name = torch.cuda.get_device_name() if device == "cuda" else _processor()
@@ -129,7 +129,7 @@ def _processor() -> str:
 
 
 def summary(table: CostTable) -> str:
-    """Such as `1 request 5.1 ms, 3 drafts +20 %; 4 requests ...`."""
+    """A summary such as `1 request 5.1 ms, 3 drafts +20 %; 4 requests ...`."""
     most = table.counts[-1]
     parts = [
         f"{size} request{'s' * (size > 1)} {1000 * row[0]:.1f} ms, {most} drafts {row[-1] / row[0] - 1:+.0%}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loaded target as drafters may read it: LM head, further matrices beside it, and its cuts."""
+"""The loaded target for drafters: its LM head, further matrices, and its cuts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from vllm_ppd.vllm_plugins.engine.packed_linear import PackedLinear
 
 
 def language_model(model: Any) -> Any:
-    """The causal LM within a model as vLLM loaded it."""
+    """The causal LM within a model that vLLM loaded."""
     return model.get_language_model() if isinstance(model, SupportsMultiModal) else model
 
 
@@ -27,7 +27,7 @@ class Target:
     """One engine's target.
 
     Args:
-        model: as vLLM loaded it; of a multimodal one, drafts are of its language model.
+        model: as vLLM loaded it; a multimodal one drafts with its language model.
         vllm_config: vLLM's configuration.
         device: where it is.
     """
@@ -64,7 +64,7 @@ class Target:
         return self.lm_head.rows(token_ids, self.vllm_config, self.device)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The target's own input embeddings of tokens [tokens], without adapters: [tokens, hidden], on every rank."""
+        """The target's input embeddings of tokens [tokens], without adapters: [tokens, hidden], on every rank."""
         for layer in self._adapted:  # vLLM has set adapters for the tokens of its own step, which are others
             layer.forward = layer.base_layer.forward
         try:
@@ -74,7 +74,7 @@ class Target:
                 del layer.forward
 
     def cut_after(self, exit_layers: Sequence[int]) -> ModelCut:
-        """Cut the target after some layers; its forward then runs as that cut's stacks.
+        """Cut the target after some layers; its forward then runs the cut's stacks.
 
         Raises:
             ValueError: if the family cannot be cut or a layer is out of range.
@@ -87,7 +87,7 @@ class Target:
         return self.cut
 
     def tapped_after(self, layers: Sequence[int]) -> torch.Tensor:
-        """Keep the states after some layers in each forward: [layers, most tokens of a step, hidden] buffer.
+        """Keep the states after some layers in each forward; returns a buffer [layers, most tokens of a step, hidden].
 
         Raises:
             ValueError: if the family cannot be cut.
@@ -101,13 +101,13 @@ class Target:
         """Run further decoder layers beside the target's last one, each with KV of its own (DynaMo's token heads).
 
         Args:
-            weights: of each layer, by the names that the target's checkpoint gives a decoder layer's.
+            weights: of each layer, by their names in a decoder layer of the target's checkpoint.
 
         Returns:
             [layers, most tokens of a step, hidden] buffer of their normed hidden states after each forward.
 
         Raises:
-            ValueError: if the family cannot be cut, or weights are missing or of another family.
+            ValueError: if the family cannot be cut, or weights are missing or unknown.
         """
         cut = self.cut = BranchedModel(self.model, self.vllm_config, embedded=self.is_multimodal)
         layers = build_layers(cut.adapter, self.vllm_config, weights, self.device)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafting methods, a folder each."""
+"""The drafting methods, each in a folder."""

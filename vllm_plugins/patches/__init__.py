@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every place where vLLM is touched from outside, and how a vLLM that moved is refused.
+"""All patches of vLLM, and the refusal of a vLLM that they do not fit.
 
-PATCHES names the calls of vLLM that are wrapped. A wrapper gets what it replaces and the arguments of the call, and
-adds to it only where our own configuration is present. The worker and the runner are subclasses, named by vLLM's own
+PATCHES lists the wrapped calls of vLLM. A wrapper gets the original function and the arguments of the call, and
+adds to it only if our configuration is present. The worker and the runner are subclasses, named by vLLM's own
 `worker_cls`.
 """
 
@@ -73,7 +73,7 @@ def is_supported(version: str) -> bool:
 
 
 def install() -> None:
-    """Install the patches; idempotent. On an unsupported vLLM say so in one line and only refuse our methods."""
+    """Install the patches; idempotent. On an unsupported vLLM log one line, and only refuse our methods."""
     version = vllm_version()
     if is_supported(version):
         for owner, name, wrapper in PATCHES:
@@ -89,12 +89,12 @@ def install() -> None:
 
 @functools.cache
 def wrap(owner_path: str, name: str, wrapper: Callable[..., Any]) -> None:
-    """Put wrapper(original, ...) in place of a function, method or property, once.
+    """Replace a function, method or property by wrapper(original, ...), once.
 
     Args:
         owner_path: `module` or `module:Class`.
-        name: of its attribute.
-        wrapper: what is called, with the function that stood there before the arguments, whose names it has.
+        name: of the attribute.
+        wrapper: called with the original function, then its arguments, whose names it must have.
     """
     module, _, class_name = owner_path.partition(":")
     owner: Any = importlib.import_module(module)
@@ -111,7 +111,7 @@ def wrap(owner_path: str, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def refuse_methods(original: Callable[..., Any], self: Any, *args: Any) -> Any:
-    """EngineArgs.create_speculative_config of a vLLM that is not supported: our methods are refused by name.
+    """EngineArgs.create_speculative_config of an unsupported vLLM: refuse our methods by name.
 
     Raises:
         OptionError: naming the versions.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapped calls that take a request: a bad value of an option of ours is the client's error."""
+"""Wrapped calls that take a request: a bad value of one of our options is the client's error."""
 
 import functools
 import inspect
@@ -21,9 +21,9 @@ def validate_params(original: Callable[..., Any], self: Any, params: Any, *args:
 
 
 def checked_before_streaming(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """An asynchronous generator of vLLM: check its sampling_params when it is made, not when it first runs.
+    """An asynchronous generator of vLLM: check sampling_params when it is made, not when it first runs.
 
-    Then a streamed response has not begun, and its status can be 400.
+    At that time a streamed response has not begun, so its status can be 400.
     """
     config = active_config(getattr(self, "vllm_config", None) or self.engine_client.vllm_config)
     if config is not None:

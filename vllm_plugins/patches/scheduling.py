@@ -44,7 +44,7 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
 
 
 def make_core(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """EngineCore.__init__: have the scheduler of runner V2 choose the number of drafts by the workers' step costs."""
+    """EngineCore.__init__: let the scheduler of runner V2 choose the number of drafts by the workers' step costs."""
     original(self, *args, **kwargs)
     lookup = getattr(self.scheduler, "dynamic_sd_lookup", None)
     if isinstance(lookup, ScheduledDrafts):
@@ -54,7 +54,7 @@ def make_core(original: Callable[..., None], self: Any, *args: Any, **kwargs: An
 
 
 def post_step(original: Callable[..., None], self: Any, model_executed: bool) -> None:
-    """EngineCore.post_step: ask no worker group for drafts, which would wait for the step in flight."""
+    """EngineCore.post_step: do not ask a worker group for drafts, which would wait for the step in flight."""
     config = active_config(self.vllm_config)
     if config is None or config.stages == 1:
         original(self, model_executed)
@@ -63,7 +63,7 @@ def post_step(original: Callable[..., None], self: Any, model_executed: bool) ->
 def sleep(original: Callable[..., Any], self: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     """EngineCore.sleep: refuse a level that discards the heads, before anything is paused.
 
-    Level 1 brings heads and saved states back with the weights, as all are allocated where these are.
+    Level 1 restores heads and saved states with the weights, since all are allocated together.
 
     Raises:
         OptionError: on any other level.

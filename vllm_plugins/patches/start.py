@@ -59,7 +59,7 @@ def maybe_override_with_speculators(
 
 
 def get_model_path(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave ORGANISATION/HEADS@REVISION as it is, which is resolved later; vLLM would refuse it offline."""
+    """Leave ORGANISATION/HEADS@REVISION unchanged for later resolution; vLLM would refuse it offline."""
     if "@" in str(model) and hub.hub_name(str(model)) is not None:
         return model
     return original(model, *args, **kwargs)
@@ -83,13 +83,13 @@ def use_v2_model_runner(original: Callable[..., bool], self: Any) -> bool:
 
 
 def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
-    """Allow a proposer class on runner V2, which starts none of others; our runner brings the speculator itself."""
+    """Allow a proposer class on runner V2, which vLLM cannot start there; our runner makes the speculator itself."""
     features = original(self)
     return features if active_config(self) is None else [name for name in features if "'custom_class'" not in name]
 
 
 def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 grants a closed list of methods."""
+    """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 allows only for its own methods."""
     config = active_config(self)
     if config is None or config.runner != "v2":
         return original(self, *args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrapped calls of vLLM's statistics, along which our counters (engine/metrics.py) travel and acceptance is watched."""
+"""Wrapped calls of vLLM's statistics, which carry our counters (engine/metrics.py) and watch acceptance."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,14 +19,14 @@ PUBLISHED = "vllm_ppd_published"  # of a StatLoggerManager
 
 
 def watch_acceptance(scheduler: Any) -> None:
-    """Have a scheduler warn where hardly any draft is accepted, on either runner."""
+    """Let a scheduler warn if hardly any draft is accepted, on either runner."""
     setattr(scheduler, WATCH, AcceptanceWatch())
 
 
 def update_from_output(
     original: Callable[..., Any], self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Scheduler: keep what a step's output carries until the statistics are made."""
+    """Scheduler: keep the counts of a step's output until the statistics are made."""
     output = model_runner_output
     counts: Counts = dict(getattr(output, ATTRIBUTE, {}))
     lookup = getattr(self, "dynamic_sd_lookup", None)
@@ -59,10 +59,10 @@ def update_from_output(
 def verified(
     requests: dict[str, Any], scheduler_output: Any, output: Any, with_others: bool
 ) -> list[tuple[str, int, int, bool]]:
-    """What a step verified: (request, its drafts, tokens that it emitted, whether it decodes greedily) of each.
+    """The verified drafts of a step: (request, its drafts, its emitted tokens, whether it decodes greedily) for each.
 
-    Requests that emitted nothing are left out, and those that opted out, whose drafts are rejected on runner V2; those
-    without drafts, unless they are asked for.
+    Requests that emitted nothing or opted out (whose drafts runner V2 rejects) are left out, and so are those
+    without drafts, unless requested.
     """
     drafts, seen = scheduler_output.scheduled_spec_decode_tokens, []
     for req_id in output.req_ids if with_others else drafts:
@@ -74,7 +74,7 @@ def verified(
 
 
 def make_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Scheduler: put it into the statistics of the step, in the open dictionary of KV connectors' statistics."""
+    """Scheduler: put the counts into the step's statistics, in the open dictionary of KV connectors' statistics."""
     stats = original(self, *args, **kwargs)
     counts = getattr(self, PENDING, None)
     if stats is not None and counts:
@@ -84,7 +84,7 @@ def make_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 
 
 def make_loggers(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """StatLoggerManager.__init__: register the counters where an engine drafts."""
+    """StatLoggerManager.__init__: register the counters of engines that draft."""
     original(self, vllm_config, *args, **kwargs)
     config = active_config(vllm_config)
     if config is not None:
@@ -96,7 +96,7 @@ def record(
     original: Callable[..., Any], self: Any, scheduler_stats: Any, *args: Any, engine_idx: int | None = None,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """StatLoggerManager: take them out before vLLM's own loggers read the statistics."""
+    """StatLoggerManager: take the counts out before vLLM's own loggers read the statistics."""
     carried = getattr(scheduler_stats, "kv_connector_stats", None)
     if carried and KEY in carried:
         counts = carried.pop(KEY)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeping the weights of linear layers as they were loaded, where vLLM's CPU backend would repack them."""
+"""Keeping the weights of linear layers as loaded, although vLLM's CPU backend would repack them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 @contextmanager
 def plain_weights() -> Iterator[None]:
-    """While this holds, a linear layer that has loaded keeps its weight and multiplies by it with torch's own product.
+    """Within this context a linear layer that has loaded keeps its weight and uses torch's own product.
 
     vLLM does so itself for layers that it marks; embeddings and the LM head are packed as ever.
     """

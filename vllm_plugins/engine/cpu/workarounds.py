@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mends of vLLM 0.32's CPU backend.
+"""Workarounds for vLLM 0.32's CPU backend.
 
 Without the first, sampling with drafts has the wrong distribution: `expand_kernel` spreads per-request sampling
 parameters over draft tokens. For float32 and int32 outputs it fills a converted copy and drops it, so temperature,
@@ -29,14 +29,14 @@ def expand(
     replace_to: float,
     MAX_NUM_TOKENS: Any = None,
 ) -> None:
-    """output = each request's value, once a token, with replace_from replaced by replace_to."""
+    """output = each request's value, repeated per token, with replace_from replaced by replace_to."""
     counts = torch.diff(cu_num_tokens.long(), prepend=cu_num_tokens.new_zeros(1).long())
     values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
     output.copy_(values.repeat_interleave(counts))
 
 
 def mend_workers_to_come() -> None:
-    """Have workers that this process starts later register our kernel; of use to vLLM's own methods."""
+    """Let workers that this process starts later register our kernel, for vLLM's own methods."""
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand
@@ -58,9 +58,9 @@ def mend_expand_kernel() -> None:
 
 
 def unlink_shared_memory(*groups: Any) -> None:
-    """Take the names off the shared memory of process groups whose ranks have all mapped it.
+    """Unlink the shared memory of process groups whose ranks have all mapped it.
 
-    It then goes with the last process that has it mapped, however that ends. Groups without any are left alone.
+    It is then freed with the last process that has it mapped, however that ends. Groups without any are left alone.
     """
     for group in groups:
         name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", None)

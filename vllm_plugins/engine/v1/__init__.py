@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's runner V1: worker, runner, and running a part of the target between steps."""
+"""Drafting on vLLM's runner V1: worker, runner, and passes of a part of the target between steps."""

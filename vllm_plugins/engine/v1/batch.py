@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting reads of the batch of vLLM's V1 runner: one name for each fact, in one place.
+"""The facts about the batch of vLLM's V1 runner that drafting reads.
 
-Arrays are views of the runner's own, a row for each request of the batch, and change with it.
+Arrays are views of the runner's own, with a row for each request of the batch, and change with it.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[rows] tokens that each request has so far, prompt and output, drafts not counted."""
+        """[rows] tokens that each request has so far, prompt and output without drafts."""
         return self._rows(self._runner.input_batch.num_tokens_no_spec)
 
     @property
@@ -63,12 +63,12 @@ class Batch:
 
     @property
     def computed(self) -> np.ndarray:
-        """[rows] tokens whose KV stood in the cache before this step."""
+        """[rows] tokens whose KV was in the cache before this step."""
         return self._rows(self._runner.input_batch.num_computed_tokens_cpu)
 
     @property
     def starts(self) -> np.ndarray:
-        """[rows + 1] the first of the step's tokens of each row, and the number of all."""
+        """[rows + 1] index of each row's first token in the step, and the number of all tokens."""
         starts: np.ndarray = self._runner.query_start_loc.np[: self.num_requests + 1]
         return starts
 
@@ -79,7 +79,7 @@ class Batch:
         return ~discarded
 
     def append(self, row: int, tokens: list[int]) -> None:
-        """Give a row tokens that it emitted, where a later stage's runner is the one that learns of them first."""
+        """Append emitted tokens to a row, on a stage whose runner does not sample them itself."""
         batch = self._runner.input_batch
         where = slice(batch.num_tokens_no_spec[row], batch.num_tokens_no_spec[row] + len(tokens))
         batch.token_ids_cpu[row, where] = tokens
@@ -88,14 +88,14 @@ class Batch:
         self._runner.requests[batch.req_ids[row]].output_token_ids.extend(tokens)
 
     def sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:
-        """A token of each of some rows, by vLLM's sampler with the batch's own parameters.
+        """Sample a token for some rows with vLLM's sampler and the batch's parameters.
 
         Args:
             rows: [sampled].
             logits: [sampled, vocabulary].
 
         Returns:
-            [rows] of the whole batch, anything where a row was not sampled.
+            [rows] of the whole batch, arbitrary for rows that were not sampled.
         """
         metadata, count = self.sampling_metadata, self.num_requests
         if len(rows) < count:
@@ -114,16 +114,16 @@ class Batch:
 
 
 def with_counts(output: Any, counters: Counters) -> Any:
-    """A step's output, with what was counted since the one before; what is no output of its own is left alone."""
+    """A step's output with the counts since the previous one attached; shared placeholder outputs are left alone."""
     if isinstance(output, ModelRunnerOutput) and output is not EMPTY_MODEL_RUNNER_OUTPUT:
         counters.attach(output)
     return output
 
 
 class Step(NamedTuple):
-    """What an engine step came to."""
+    """The results of an engine step."""
 
-    sampled_token_ids: list[list[int]]  # emitted tokens a batch row; empty where the prompt is not done
+    sampled_token_ids: list[list[int]]  # emitted tokens per batch row; empty where the prompt is not done
     verified: Any  # vLLM's SpecDecodeMetadata; None if the batch had no drafts to verify
     sampling: Any  # the batch's SamplingMetadata
     hidden_states: torch.Tensor  # [tokens, hidden] normed
@@ -134,11 +134,11 @@ class Step(NamedTuple):
         return None if self.verified is None else self.verified.num_draft_tokens
 
     def last_tokens(self, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Of batch rows [requests], the token of the step that gave the last emitted token: [requests].
+        """The index in the step of the token that gave the last emitted one, for batch rows [requests]: [requests].
 
         Args:
             rows: [requests]
-            starts: [batch rows + 1] the first token of each row, and the number of all.
+            starts: [batch rows + 1] index of each row's first token, and the number of all tokens.
         """
         last = starts[rows + 1].astype(np.int64) - 1
         if self.num_draft_tokens is None:

@@ -11,7 +11,7 @@ STEPS = 2  # with each number of drafts; the last is timed
 
 
 class V1Batch(DummyBatch):
-    """Dummy requests that are given the engine's drafts as vLLM's scheduler gives them."""
+    """Dummy requests that get the engine's drafts as from vLLM's scheduler."""
 
     def sample(self, tokens: dict[str, int]) -> None:
         result = self.runner.sample_tokens(None)

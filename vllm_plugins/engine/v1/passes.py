@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running one stack of the cut outside vLLM's own step: its graph, its buffers and the forward context."""
+"""Passes of one stack of the cut outside of vLLM's own step: graph, buffers and forward context."""
 
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 
 
 class SpanAttention:
-    """Builds what the forward context needs for spans of tokens."""
+    """Builds the forward context's data for spans of tokens."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -126,7 +126,7 @@ class StackPasses:
         self._groups: list[list[LayerGroup]] | None = None
 
     def zeros(self, tokens: int) -> CutState:
-        """States of so many tokens that ran through nothing."""
+        """Zero states for a number of tokens."""
         model_config = self.runner.model_config
         shape, dtype = (tokens, model_config.hf_text_config.hidden_size), model_config.dtype
         hidden = torch.zeros(shape, dtype=dtype, device=self.runner.device)
@@ -135,7 +135,7 @@ class StackPasses:
     def first(self, span: Span, token_ids: torch.Tensor, within_step: bool = False) -> CutState:
         """Stack 0 over a span: [tokens] ids to the state at the first exit.
 
-        Within a step of vLLM's no CUDA graph runs: the step's own inputs lie where it would read.
+        Within a step of vLLM no CUDA graph runs, since its input buffers hold the step's own inputs.
         """
         # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
         return self._run(0, span, token_ids.to(torch.int32).contiguous(), None, graphs=not within_step)
@@ -204,7 +204,7 @@ class StackPasses:
         return graph_buffers[0][:padded], None if graph_buffers[1] is None else graph_buffers[1][:padded]
 
     def _graph(self, num_tokens: int) -> tuple[CUDAGraphMode, Any]:
-        """The captured graph that serves a pass of so many tokens, if there is one."""
+        """The captured graph for a pass of a number of tokens, if there is one."""
         if self.cut.graph_buffers is None:
             return CUDAGraphMode.NONE, None
         return self.runner.cudagraph_dispatcher.dispatch(

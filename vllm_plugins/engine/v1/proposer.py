@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafting method on vLLM's runner V1: the runner's mixin, and the proposer between vLLM's batch and the host.
+"""Drafting methods on vLLM's runner V1: the runner's mixin, and the proposer between vLLM's batch and the host.
 
-vLLM builds the proposer, and the runner calls it once a phase of the engine step:
+vLLM builds the proposer, and the runner calls it in each phase of an engine step:
 
-    begin_step      the scheduler's output is about to be taken in
+    begin_step      the scheduler's output has arrived
     forward         the target runs, or part of it
-    after_sampling  tokens were sampled, and are not yet emitted
-    draft           tokens were emitted: draft those that may follow
+    after_sampling  tokens were sampled, but not emitted yet
+    draft           tokens were emitted: draft the tokens after them
 """
 
 import time
@@ -31,7 +31,7 @@ from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
 
 
 class Bypass:
-    """A number of decode steps of the same requests; it ends early when other requests or prompts come."""
+    """Decode steps that bypass drafting, for the same requests; they end early when other requests or prompts come."""
 
     def __init__(self) -> None:
         self.active = False  # whether the step that runs now is bypassed
@@ -39,7 +39,7 @@ class Bypass:
         self._requests: Collection[str] = frozenset()
 
     def begin(self, steps: int, requests: Collection[str]) -> None:
-        """Bypass so many steps from the next one on, as long as they are decode steps of these requests."""
+        """Bypass drafting for a number of steps from the next one on, while they are decode steps of these requests."""
         self._left, self._requests = steps, requests
 
     def begin_step(self, scheduler_output: Any) -> None:
@@ -58,7 +58,7 @@ class Bypass:
 
 
 class Proposer:
-    """Plans drafts, brings the host its inputs, and copies its drafts to vLLM's lists once a step."""
+    """Plans drafts, gives the host its inputs, and copies its drafts to vLLM's lists once per step."""
 
     runner: Any
     host: DraftingHost
@@ -89,17 +89,17 @@ class Proposer:
 
     @property
     def counters(self) -> Counters:
-        """Ours, for the step's output."""
+        """Our counters, for the step's output."""
         return self.host.counters
 
     @property
     def drafting_off(self) -> bool:
-        """Whether no drafts are meant to follow the step that runs now: what only drafts need may be left out."""
+        """Whether no drafts are planned after the current step, so that work for drafts may be left out."""
         controller = self.planner.controller
         return self.bypass.active or (controller is not None and controller.off)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM's own interface, which lacks the hidden states; only our runner can drive this proposer."""
+        """vLLM's interface, which lacks the hidden states; only our runner can drive this proposer."""
         raise RuntimeError(f"{self.config.spec.title} needs vllm-ppd's worker; remove --worker-cls")
 
     def load_model(self, model: Any) -> None:
@@ -114,12 +114,12 @@ class Proposer:
             self.q_rows = torch.zeros(self.host.rows, self.host.num_drafts, vocab_size, device=self.runner.device)
 
     def warm_up(self) -> None:
-        """Take the memory that drafting takes and compile its kernels, while vLLM measures memory."""
+        """Allocate drafting's memory and compile its kernels while vLLM measures memory."""
         requests = self.host.rows
         self.host.warm_up(buckets(min(requests, self.config.disable_by_batch_size or requests)))
 
     def begin_step(self, scheduler_output: Any) -> None:
-        """Give new and resumed requests their rows; a resumed one may have other KV blocks than before."""
+        """Assign rows to new and resumed requests; a resumed one may have other KV blocks than before."""
         scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
         tokens = len(scheduled) + sum(map(len, drafts.values()))
         self.decoding = scheduler_output.total_num_scheduled_tokens == tokens
@@ -142,15 +142,15 @@ class Proposer:
         return None
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Callable[[], Any]) -> Any:
-        """What the step emits: vLLM's own SamplerOutput, which sample() gives, or a method's change of it."""
+        """The tokens to emit: vLLM's SamplerOutput from sample(), or a method's change of it."""
         return sample()
 
     def drafting_rows(self) -> np.ndarray | None:
-        """Which rows of the batch have what it takes to draft: [batch rows] bool; None: all."""
+        """Which rows of the batch can draft: [batch rows] bool; None: all."""
         return np.zeros(self.batch.num_requests, dtype=bool) if self.config.spec.looks_up_alone else None
 
     def draft(self, step: Step) -> list[list[int]]:
-        """Draft token ids, a list a batch row; empty where a request does not draft."""
+        """Draft token ids, a list per batch row, empty for a request that does not draft."""
         started, planner = time.perf_counter(), self.planner
         drafts: list[list[int]] = [[] for _ in step.sampled_token_ids]
         controller, bypassed = planner.controller, self.bypass.take_steps()
@@ -236,7 +236,7 @@ class Proposer:
             self.q_rows[requests[:, None], torch.arange(ids.shape[1], device=ids.device), ids] = 1
 
     def draft_sampling(self, plan: Plan) -> Sampling | None:
-        """How drafts of a plan's requests are drawn, at temperature 0 where they must be greedy; None if all must."""
+        """Sampling of the drafts of a plan's requests, at temperature 0 for greedy ones; None if all are greedy."""
         rows = self.request_rows[plan.rows]
         return self.host.options.sampling(rows) if self.host.samples(rows) else None
 
@@ -249,7 +249,7 @@ class Proposer:
 
     @property
     def request_rows(self) -> np.ndarray:
-        """The permanent row of each row of the batch, as it is in this step."""
+        """The permanent row of each row of the batch in this step."""
         if self._request_rows is None:
             self._request_rows = self.rows.of(self.batch.req_ids)
         return self._request_rows

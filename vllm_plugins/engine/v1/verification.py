@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's V1 runners do otherwise where drafts may be verified: steps without drafts, seeds, chosen logprobs.
+"""Changes to vLLM's V1 runners that verify drafts: steps without drafts, seeds, and chosen logprobs.
 
-**Steps in which nobody has a draft** are prepared as an engine without speculation prepares them. vLLM computes the
-metadata of drafts, and runs its rejection sampler, in every step of a speculative engine, as models with a recurrent
-state need. That takes a twentieth of a small model's step, so others are spared it.
+**Steps without any draft** are prepared as in an engine without speculation. vLLM computes metadata of drafts, and runs
+its rejection sampler, in every step of a speculative engine, since models with a recurrent state need that. It takes a
+twentieth of a small model's step, so other models skip it.
 
 **Requests with a seed** emit what they would emit without drafts. vLLM's rejection sampler draws other random numbers,
 and more of them, for a token that follows drafts than its sampler draws for a token that does not, so the output of a
-request with a seed would depend on which of its steps had drafts: on its company, on preemptions and on the prefix
+request with a seed would depend on which of its steps had drafts, so on other requests, preemptions and the prefix
 cache. Here each token of such a request is drawn by vLLM's sampler from the target's distribution, one draw of the
 request's generator a token, and a draft is accepted if it is the token drawn. A draft x is then accepted with
 probability p(x), as a greedy draft is by the rejection sampler, and the output is that of vLLM without speculation. A
@@ -72,7 +72,7 @@ class Verification:
 
     @contextmanager
     def _drawing_with_seeds(self, counts: Sequence[int]) -> Iterator[None]:
-        """Have requests with a seed accept the drafts that they would have drawn; counts of drafts by batch row."""
+        """Let requests with a seed accept the drafts that they would have drawn; counts of drafts by batch row."""
         generators: dict[int, torch.Generator] = self.input_batch.sampling_metadata.generators
         drafted = {row: generator for row, generator in generators.items() if row < len(counts) and counts[row]}
         if not drafted:
@@ -89,7 +89,7 @@ class Verification:
 
     @contextmanager
     def _gathering_chosen_tokens(self) -> Iterator[None]:
-        """Have the samplers return the log-probabilities that requests asked for by token."""
+        """Let the samplers return the log-probabilities of the tokens that requests chose."""
         metadata = self.input_batch.sampling_metadata
         chosen = metadata.logprob_token_ids
         if not chosen:
@@ -118,28 +118,28 @@ class Verification:
 
 
 def advance(generator: torch.Generator, tokens: int, sample: Callable[..., Any], logits: torch.Tensor) -> None:
-    """Have a generator make the draws of some tokens.
+    """Advance a generator by the draws of some tokens.
 
     Args:
         generator: of a request.
         tokens: whose draws are made.
         sample: vLLM's TopKTopPSampler, which draws.
-        logits: [1, vocabulary] any: what is drawn depends on their number alone.
+        logits: [1, vocabulary], arbitrary: the random numbers depend only on the size.
     """
     for _ in range(tokens):
         sample(logits.clone(), {0: generator}, None, None)
 
 
 class Draws:
-    """The draws of a request's generator in a step, one for each draft and one for the token behind them.
+    """The draws of a request's generator in a step, one for each draft and one for the token after them.
 
-    The generator is advanced to the last of them, which vLLM's sampler takes before drafts are verified.
+    The generator is advanced to the last draw, which vLLM's sampler makes before drafts are verified.
 
     Args:
         generator: of the request.
         drafts: of the request in this step.
         sample: vLLM's TopKTopPSampler, (logits, generators, top-k, top-p) -> (token IDs, logits or None).
-        logits: [1, vocabulary] any; see advance.
+        logits: [1, vocabulary], arbitrary; see advance.
     """
 
     def __init__(
@@ -164,12 +164,12 @@ class Draws:
         return sampled
 
     def end(self, emitted: int) -> None:
-        """Leave the generator behind the draws of the tokens that the request emits."""
+        """Set the generator to after the draws of the tokens that the request emits."""
         self.generator.set_state(self._states[emitted])
 
 
 def verify(rejection_sample: Callable[..., torch.Tensor], draws: dict[int, Draws]) -> Callable[..., torch.Tensor]:
-    """vLLM's rejection_sample, in which the requests of some batch rows accept the drafts that they would have drawn.
+    """vLLM's rejection_sample, except that requests of some batch rows accept the drafts that they would have drawn.
 
     Args:
         rejection_sample: vLLM's.
@@ -208,7 +208,7 @@ def verify(rejection_sample: Callable[..., torch.Tensor], draws: dict[int, Draws
 
 
 def fill(gathered: Any, logprobs: torch.Tensor, chosen: Mapping[int, Sequence[int]], rows_each: int) -> None:
-    """Write the chosen tokens of some requests into vLLM's LogprobsTensors, behind the sampled token.
+    """Write the chosen tokens of some requests into vLLM's LogprobsTensors, after the sampled token.
 
     Args:
         gathered: token ids and log-probabilities, [requests * rows_each, 1 + columns] each; changed in place.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker: vLLM's own for the platform, with our model runner; after warm-up drafts follow step costs."""
+"""The worker: vLLM's own for the platform, with our model runner; after warm-up it measures step costs."""
 
 import functools
 import os
@@ -30,14 +30,14 @@ logger = init_logger("vllm.vllm_ppd")
 
 
 def _split_stages(vllm_config: Any) -> None:
-    """Tell vLLM where a worker group splits the layers; in this process, which is a stage's own, and nowhere else."""
+    """Tell vLLM where a worker group splits the layers, in this stage's process only."""
     config = active_config(vllm_config)
     if config is not None and config.stages > 1:
         os.environ[PARTITION] = config.partition
 
 
 def _group_runner(vllm_config: Any, *bases: type) -> Any:
-    """vLLM's model runner as a stage of a worker group; None where there is none."""
+    """vLLM's model runner as a stage of a worker group; None without a group."""
     config = active_config(vllm_config)
     if config is None or config.stages == 1:
         return None
@@ -59,7 +59,7 @@ class WarmUpMixin:
 
 
 def set_draft_length(drafter: Proposer) -> MeasuredCosts | None:
-    """Have the number of drafts follow what pays from here on; the costs of steps by which it does."""
+    """Let the number of drafts follow step costs from now on; returns these costs."""
     config, counts = drafter.config, counts_of(drafter.config.num_speculative_tokens)
     # Steps with the method's drafts, and with looked-up ones where there are any.
     sources = {False: not config.spec.looks_up_alone, True: config.prompt_lookup_min is not None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timed decode steps of dummy requests on runner V2, enqueued back to back, as they are where vLLM schedules ahead."""
+"""Timed decode steps of dummy requests on runner V2, enqueued back to back, as with asynchronous scheduling."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ STEPS = WARM + TIMED
 
 
 class V2Batch(DummyBatch):
-    """Dummy requests whose drafts stay on the device; nobody waits for what they emit."""
+    """Dummy requests whose drafts stay on the device, and whose tokens the host does not wait for."""
 
     drafts = 0  # to make behind the next step
 

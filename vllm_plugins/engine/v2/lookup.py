@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt lookup on runner V2, row by row: a request whose text repeats itself takes what followed there before.
+"""Prompt lookup on runner V2, row by row: a request whose text repeats itself drafts the tokens that followed.
 
-The longest earlier match of the text's last tokens counts, of several the latest; requests without one keep the
-method's drafts. Output does not depend on where a draft came from (verification.py). The kernels are those of vLLM's
+The longest earlier match of the text's last tokens counts, the latest of several; requests without one keep the
+method's drafts. Output does not depend on the source of a draft (verification.py). The kernels are those of vLLM's
 `ngram_gpu`, which keeps every token of every request on the device.
 """
 
@@ -39,7 +39,7 @@ class Lookup:
 
         Args:
             rows: [requests] int64, -1 for padding.
-            drafts: [requests, K] int64, is written.
+            drafts: [requests, K] int64, changed in place.
         """
         states, (requests, blocks) = self.states, (len(rows), self.scores.shape[1])
         token_ids, places, ended = states.all_token_ids.gpu, rows.clamp(min=0), (rows >= 0).int()

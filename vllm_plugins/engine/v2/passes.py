@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running the target's first stack outside vLLM's own step on runner V2, into the target's own paged KV cache."""
+"""Passes of the target's first stack outside of vLLM's own step on runner V2, into the target's paged KV cache."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, unseen_by_conn
 
 
 class FirstStackPasses:
-    """One token a request between steps, and the tokens of some requests within one.
+    """One token per request between steps, and the tokens of some requests within one.
 
     Args:
-        speculator: our speculator, whose staged requests they are.
+        speculator: our speculator, which stages the requests.
         cut: of the target.
     """
 
@@ -42,12 +42,12 @@ class FirstStackPasses:
         self.metadata: dict[str, Any] | None = None  # of the passes that draft now
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
-        """Take the KV cache; an engine has none while vLLM measures its memory."""
+        """Bind the KV cache; an engine has none while vLLM measures its memory."""
         self.kv_cache_config, self.block_tables = kv_cache_config, block_tables
 
     @property
     def capturable(self) -> bool:
-        """Whether metadata are brought up to date in place, on the device: a CUDA graph may hold the passes."""
+        """Whether metadata are updated in place on the device, so that a CUDA graph may contain the passes."""
         return on_device(group for groups in self.speculator.attn_groups for group in groups)
 
     # Between steps ---------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class FirstStackPasses:
         self.bounds = batch.seq_lens_cpu_upper_bound
 
     def prepare_capture(self, requests: int) -> None:
-        """A graph of so many requests is about to be captured: nobody's, whose blocks are vLLM's null block."""
+        """Prepare the capture of a graph for a number of requests, whose blocks are vLLM's null block."""
         self.without_attention, self.bounds, self.metadata = False, None, None
         self.block_tables.get_dummy_block_tables(requests)
 
@@ -82,7 +82,7 @@ class FirstStackPasses:
             return self.cut.stacks[0](inputs.input_ids[:requests], positions)
 
     def _bring_up_to_date(self, offset: int, requests: int, mappings: torch.Tensor) -> None:
-        """Metadata of the next pass: made once a step, unless a backend's cannot be updated in place."""
+        """Metadata of the next pass, made once per step unless a backend's cannot be updated in place."""
         updated = self.metadata is not None and self.speculator.supports_decode_metadata_update
         if updated:
             for groups in self.speculator.attn_groups:
@@ -118,10 +118,10 @@ class FirstStackPasses:
         positions: torch.Tensor,
         prefilling: torch.Tensor,
     ) -> dict[str, Any]:
-        """Of the first stack's layers; inside a CUDA graph they are made anew from the same buffers at every replay.
+        """Metadata of the first stack's layers; inside a CUDA graph they are computed again at every replay.
 
-        Hence never vLLM's metadata for capture: some backends (Triton's) set the sequence lengths to 1 for it, which
-        every replay would then do.
+        So vLLM's metadata for capture are never used: some backends (Triton's) set the sequence lengths to 1 there, and
+        every replay would do so.
         """
         return build_attn_metadata(
             attn_groups=self.speculator.attn_groups,
@@ -143,7 +143,7 @@ class FirstStackPasses:
     # Within a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, batch: Any) -> None:
-        """A mixed step is about to run."""
+        """Prepare a mixed step."""
         self.batch = batch
 
     def of_requests(
@@ -153,7 +153,7 @@ class FirstStackPasses:
 
         Args:
             requests: places in the batch.
-            index: [tokens] places of their tokens in the step.
+            index: [tokens] indices of their tokens in the step.
             input_ids, positions: [tokens of the step].
 
         Returns:

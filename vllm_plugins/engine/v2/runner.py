@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner V2: a mixin over vLLM's own, whose speculator is ours.
+"""Our model runner V2: a mixin over vLLM's own with our speculator.
 
 Overrides, each of which calls vLLM's:
 
     __init__          init_speculator and RequestState, globals of vLLM's module, are ours for that moment
     load_model        RejectionSampler, a global of vLLM's module, is ours for that moment
     initialize_kv_cache   a speculator may run graphs of its own in place of the target's
-    add_requests      options of a request that drafting reads
-    execute_model     what the speculator decided of the step ends with it, also by an exception
+    add_requests      reads a request's options for drafting
+    execute_model     ends the speculator's step, also after an exception
     sample_tokens     our counters travel with the step's output; a step without drafts is vLLM's own
-    take_draft_token_ids  none behind such a step
-    prepare_inputs    what the speculator decides from the schedule, before the target runs
+    take_draft_token_ids  none after such a step
+    prepare_inputs    begins the speculator's step from the schedule, before the target runs
 """
 
 import functools
@@ -92,7 +92,7 @@ class DraftingRunnerMixin:
         return output
 
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's sample_tokens of an engine without speculation, but for drafts that are to be verified."""
+        """vLLM's sample_tokens as without speculation, except that pending drafts are verified."""
         self._drafted = False
         speculator, drafts, stock = self.speculator, self.num_speculative_steps, self.sample
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafting method as a speculator of vLLM's runner V2: the adapter between vLLM's batch and the drafting host.
+"""Drafting methods as speculators of vLLM's runner V2: the adapter between vLLM's batch and the drafting host.
 
-Every request of a step is given K draft IDs, as vLLM schedules a number a batch; what a request must not use is masked
-when it is verified. A decode step launches one staging kernel and replays one graph.
+Every request of a step gets K draft IDs, as vLLM schedules one number for a batch; drafts that it must not use are
+masked during verification. A decode step launches one staging kernel and replays one graph.
 """
 
 import logging
@@ -26,9 +26,9 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 
 class Speculator(DraftModelSpeculator):
-    """Drives a drafter that needs nothing but the step's hidden states.
+    """Drives a drafter that needs only the step's hidden states.
 
-    A DraftModelSpeculator for what vLLM does for such alone: load_model and confidences.
+    It is a DraftModelSpeculator, since vLLM calls load_model and reads confidences for such only.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
@@ -53,13 +53,13 @@ class Speculator(DraftModelSpeculator):
 
     @property
     def counters(self) -> Counters:
-        """Ours, for the step's output."""
+        """Our counters, for the step's output."""
         return self.host.counters
 
     # What vLLM asks for ----------------------------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Load the heads; whatever layers they bring run with the target's."""
+        """Load the heads; layers that they add run with the target's."""
         self.host.load(target_model)
         return target_model
 
@@ -100,11 +100,11 @@ class Speculator(DraftModelSpeculator):
             )
 
     def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What runs the target's whole-model graphs."""
+        """The object that runs the target's whole-model graphs."""
         return stock
 
     def prepare_capture(self, requests: int) -> None:
-        """A graph of so many requests is about to be captured."""
+        """Prepare the capture of a graph for a number of requests."""
         self.host.staging.stage_nobody()
 
     def _captured(self, sampled: bool) -> Callable[..., Callable[[CUDAGraphMode], None]]:
@@ -125,10 +125,10 @@ class Speculator(DraftModelSpeculator):
         self.host.options.add(row, params)
 
     def begin_step(self, batch: Any) -> None:
-        """The step's inputs are prepared, and the target is about to run."""
+        """Begin a step whose inputs are prepared, before the target runs."""
 
     def end_step(self) -> None:
-        """The target has run, a step or a dummy one, or has raised an exception."""
+        """End a step or a dummy step, after the target has run or raised an exception."""
 
     def propose(
         self,
@@ -187,23 +187,23 @@ class Speculator(DraftModelSpeculator):
             manager.run_fullgraph(graph)
 
     def _draft(self, requests: int, sampled: bool) -> None:
-        """Draft for the staged requests; a CUDA graph holds this."""
+        """Draft for the staged requests; part of a CUDA graph."""
         self.host.draft_on_device(requests, sampled)
         if self.lookup is not None:
             self.lookup.replace(self.host.staging.rows[:requests], self.draft_tokens[:requests])
 
     def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """The latest tokens, newest first, -1 where there are none."""
+        """Stage the latest tokens, newest first, -1 for missing ones."""
         states = self.req_states
         at = states.total_len.gpu[rows].long()[:, None] - 1 - torch.arange(out.shape[1], device=out.device)
         tokens = states.all_token_ids.gpu[rows[:, None], at.clamp(min=0)].long()
         out.copy_(torch.where(at < 0, -1, tokens))
 
     def unusable(self, batch: Any) -> torch.Tensor | None:
-        """Of the step's logits [logits] bool: whether it is of a draft that its request must not use; None: of none.
+        """Which of the step's logits belong to drafts that their request must not use: [logits] bool; None: none.
 
-        Only requests that opted out must not use theirs. What their method does not stand for is verified anyway, as
-        vLLM schedules a number a batch, and is accepted where it is right.
+        Only requests that opted out must not use theirs. Drafts that the method does not propose are verified, too, as
+        vLLM schedules one number for a batch, and accepted if they are right.
         """
         options = self.host.options
         if options.drafting[batch.idx_mapping_np].all():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification on runner V2: every token is the one that vLLM's sampler draws at its position, drafts or not.
+"""Verification on runner V2: every token is the one that vLLM's sampler draws at its position, with or without drafts.
 
 vLLM's rejection sampler keeps the distribution, but draws other random numbers for a token that follows drafts than its
-sampler does, so the output of a request with a seed would depend on which of its steps had drafts: on its company, on
-preemptions and on the prefix cache. Here the sampler draws, and a draft is accepted if it is the token drawn. Output is
+sampler does, so the output of a request with a seed would depend on which of its steps had drafts: on other requests,
+preemptions and the prefix cache. Here the sampler draws, and a draft is accepted if it is the token drawn. Output is
 that of vLLM without speculation whatever is drafted, and no q(x) has to be kept. Drafters draw with the same random
 numbers (kernels/noise.py), or a draft x would be accepted with probability p(x) alone.
 """
@@ -21,7 +21,7 @@ from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
 
 
 class Verification(RejectionSampler):
-    """Verifies the drafts of a speculator; further arguments as vLLM's."""
+    """Verifies the drafts of a speculator; further arguments are vLLM's."""
 
     def __init__(self, speculator: Speculator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -15,7 +15,7 @@ from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
 
 
 class StepCostsMixin:
-    """Mixed into vLLM's worker: measures what the scheduler chooses the number of drafts by."""
+    """Mixed into vLLM's worker; measures the step costs by which the scheduler chooses the number of drafts."""
 
     model_runner: Any
 

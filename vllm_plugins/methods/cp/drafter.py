@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CP drafting: the next n tokens from the hidden state that gave the last one, as a mixture of r experts.
+"""CP drafting: the next n tokens from the hidden state that gave the last token, as a mixture of r experts.
 
     step     the target emits b from its hidden state e
     states   T_a^(s) e of every expert a and position s: one read of the LM head gives all their logits
-    chain    b moves the experts' weights, their mixture gives d1, d1 moves the weights, ... (CP heads, section 2.4)
+    chain    b updates the experts' weights, their mixture gives d1, d1 updates the weights, ... (CP heads, section 2.4)
 
-Heads with a condition add U^(s) E[b] to the states, and W_b E[b] to the gate in place of b's move of the weights; with
-condition chain V^(s) E[d_{s-1}] as well, so that each position's logits wait for the draft before. With condition
+Heads with a condition add U^(s) E[b] to the states, and W_b E[b] to the gate in place of b's update of weights; with
+condition chain also V^(s) E[d_{s-1}], so that each position's logits depend on the previous draft. With condition
 recurrent a state reads b and each draft, by the same matrices whatever the number of drafts (heads/cp/recurrence.py).
 
 No layer runs and no KV is written: the next step verifies [b, d1..dn] in one forward of the target.
@@ -38,7 +38,7 @@ ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]  # as draft_in_s
 
 
 class _Recurrence:
-    """The matrices of a recurrent state (heads/cp/recurrence.py) beside the target's."""
+    """The recurrence of a state (heads/cp/recurrence.py) with matrices packed like the target's."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], target: Target) -> None:
         read = {name.removeprefix("cp.recurrence."): matrix for name, matrix in tensors.items()}
@@ -81,7 +81,7 @@ class CPDrafter(ChainDrafter):
         self.requests_at_once = max(1, LOGITS_AT_ONCE // (factors * heads.rank * size))
 
     def _load_matrices(self, heads: CPConfig, tensors: dict[str, torch.Tensor], drafts: int) -> None:
-        """The matrices of each draft, and those that read tokens."""
+        """Load the matrices of each draft, and those that read tokens."""
         target, factors = self.target, self.factors
         if heads.factorised:
             weights = tensors["cp.transforms"][:factors]
@@ -120,7 +120,7 @@ class CPDrafter(ChainDrafter):
         return chosen(draft_chain, logits)(log_weights, logits, first_entry, sampling, token_ids, with_probs)[:2]
 
     def _recurrent(self, recurrence: _Recurrence, state: torch.Tensor, first: torch.Tensor) -> ReadLogits:
-        """Reads each draft's logits from a state [rows, d] that has E of the newest token, first, next."""
+        """A reader of each draft's logits from a state [rows, d], which next reads E of the newest token, `first`."""
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
             nonlocal state
@@ -130,7 +130,7 @@ class CPDrafter(ChainDrafter):
         return read
 
     def _chain(self, product: torch.Tensor) -> ReadLogits:
-        """Reads each draft's logits from its states in product [rows, n, r, d], and from the draft before."""
+        """A reader of each draft's logits from its states in product [rows, n, r, d] and from the previous draft."""
 
         def read(position: int, before: torch.Tensor | None) -> torch.Tensor:
             states = product[:, position]
@@ -141,7 +141,7 @@ class CPDrafter(ChainDrafter):
         return read
 
     def _logits(self, product: torch.Tensor) -> torch.Tensor:
-        """Of the heads' own products [requests, ..., r, out]: [requests, ..., r, draft vocabulary]."""
+        """Logits [requests, ..., r, draft vocabulary] of the heads' products [requests, ..., r, out]."""
         if self.factorised:
             read = self.target.lm_head.logits if self.vocabulary is None else self.vocabulary.logits
             return read(product.flatten(0, -2)).unflatten(0, product.shape[:-1])

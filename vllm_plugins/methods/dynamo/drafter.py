@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo drafting: token heads beside the target's last layer, and as many drafts as their joint is sure of.
+"""DynaMo drafting: token heads beside the target's last layer, and as many drafts as their joint supports.
 
-forward  every scheduled token runs through the heads' layers too, whose KV stands in the target's own blocks: after
+forward  every scheduled token also runs through the heads' layers, whose KV is in the target's own blocks: after
          a prefix-cache hit, a chunk of a prompt or a verified draft the heads' KV is as complete as the target's
 select   joint over the heads' top-k given the emitted token, masked, thresholded, backed off (Algorithm 1)
 draft    the joint's best n-gram, or a sample of it with its conditionals as q(x)
@@ -58,8 +58,8 @@ class DynaMoDrafter(Drafter):
     def _draft(self, step: DraftInputs, part: slice) -> tuple[Any, ...]:
         """(How many to use [requests], drafts [requests, n], q(x) [requests, n, vocabulary], confidence [requests, n]).
 
-        The last two are None where drafts are greedy, and where confidence is not asked for. A joint that is not finite
-        drafts nothing; said of one draft, it is dropped as INVALID.
+        q(x) is None for greedy drafts, and confidence unless requested. A joint that is not finite
+        drafts nothing; a draft whose distribution is not finite is INVALID.
         """
         logits = self.logits(step.places[part], self.vocabulary)
         sampling = None if step.sampling is None else step.sampling.at(part)
@@ -75,12 +75,12 @@ class DynaMoDrafter(Drafter):
         return choice.likeliest.drafts, tokens[:, 1:], q, confidence
 
     def parts(self, requests: int, free: int) -> list[slice]:
-        """Requests in parts whose joints, of so many free tokens, fit memory."""
+        """Slices of requests whose joints over a number of free tokens fit memory."""
         at_once = max(1, JOINT_AT_ONCE // self.settings.k**free)
         return [slice(start, start + at_once) for start in range(0, requests, at_once)]
 
     def logits(self, places: torch.Tensor, vocabulary: DraftVocabulary | None = None) -> torch.Tensor:
-        """Of the heads from 2 on, [n - 1, requests, vocabulary] float32: one read of the LM head for all."""
+        """Logits of the heads from 2 on, [n - 1, requests, vocabulary] float32, in one read of the LM head."""
         states = self.states[:, places]
         read = self.target.lm_head.logits if vocabulary is None else vocabulary.logits
         return read(states.flatten(0, 1)).float().unflatten(0, states.shape[:2])

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests lack KV of DynaMo's draft layers, after steps that skipped these layers.
+"""Tracking of requests that lack KV of DynaMo's draft layers, after steps that skipped these layers.
 
-The draft layers write their KV into the target's blocks in every step that they run in. The tokens of a skipped step
+The draft layers write their KV into the target's blocks in every step in which they run. The tokens of a skipped step
 never get any ("missing KV"), so a request that had such a step does not draft again: verification would keep its output
 right, but the draft layers would attend to whatever the blocks held before.
 
 Full blocks enter the prefix cache, so each block carries a flag, and a request that starts from cached blocks has
-missing KV if one of these has. A block is filled from its first slot on: the step that writes this slot starts the flag
-anew.
+missing KV if one of these has. A block is filled from its first slot on: the step that writes this slot resets the flag
+of the block.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from vllm_ppd.vllm_plugins.engine.v1.passes import flat_ranges
 
 
 class MissingKV:
-    """Tracks missing KV by request and by block. Free of cost until the first skipped step.
+    """Tracks missing KV by request and by block, without cost until the first skipped step.
 
     Args:
         runner: vLLM's model runner; its KV cache may be allocated later.
@@ -35,13 +35,13 @@ class MissingKV:
         self._groups: list[tuple[int, np.ndarray]] = []
 
     def update_requests(self, scheduler_output: Any) -> None:
-        """Forget finished requests, and what was known of new and resumed ones: their blocks decide."""
+        """Forget finished requests, and reset new and resumed ones, for which their blocks decide."""
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         self._started = [*new, *scheduler_output.scheduled_cached_reqs.resumed_req_ids]
         self.requests.difference_update(scheduler_output.finished_req_ids, self._started)
 
     def begin_step(self, skipped: bool) -> None:
-        """Record the step that is about to run.
+        """Record a step before it runs.
 
         Args:
             skipped: whether it skips the draft layers.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's token heads on the V1 runner: their layers run beside the target's, or are skipped; see drafter.py.
 
-Steps that neither compute prompts nor lead to drafts skip the layers (methods/dynamo/missing_kv.py). With verify off
+Steps that neither compute prompts nor lead to drafts skip the layers (methods/dynamo/missing_kv.py). With verify false
 n-grams are emitted as they are sampled (unverified.py).
 """
 
@@ -43,9 +43,9 @@ class DynaMoProposer(Proposer):
         return None
 
     def _skips_draft_layers(self, missing_kv: MissingKV) -> bool:
-        """Whether no request can draft after the step that is about to run, and it computes no prompt.
+        """Whether no request can draft after the coming step, and it computes no prompt.
 
-        Prompts, and what a preempted request computes again, always run through the draft layers: their requests may
+        Prompts, and tokens that a preempted request computes again, always run through the draft layers: requests may
         draft, and their blocks may be other requests' prefixes.
         """
         batch, most = self.batch, self.config.disable_by_batch_size
@@ -60,7 +60,7 @@ class DynaMoProposer(Proposer):
         super().begin_step(scheduler_output)
 
     def drafting_rows(self) -> np.ndarray | None:
-        """Those whose tokens all have KV in the draft layers."""
+        """The rows whose tokens all have KV in the draft layers."""
         return None if self.missing_kv is None else self.missing_kv.complete()
 
     def after_sampling(self, logits: torch.Tensor | None, sample: Any) -> Any:

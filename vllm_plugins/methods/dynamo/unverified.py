@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DynaMo's own decoding (Algorithm 1): n-grams sampled from the joint and emitted unverified.
 
-This is not the target's output. The next step takes an n-gram's tokens in as it would a chunk of a prompt, so their KV
-is the target's own. Where the joint backs off to one token, that token is vLLM's own sample: with eps_b = 1 nothing
+This is not the target's output. The next step computes an n-gram's tokens like a chunk of a prompt, so their KV
+is the target's own. If the joint backs off to one token, that token is vLLM's own sample: with eps_b = 1 nothing
 differs from ordinary sampling.
 """
 
@@ -26,17 +26,17 @@ PLACEHOLDER = -1  # vLLM's mark of a place without a token
 
 
 class NGramEmission:
-    """Turns sampled tokens into n-grams, for the requests that can take them.
+    """Turns sampled tokens into n-grams, for the requests that allow them.
 
-    A request that asks for something which needs one token at a time (penalties, logprobs, a seed, ...) gets vLLM's own
-    sample; so does one that is about to reach its length.
+    A request that needs one token at a time (penalties, logprobs, a seed, ...) gets vLLM's own
+    sample, and so does one that is about to reach its length limit.
     """
 
     def __init__(self, proposer: Proposer, drafter: DynaMoDrafter) -> None:
         self.proposer, self.drafter = proposer, drafter
 
     def emit(self, logits: torch.Tensor | None, sample: Callable[[], Any]) -> Any:
-        """vLLM's SamplerOutput, with n-grams in the rows that take them: sampled_token_ids [rows, n]."""
+        """vLLM's SamplerOutput with n-grams in the rows that allow them: sampled_token_ids [rows, n]."""
         if logits is None:
             return sample()
         first_head = logits.float().clone()  # the sampler overwrites its input
@@ -66,7 +66,7 @@ class NGramEmission:
         return dataclasses.replace(output, sampled_token_ids=tokens)
 
     def _sample(self, rows: np.ndarray, first_logits: torch.Tensor) -> torch.Tensor:
-        """An n-gram of each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
+        """Draw an n-gram for each row from the joint, at the request's temperature, top-k and top-p: [rows, n]."""
         proposer, drafter = self.proposer, self.drafter
         request_rows, options = proposer.request_rows[rows], proposer.host.options
         sampling = options.sampling(request_rows, Setting.TEMPERATURE)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deferred KV: the shallow passes between steps keep their states, and the next step completes the deeper KV.
+"""Deferred KV: shallow passes between steps keep their states, from which the next step completes the deeper KV.
 
-States lie by request row on the device, K + 1 a request: of the newest token and of each draft. Whether a step takes
-them is told from the schedule alone, so that every rank goes the same way and none waits for a token's value:
+States are stored by request row on the device, K + 1 per request: of the newest token and of each draft. Whether a step
+uses them depends on the schedule alone, so that all ranks agree and none waits for a token's value:
 
     deep    every request decodes and was drafted for: the last stack alone
-    mixed   some do, and prompts join: the first stack over the tokens without a state, the last one over all
+    mixed   some have states, and prompts join: the first stack over the tokens without a state, the last one over all
     full    vLLM's own forward
 """
 
@@ -23,10 +23,10 @@ Mode = Literal["deep", "mixed", "full"]
 
 
 class SavedStates:
-    """Rows of (hidden, residual), preallocated.
+    """Preallocated rows of (hidden, residual).
 
     Args:
-        rows: states that are kept.
+        rows: number of states.
         hidden_size, dtype, device: those of the target's hidden states.
         has_residual: whether the family carries a residual stream beside the hidden states.
     """
@@ -38,7 +38,7 @@ class SavedStates:
         self.residual = torch.zeros_like(self.hidden) if has_residual else None
 
     def store(self, rows: torch.Tensor, state: CutState) -> None:
-        """Copy states [tokens, hidden] in, as vLLM's norms overwrite what they are given; rows [tokens] int64."""
+        """Copy states [tokens, hidden] in, since vLLM's norms overwrite their inputs; rows [tokens] int64."""
         for store, values in zip((self.hidden, self.residual), state, strict=True):
             if store is not None and values is not None:
                 store.index_copy_(0, rows, values)
@@ -60,7 +60,7 @@ class SavedStates:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A step that is about to run, a place for each request of the batch."""
+    """A step before it runs, with an entry for each request of the batch."""
 
     rows: np.ndarray  # [requests] request rows
     tokens: np.ndarray  # [requests] scheduled tokens
@@ -72,19 +72,19 @@ class ScheduledStep:
 
 
 class FirstStackPasses(Protocol):
-    """Runs the target's first stack outside vLLM's step, with KV in the target's own cache."""
+    """The interface for passes of the target's first stack outside of vLLM's step, with KV in the target's cache."""
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """A token of each staged request, so many behind its newest one: [requests] int64."""
+        """Run a token of each staged request, at an offset from its newest one: [requests] int64."""
         ...
 
     def of_requests(
         self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> CutState:
-        """Every token of some requests of the step that runs now.
+        """Run every token of some requests of the current step.
 
         Args:
-            requests: their places in the batch.
+            requests: their indices in the batch.
             index: [tokens] places of their tokens in the step.
             input_ids, positions: of all tokens of the step.
         """
@@ -92,7 +92,7 @@ class FirstStackPasses(Protocol):
 
 
 class DeferredKV:
-    """The states of an engine's requests, and what a step makes of them.
+    """The states of an engine's requests, and their use in steps.
 
     Args:
         host: whose request rows they belong to; its target is cut.
@@ -117,10 +117,10 @@ class DeferredKV:
         self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # their places in the step
 
     def begin_step(self, step: ScheduledStep, may_mix: bool) -> None:
-        """Tell from the schedule which tokens have states.
+        """Determine from the schedule which tokens have states.
 
         Args:
-            step: that is about to run.
+            step: the coming step.
             may_mix: whether the first stack can run over a part of the step's tokens.
         """
         # The newest token and the drafts, and nothing else: each has logits.
@@ -149,7 +149,7 @@ class DeferredKV:
         async_tensor_h2d(state_rows, out=self.state_rows[: step.padded])
 
     def end_step(self) -> None:
-        """The step has run; dummy steps, which do not begin, are vLLM's own forward."""
+        """End the step; dummy steps, which do not begin, are vLLM's own forward."""
         self.mode = "full"
 
     def forward(self, input_ids: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor | None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting (PPD, ParaDecode): drafts are read at an exit layer, token after token.
+"""Early drafting (PPD, ParaDecode): drafts are read at an exit layer, one after the other.
 
     shallow   first stack on b, read the exit -> d1; first stack on d1, read -> d2; ...; first stack on dn
-    deep      in the next step: last stack over [b, d1..dn] from the states kept -> logits, and the deep KV of all
+    deep      in the next step: last stack over [b, d1..dn] from the kept states -> logits, and the deep KV of all
 
-Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n * l/L + 1 full passes a cycle.
+Each deep weight is read once for n + 1 tokens and no shallow work is done twice: n * l/L + 1 full passes per cycle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class EarlyExitDrafter(Drafter):
-    """Drafts at one exit layer; a draft whose confidence is not over gamma ends its request's (ParaDecode, eq. 1)."""
+    """Drafts at one exit layer; a request stops at a draft whose confidence is not above gamma (ParaDecode, eq. 1)."""
 
     def load(self, config: DraftingConfig, target: Target) -> None:
         assert config.exit_layer is not None
@@ -54,6 +54,6 @@ class EarlyExitDrafter(Drafter):
 
 
 def _stacked(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """[requests, K, ...] of what each reading has, or None if readings have none."""
+    """Stack a field of the readings to [requests, K, ...]; None if readings lack it."""
     tensors = [part for part in parts if part is not None]
     return torch.stack(tensors, dim=1) if tensors else None

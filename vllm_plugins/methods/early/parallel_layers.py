@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens in flight: those at equal depth, before the same layer, run on together as a token group."""
+"""Tokens in flight: tokens at equal depth, before the same layer, run together as a token group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenGroup:
         return len(self.requests)
 
     def kept(self, keep: np.ndarray, index: torch.Tensor) -> TokenGroup:
-        """The group without some of its tokens; index is keep's places, on the device."""
+        """The group with some of its tokens; `index` has the indices of `keep`, on the device."""
         return TokenGroup(
             self.requests[keep], self.offsets[keep], self.rows[keep], self.positions[keep],
             self.hidden[index], self.residual[index], self.layer,
@@ -41,7 +41,7 @@ class TokenGroup:
 
 
 def evenly_spaced(layers: Sequence[int]) -> list[slice]:
-    """Ascending layers as few slices with a step: [1, 4, 7, 9] as 1:8:3 and 9:10:1."""
+    """Ascending layers as a few slices with steps: [1, 4, 7, 9] as 1:8:3 and 9:10:1."""
     runs, start = [], 0
     while start < len(layers):
         stop = min(start + 2, len(layers))
@@ -58,10 +58,10 @@ UNFIT_BACKENDS = ("FLASHINFER", "FLEX_ATTENTION")
 
 
 class ParallelLayers:
-    """Runs token groups side by side: those before evenly spaced layers go through one batched product a projection.
+    """Runs token groups side by side: those before evenly spaced layers go through one batched product per projection.
 
-    Two groups always do; with one exit at l, so do all L/l that a step has in flight. A batched product takes one
-    distance between its matrices, so three groups at uneven distances, which several exits can make, take two.
+    Two groups are always evenly spaced; with one exit at l, all L/l groups of a step are. A batched product has one
+    distance between its matrices, so three groups at uneven distances, which several exits can cause, take two.
     """
 
     def __init__(self, runner: Any, stacked: StackedLayers) -> None:
@@ -77,11 +77,11 @@ class ParallelLayers:
         self.names = [layer.self_attn.attn.layer_name for layer in stacked.layers]
 
     def advance(self, groups: list[TokenGroup], num_layers: int) -> None:
-        """Take every group that many layers on, in place.
+        """Run every group through a number of layers, in place.
 
         Args:
             groups: before ascending layers, at least num_layers apart.
-            num_layers: at most what the last group has left.
+            num_layers: at most the layers that the last group has left.
         """
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}

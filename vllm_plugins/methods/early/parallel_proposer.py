@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting on ParaDecode's own schedule: tokens at different depths in the same batched products (section 2.2).
+"""Early drafting with ParaDecode's own schedule: tokens at different depths share batched products (section 2.2).
 
 One engine step for every decoding request:
 
     verify     vLLM's rejection sampler, from the final hidden states of [b, d1..dn] that the step before left
-    schedule   b' and n tokens behind it through all layers, as many in flight as the exits predict
+    schedule   b' and n tokens after it run through all layers, as many in flight as the exits predict
 
 The target itself is not cut: prompts and steps without saved states are vLLM's own forward over the same weights.
 """
@@ -34,7 +34,7 @@ class FinalStates(DeferredKV):
 
 
 class ParallelProposer(DeferredKVProposer):
-    """Drafts at exit layers, completes and verifies the drafts in the same step."""
+    """Drafts at exit layers, then completes and verifies the drafts in the same step."""
 
     may_mix = False  # the target is not cut
 
@@ -49,7 +49,7 @@ class ParallelProposer(DeferredKVProposer):
         self.schedule = ParallelSchedule(config, adapter, layers, reader, self.deferred, device)
 
     def warm_up(self) -> None:
-        """No drafter runs by itself here."""
+        """Nothing to warm up, since no drafter runs separately."""
 
     def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:
         request_rows = self.request_rows[plan.rows]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ParaDecode's Algorithm 1 over the tokens that one engine step may draft.
+"""ParaDecode's Algorithm 1 over the tokens that an engine step may draft.
 
     one exit at l = L/2      layers 0..l      b    d1      d2      d3
                              layers l..L           b       d1      d2      d3
@@ -7,7 +7,7 @@
                              the final layer says  d1?     d2?     d3?    (no: drop what follows, start its own token)
 
 Each column is one pass through l layers: the tokens in it share every batched product. Exits need not be the middle:
-with an exit at L/4 four tokens are in flight. A token whose confidence is not over gamma at any exit is chosen by the
+with an exit at L/4 four tokens are in flight. A token whose confidence is not above gamma at any exit is chosen by the
 final layer, as without drafting. So every draft that vLLM is then given is the final layer's own token, and every token
 has all of its KV and its final hidden state: the next step computes no layer at all, and vLLM's rejection sampler
 verifies from those states with all that the request asked for (penalties, grammars, ...), of which nothing here knows.
@@ -32,7 +32,7 @@ from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, ExitState, R
 
 
 class ParallelSchedule:
-    """Drafts for the requests of a plan; each predicts, is verified and restarts on its own."""
+    """Drafts for the requests of a plan; each request predicts, is verified and restarts independently."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ParallelSchedule:
     def run(
         self, plan: Plan, request_rows: np.ndarray, sampling: Sampling | None, q_rows: torch.Tensor | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Draft every request's tokens and take them, and its base token, through all layers.
+        """Draft every request's tokens and run them, and its base token, through all layers.
 
         Args:
             plan: who drafts, from which base token, and how many tokens.
@@ -77,13 +77,13 @@ class ParallelSchedule:
         return self.tokens.cpu().numpy(), plan.max_drafts
 
     def _layers_to_next_stop(self, groups: list[TokenGroup]) -> int:
-        """Layers until a group is at an exit or at the end, or before a layer that another one has just run."""
+        """Layers until a group reaches an exit or the end, or a layer before which another group waits."""
         at = [group.layer for group in groups]
         stops = [min(stop for stop in (*self.exits, self.num_layers) if stop > layer) for layer in at]
         return min([stop - layer for stop, layer in zip(stops, at, strict=True)] + np.diff(at).tolist())
 
     def _at_stop(self, groups: list[TokenGroup]) -> list[TokenGroup]:
-        """Read what stands at an exit or at the end; returns the groups that are in flight then."""
+        """Read the groups that are at an exit or at the end; returns the groups then in flight."""
         ended = groups.pop() if groups[-1].layer == self.num_layers else None
         states: list[ExitState] = []
         asked: list[tuple[np.ndarray, np.ndarray]] = []  # (requests, offsets) of each state
@@ -161,7 +161,7 @@ class ParallelSchedule:
         return ~kept
 
     def _predict(self, requests: np.ndarray, offsets: np.ndarray, reading: Reading, alive: np.ndarray) -> np.ndarray:
-        """Take the tokens that an exit is sure of (ParaDecode, eq. 1): [tokens] bool."""
+        """Accept the predictions that an exit is sure of (ParaDecode, eq. 1): [tokens] bool."""
         sure = alive.copy()
         if self.gamma > 0:
             assert reading.confidence is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting on runner V1: the passes of the first stack, and which steps take the states they leave."""
+"""Early drafting on runner V1: passes of the first stack, and steps that use their states."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class PlannedPasses:
         self.plan: Plan | None = None  # None while vLLM measures memory
 
     def one_token(self, offset: int, token_ids: torch.Tensor) -> CutState:
-        """Run the requests that may draft so far; the others' states are zeros."""
+        """Run the requests that may draft so far; the states of the others are zeros."""
         requests, plan = len(token_ids), self.plan
         if plan is None:
             return self.passes.zeros(requests)
@@ -47,7 +47,7 @@ class PlannedPasses:
     def of_requests(
         self, requests: np.ndarray, index: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
     ) -> CutState:
-        """Run every token of some requests of the step that runs now."""
+        """Run every token of some requests of the current step."""
         lengths = np.diff(self.batch.starts).astype(np.int64)[requests]
         span = Span(requests, self.batch.computed.astype(np.int64)[requests], lengths)
         return self.passes.first(span, input_ids.index_select(0, index), within_step=True)
@@ -93,7 +93,7 @@ class DeferredKVProposer(Proposer):
 
     @property
     def gamma(self) -> float:
-        """Confidence that a draft must exceed; steps that are timed make every draft."""
+        """The confidence that a draft must exceed; timed steps make every draft."""
         return self.config.gamma if self.planner.forced is None else 0.0
 
     def make_drafts(self, plan: Plan, step: Step) -> tuple[np.ndarray, np.ndarray]:

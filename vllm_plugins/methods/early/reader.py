@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a draft at an exit layer: final norm, early head T, the target's LM head, across tensor-parallel ranks.
+"""Reading drafts at an exit layer: final norm, early head T, and the target's LM head, across tensor-parallel ranks.
 
-Where only the best tokens are asked for and the tensors are on a GPU, a kernel reads E* and writes no logits; samples
-need all of them, as q(x).
+If only the best tokens are needed and the tensors are on a GPU, a kernel reads E* and writes no logits; samples
+need all logits, for q(x).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype) -> EarlyHeads | None:
-    """The early heads that the options name, as drafting reads them; None where exits are read without.
+    """The early heads of the options, for drafting; None if exits are read without heads.
 
     Raises:
         HeadsError: if the folder cannot be read.
@@ -48,7 +48,7 @@ def early_heads(config: DraftingConfig, device: torch.device, dtype: torch.dtype
 
 
 class Reading(NamedTuple):
-    """Drafts read at an exit, one a row."""
+    """Drafts read at an exit, one per row."""
 
     token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
@@ -60,14 +60,14 @@ class Reading(NamedTuple):
         return Reading(*(None if part is None else part[index] for part in self))  # type: ignore[arg-type]
 
     def as_drawn(self, sampling: Sampling) -> Reading:
-        """With q(x) one-hot in rows that took the best token, as each row samples."""
+        """The readings with q(x) one-hot in rows that took the best token."""
         if self.probs is None:
             return self
         greedy = is_greedy(sampling.temperature)
         return self._replace(probs=drawn_from(self.probs, self.token_ids.clamp(min=0), greedy))
 
     def replaced(self, index: torch.Tensor, other: Reading) -> Reading:
-        """These readings with those at an index taken from another."""
+        """The readings, with those at an index replaced by another's."""
         pairs = zip(self, other, strict=True)
         parts = [None if a is None or b is None else a.index_copy(0, index, b) for a, b in pairs]
         return Reading(*parts)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ class EarlyReader:
         return self.sample_together([(exit_layer, state)], sampling, with_probs)
 
     def greedy_together(self, states: list[ExitState], with_confidence: bool) -> Reading:
-        """The best token of each row of several states, one behind the other, in one read of the LM head."""
+        """The best token of each row of several states, concatenated, in one read of the LM head."""
         ids, probability = self._whole(self._shard_topk(states, 1, with_confidence), 1, with_confidence)
         return Reading(ids[:, 0], None if probability is None else probability[:, 0], None)
 
@@ -125,7 +125,7 @@ class EarlyReader:
         return Reading(*map(joined, zip(*readings, strict=True)))  # type: ignore[arg-type]
 
     def _joined(self, states: list[ExitState]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """What is read together: (states [rows, hidden], the classifier that reads them or None: the LM head)."""
+        """Joined inputs: (states [rows, hidden], the classifier that reads them; None: the LM head)."""
         parts = [(state[0], None) if layer is None else self._transformed(layer, state) for layer, state in states]
         if all(classifier is None for _, classifier in parts):
             return [(torch.cat([hidden for hidden, _ in parts]), None)]
@@ -145,7 +145,7 @@ class EarlyReader:
         return self.lm_head.gather(logits) if gather else logits
 
     def _shard_topk(self, states: list[ExitState], k: int, with_probability: bool) -> ShardTopK:
-        """The k best tokens of this rank's shard: by the kernel that reads it where one runs, else of its logits."""
+        """The k best tokens of this rank's shard, by a kernel if one runs, else from its logits."""
         best = []
         for hidden, classifier in self._joined(states):
             start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
@@ -161,7 +161,7 @@ class EarlyReader:
         return best[0] if len(best) == 1 else ShardTopK(*(torch.cat(parts) for parts in zip(*best, strict=True)))
 
     def _whole(self, best: ShardTopK, k: int, with_probability: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Token ids [rows, k] in the whole vocabulary, and their probabilities where those are asked for.
+        """Token ids [rows, k] in the whole vocabulary, and their probabilities if requested.
 
         Under tensor parallelism the ranks exchange (value, token id) pairs of their shards, not logits.
         """
@@ -175,7 +175,7 @@ class EarlyReader:
 
 
 def sampled_reading(logits: torch.Tensor, sampling: Sampling, with_probs: bool = True) -> Reading:
-    """A sample of each row of logits [rows, vocabulary] as it asks for; rows at temperature 0 take the best token."""
+    """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the best token."""
     logits = logits.float()
     # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting with several exits: a draft that one exit is not sure of goes on to the next (ParaDecode, eq. 1).
+"""Early drafting with several exits: an unsure draft continues to the next exit (ParaDecode, eq. 1).
 
-Which tokens go on is decided on the host, draft by draft, as that saves whole stacks: unlike the methods' drafters this
-is no tensor program, and it runs on vLLM's runner V1 alone.
+The host decides draft by draft which tokens continue, since that saves whole stacks: unlike the methods' drafters this
+is no tensor program, and it runs on vLLM's runner V1 only.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, Reading
 
 
 class SeveralExitsProposer(DeferredKVProposer):
-    """Drafts at the first of several exits that is confident enough."""
+    """Drafts at the first of several exits with enough confidence."""
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
@@ -42,9 +42,9 @@ class SeveralExitsProposer(DeferredKVProposer):
 
 
 class ShallowLoop:
-    """Drafts for the requests of a plan, all of them at once, one token a turn.
+    """Drafts for all requests of a plan at once, one token per turn.
 
-    A request reads its draft at the first exit; where the confidence is not over gamma it goes on to the next exit, and
+    A request reads its draft at the first exit; if the confidence is not above gamma it continues to the next exit, and
     after the last one it stops drafting (ParaDecode, eq. 1). Nothing here loops over requests or tokens.
     """
 
@@ -125,7 +125,7 @@ class ShallowLoop:
     def _deepen(
         self, reading: Reading, plan: Plan, active: np.ndarray, offset: int, sampling: Sampling | None
     ) -> tuple[Reading, np.ndarray]:
-        """Take the requests that are not confident to the next exits, one after the other, and read again.
+        """Run the requests that are not confident to the next exits, one after the other, and read again.
 
         Returns:
             (the readings, which of them are confident [requests] bool).
@@ -149,12 +149,12 @@ class ShallowLoop:
         return (~(reading.confidence <= self.gamma)).cpu().numpy()  # NaN goes on to be dropped as INVALID
 
     def _complete(self, plan: Plan, made: np.ndarray) -> None:
-        """Bring tokens that left at an earlier exit to the last one, so that the deep pass starts at one layer."""
+        """Run tokens that left at an earlier exit to the last one, so that the deep pass starts at one layer."""
         for level in range(1, len(self.cut.stacks) - 1):
             self._advance(level, plan, np.arange(len(plan.rows)), made + 1)
 
     def _advance(self, level: int, plan: Plan, requests: np.ndarray, counts: np.ndarray) -> None:
-        """Run a middle stack on what still waits for it among the first counts tokens of some requests."""
+        """Run a middle stack on the tokens that still need it among the first `counts` tokens of some requests."""
         waiting = (self.level[requests] == level) & (np.arange(self.width) < counts[:, None])
         lengths = waiting.sum(axis=1)
         # What waits is always the tail: a request that goes deeper takes all its waiting tokens along.

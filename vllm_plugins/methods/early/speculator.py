@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early drafting on runner V2: the target runs by its saved states where it can, in CUDA graphs of its own."""
+"""Early drafting on runner V2: the target runs from saved states if possible, in separate CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ class DeferredKVSpeculator(Speculator):
         return loaded
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *args: Any, **kwargs: Any) -> None:
-        """Metadata builders for the first stack's layers: the target's own, and its KV cache."""
+        """Set metadata builders for the first stack's layers: the target's own, and its KV cache."""
         names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
         self.draft_attn_layer_names = set(self.cut.attention_layers(0, names))
         super(Speculator, self).set_attn(model_state, kv_cache_config, block_tables, *args, **kwargs)
@@ -62,7 +62,7 @@ class DeferredKVSpeculator(Speculator):
         )
 
     def graphs_of(self, stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """What runs the target's whole-model graphs: vLLM's own, or that of the deep pass for the same shape."""
+        """The object that runs whole-model graphs: vLLM's own, or that of the deep pass for the same shape."""
 
         def run_fullgraph(desc: Any) -> Any:
             if self.deferred.mode == "deep" and self.deep_graphs is not None and desc in self.deep_graphs.graphs:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""k candidates for a request's next token, side by side at one position.
+"""The k candidates for a request's next token, side by side at one position.
 
-They share the request's KV blocks up to that position. At it they differ, so every candidate but the first writes into
+They share the request's KV blocks up to that position, where they differ. So every candidate but the first writes into
 a tail block of its own, which holds the same tokens as the request's; the first writes into the request's. When the
 target has chosen, the chosen token's entry is copied into the others.
 """
@@ -17,13 +17,13 @@ NONE = -1
 
 
 class Candidates:
-    """Tail blocks of the candidates, and which of them hold what their request's block holds.
+    """Tail blocks of the candidates, and which of them are up to date with their request's block.
 
     Args:
         batch: the first stage's batch.
         blocks: its KV cache, of the layers that candidates run through.
         count: k.
-        requests: most requests that a group serves at once.
+        requests: the most requests of a group at once.
     """
 
     def __init__(self, batch: Batch, blocks: KVBlocks, count: int, requests: int) -> None:
@@ -35,12 +35,12 @@ class Candidates:
         self.copied: list[tuple[str, int] | None] = [None] * requests
 
     def reserve(self, kv_cache_config: Any) -> None:
-        """Make room for the tail blocks."""
+        """Allocate the tail blocks."""
         shape = self.requests, self.count - 1, len(kv_cache_config.kv_cache_groups)
         self.tails = added_blocks(kv_cache_config, int(np.prod(shape))).reshape(shape)
 
     def warm_up(self) -> None:
-        """Compile the copies' kernel: a tail block of every group is copied onto itself, before anything is in it."""
+        """Compile the kernel of the copies by copying a tail block of every group onto itself, before use."""
         if self.count > 1:
             tail = self.tails[0, :1]
             self.blocks.copy(tail, tail, None)
@@ -51,7 +51,7 @@ class Candidates:
         return np.concatenate([none, self.tails[rows]], axis=1)
 
     def prepare(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Have the tail blocks hold what stands before a position in its block: called before candidates run there.
+        """Copy the part of a block before a position into the tail blocks, before candidates run at that position.
 
         Args:
             rows: [requests] batch rows.
@@ -74,18 +74,18 @@ class Candidates:
                 self.copied[rows[place]] = (names[rows[place]], int(positions[place]) // size)
 
     def choose(self, rows: np.ndarray, positions: np.ndarray, winners: np.ndarray) -> None:
-        """Copy what the winner wrote into the request's block and into those of its other candidates.
+        """Copy the winner's entry into the request's block and those of its other candidates.
 
         Args:
             rows: [requests] batch rows.
             positions: [requests] where their candidates wrote.
-            winners: [requests] the candidate that was right; 0 also where the request's own block was written anew.
+            winners: [requests] the right candidate; 0 also if the request's own block was written again.
         """
         if self.count > 1:
             self._copy(rows, positions, winners, whole=False)
 
     def forget(self) -> None:
-        """Rows, names or block tables have changed."""
+        """Reset after a change of rows, names or block tables."""
         self.copied = [None] * self.requests
 
     def _copy(self, rows: np.ndarray, positions: np.ndarray, sources: np.ndarray, whole: bool) -> None:

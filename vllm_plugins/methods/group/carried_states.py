@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States behind d_bar that the first stage keeps: of the tokens in flight, and of the next step's first tokens."""
+"""States after d_bar that the first stage keeps: of tokens in flight, and of the next step's first tokens."""
 
 import numpy as np
 import torch
@@ -9,10 +9,10 @@ from vllm_ppd.vllm_plugins.methods.early.deferred_kv import SavedStates
 
 
 class CarriedStates:
-    """A state a batch row; further arguments as SavedStates'.
+    """A state per batch row; further arguments as SavedStates'.
 
     Args:
-        requests: most requests of a group step.
+        requests: the most requests of a group step.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CarriedStates:
         self._next = {}
 
     def carry(self, names: list[str], rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Declare the states of batch rows good for the next step.
+        """Mark the states of batch rows as valid for the next step.
 
         Args:
             names: request of each batch row.
@@ -45,7 +45,7 @@ class CarriedStates:
         self._next = {names[row]: (row, position, token) for row, position, token in entries}
 
     def of(self, names: list[str], positions: np.ndarray, tokens: np.ndarray) -> CutState | None:
-        """The states of a step's tokens, a token a request; None if any of them has none."""
+        """The states of a step's tokens, a token per request; None if any of them has none."""
         rows = []
         for name, position, token in zip(names, positions.tolist(), tokens.tolist(), strict=True):
             row, *where = self._next.get(name, (-1, -1, -1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first stage: the sub-processes. While the last stage ends a token, it starts the k likeliest next ones."""
+"""The first stage (PPD's sub-processes), which starts the k likeliest next tokens while the last stage ends one."""
 
 import copy
 import time
@@ -41,7 +41,7 @@ class FirstStage(Stage):
         lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
         self.reader = EarlyReader(adapter, lm_head, None)
         self.requests = min(config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs)
-        # A row a request: the state behind d_bar of the token that the last stage is to take next.
+        # A row per request: the state behind d_bar of the token that the last stage is to take next.
         self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
         self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
@@ -68,7 +68,7 @@ class FirstStage(Stage):
 
     @torch.inference_mode()
     def draft_for_dummies(self) -> None:
-        """Read candidates once for each bucket of batch sizes, of states that go back where they were."""
+        """Read candidates once for each bucket of batch sizes, from states that are restored afterwards."""
         for requests in buckets(self.requests):
             rows = np.arange(requests)
             state = self.states.load(rows)
@@ -76,7 +76,7 @@ class FirstStage(Stage):
             self.reader.candidates(self.split, state, self.candidates.count)
 
     def begin_step(self, scheduler_output: Any) -> Any:
-        """A state carried over is good for the next group step alone, of the same requests."""
+        """Begin a step; carried states are valid only for a group step of the same requests that follows at once."""
         output = super().begin_step(scheduler_output)
         cached = scheduler_output.scheduled_cached_reqs
         if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids or self._allowed is None:
@@ -85,7 +85,7 @@ class FirstStage(Stage):
         return output
 
     def carried(self) -> CutState | None:
-        """The states of a group step's first tokens if the step before has computed them all: no layer runs then."""
+        """The states of a group step's first tokens, if the previous step computed all of them; no layer runs then."""
         batch, base = self.batch, self.base_positions()
         count = batch.num_requests
         tokens = batch.token_ids[np.arange(count), base].astype(np.int64)
@@ -96,10 +96,10 @@ class FirstStage(Stage):
 
     @torch.inference_mode()
     def run_micro_steps(self, state: CutState) -> None:
-        """Go on after the first micro-step's states went to the last stage.
+        """Run the micro-steps after the first, whose states were sent to the last stage.
 
         Args:
-            state: those states, a row a request of the batch; not overwritten.
+            state: the first micro-step's states, a row per request of the batch; not overwritten.
         """
         assert self.allowance is not None
         started, waited = time.perf_counter(), self.channel.seconds_waited
@@ -125,7 +125,7 @@ class FirstStage(Stage):
         self.counters.add("group_first_stage_idle_seconds", self.channel.seconds_waited - waited)
 
     def _next(self, progress: Progress) -> np.ndarray:
-        """Rows of the next micro-step; the last stage waits while every request's token has still to come through."""
+        """Rows of the next micro-step; the last stage waits while no request's token is ready."""
         sent = progress.sendable()
         if not len(sent) and progress.waits_for_missed():
             self._run_missed(progress)
@@ -133,7 +133,7 @@ class FirstStage(Stage):
         return sent
 
     def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
-        """While the last stage ends the tokens that were sent: candidates for the next ones, and what missed before."""
+        """Run candidates for the next tokens, and missed tokens, while the last stage ends the sent ones."""
         self.channel.expect_tokens(len(progress.position))
         self._settle_candidates()
         speculating, k = progress.with_candidates(sent), self.candidates.count
@@ -191,7 +191,7 @@ class FirstStage(Stage):
         return self.passes.first(span, ids), token_ids.cpu().numpy()
 
     def _run_missed(self, progress: Progress) -> None:
-        """Bring the missed tokens through the first stage."""
+        """Run the missed tokens through the first stage."""
         missed = np.flatnonzero(progress.missed)
         if len(missed):
             self._settle_candidates()
@@ -200,7 +200,7 @@ class FirstStage(Stage):
             self._unsettled = (missed, np.zeros(len(missed), dtype=np.int64), progress.position[missed])
 
     def _advance(self, progress: Progress, rows: np.ndarray, state: CutState | None, places: np.ndarray) -> None:
-        """Take rows whose states behind the first stack are at some places on to d_bar."""
+        """Run rows from the first stack's states, at some places, to d_bar."""
         if not len(rows):
             return
         assert state is not None
@@ -214,13 +214,13 @@ class FirstStage(Stage):
         progress.ready[rows], progress.missed[rows] = True, False
 
     def _settle_candidates(self) -> None:
-        """Have all candidates hold what the target chose; done while the last stage computes."""
+        """Copy the target's choice to all candidates, while the last stage computes."""
         rows, winners, positions = self._unsettled
         self.candidates.choose(rows, positions, winners)
         self._unsettled = _NOTHING
 
     def _keep(self, progress: Progress) -> None:
-        """Keep the states for the next step, and the emitted tokens where the last stage's runner keeps its own."""
+        """Keep the states for the next step, and append the emitted tokens to the batch."""
         batch, ready = self.batch, np.flatnonzero(progress.ready)
         self.states.carry(batch.req_ids, ready, progress.position[ready], progress.token[ready])
         for row, count in enumerate(progress.emitted.tolist()):

@@ -15,7 +15,7 @@ from vllm_ppd.kernels.paged_entries import copy_entries, entry_places
 
 
 def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
-    """Make room for further blocks of every KV cache group, behind those that vLLM's scheduler knows of.
+    """Add blocks to every KV cache group, after those of vLLM's scheduler.
 
     Args:
         kv_cache_config: vLLM's, which is changed.
@@ -39,7 +39,7 @@ class KVBlocks:
 
     Args:
         runner: vLLM's V1 model runner.
-        layers: of a KV cache group's layers, those whose cache is copied.
+        layers: selects the layers of a KV cache group whose cache is copied.
     """
 
     def __init__(self, runner: Any, layers: Callable[[Sequence[str]], list[str]]) -> None:
@@ -49,11 +49,11 @@ class KVBlocks:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block, of the first group."""
+        """Tokens per block, in the first group."""
         return int(self._tables[0].block_size)
 
     def holding(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The blocks of batch rows that hold a position each: [rows, groups]."""
+        """The block of each batch row that holds a position: [rows, groups]."""
         return np.stack([table.block_table.np[rows, positions // table.block_size] for table in self._tables], axis=1)
 
     def copy(self, origins: np.ndarray, targets: np.ndarray, positions: np.ndarray | None) -> None:
@@ -61,7 +61,7 @@ class KVBlocks:
 
         Args:
             origins, targets: [blocks, groups] block ids.
-            positions: [blocks] the one position of each that has to be copied: on a CPU, whose blocks are large, that
+            positions: [blocks] the only position of each to copy: on a CPU, whose blocks are large, that
                 entry alone; elsewhere whole blocks, since a backend may keep a block's tokens in any order. None: all.
         """
         for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
@@ -80,7 +80,7 @@ class KVBlocks:
         return tables
 
     def _entry_places(self, gid: int, name: str) -> torch.Tensor | None:
-        """Where a block of this group keeps which token, as the CPU backend itself writes it; None elsewhere."""
+        """The places of tokens in a block of this group, as the CPU backend writes them; None elsewhere."""
         if self.runner.device.type != "cpu":
             return None
         if gid not in self._places:
@@ -94,7 +94,7 @@ class KVBlocks:
         return self._places[gid]
 
     def _blocks(self, name: str) -> torch.Tensor:
-        """A layer's cache, the first dimension counting the scheduler's blocks, which a backend may have divided."""
+        """A layer's cache with the scheduler's blocks as first dimension, which a backend may have split."""
         return self._cache(name).unflatten(0, (self.runner.kv_cache_config.num_blocks, -1))
 
     def _cache(self, name: str) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last stage: the main process. It ends every token, samples as vLLM samples, and tells the first stage."""
+"""The last stage (PPD's main process), which ends every token, samples as vLLM does, and informs the first stage."""
 
 import dataclasses
 import time
@@ -29,7 +29,7 @@ class LastStage(Stage):
 
     @torch.inference_mode()
     def run_micro_steps(self, first: Any) -> Any:
-        """Go on after a group step's first token.
+        """Run the micro-steps after a group step's first token.
 
         Args:
             first: the SamplerOutput of the first micro-step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where each request of a group step stands: the token at hand, whether its state is ready, where the request ends."""
+"""The progress of each request in a group step: its current token, whether its state is ready, and its end."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ _NO_ID = -1
 
 
 def limits(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Where the requests of a batch end, as far as a stage can see it.
+    """The ends of a batch's requests, as far as a stage knows them.
 
     Returns:
         (tokens of each whole request [batch rows], its stop tokens [batch rows, most of any], padded with -1).
@@ -25,9 +25,9 @@ def limits(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Progress:
-    """A group step as the first stage sees it; every array has a place a batch row.
+    """A group step for the first stage; every array has an entry per batch row.
 
-    A request's token at hand is ready (its state behind d_bar is there), missed (it has still to run through the first
+    A request's current token is ready (its state after d_bar exists), missed (it must still run through the first
     stage), or out (the request ended).
     """
 
@@ -51,11 +51,11 @@ class Progress:
         return bool((self.missed & (self.emitted < self.allowance)).any())
 
     def with_candidates(self, rows: np.ndarray) -> np.ndarray:
-        """Those of some rows whose next token cannot be their last."""
+        """The given rows whose next token cannot be their last."""
         return rows[self.position[rows] + 2 < self.ends[rows]]
 
     def emit(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Take in the target's next token of some rows; returns which of them go on: [rows] bool."""
+        """Record the target's next token of some rows; returns which of them continue: [rows] bool."""
         self.tokens[rows, self.emitted[rows]] = tokens
         self.emitted[rows] += 1
         self.token[rows] = tokens

@@ -3,12 +3,12 @@
 
 Overrides, each of which calls vLLM's:
 
-    execute_model              a group step becomes a step of one token a request
+    execute_model              a group step becomes a step of one token per request
     _model_forward             the first stage has that token's state already if the step before ran ahead
     sample_tokens, _sample     the micro-steps that follow, on either stage
     initialize_kv_cache        room for the candidates' tail blocks
-    profile_run                candidates take memory, too, and compile their kernels
-    propose_draft_token_ids    nothing: what the group emits is final
+    profile_run                candidates also take memory and compile their kernels
+    propose_draft_token_ids    nothing, since the group's tokens are final
 
 and those of engine/v1/verification.py.
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with room for what a worker group emits in one step, and one batch at a time while it works.
+"""vLLM's scheduler with room for a worker group's tokens per step, and one batch at a time while it works.
 
-A request that decodes in the group is given placeholder drafts: they reserve its KV slots and token budget, and what
-the group emits beyond one token counts as so many accepted. Above the cut-off, and while any prompt is being read,
-nothing differs from vLLM's own scheduler.
+A request that decodes in the group gets placeholder drafts: they reserve KV slots and token budget, and tokens that
+the group emits beyond one count as accepted drafts. Above the cut-off, and while any prompt is being read,
+it is vLLM's own scheduler.
 """
 
 from typing import Any
@@ -61,6 +61,6 @@ class GroupScheduler(Scheduler):
 
 
 def _needs_plain_steps(request: Request) -> bool:
-    """Whether a request needs plain steps: micro-steps make no logprobs, and a thinking budget counts steps."""
+    """Whether a request needs plain steps, for logprobs or a thinking budget."""
     params = request.sampling_params
     return params is None or params.num_logprobs is not None or params.thinking_token_budget is not None

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both stages of a worker group do: recognise a group step, and make it a step of one token that goes on.
+"""The common part of a worker group's stages: recognise a group step, and run it as a step of one token and more.
 
-The scheduler gives a group step by placeholder drafts. The runner then sees a plain decode step of one token a request,
-which vLLM prepares, runs and samples as ever; the stages go on from there, micro-step after micro-step:
+Placeholder drafts of the scheduler mark a group step. The runner then sees a plain decode step of one token a request,
+which vLLM prepares, runs and samples as usual; the stages continue from there, micro-step after micro-step:
 
-    last stage    layers d_bar..d of the token at hand     -> x, the target's own token
+    last stage    layers d_bar..d of the current token     -> x, the target's own token
     first stage   layers 0..d-d_bar of k candidates for x, at the same time
-    match         the candidate x goes on with layers d-d_bar..d_bar, its state is sent, the next micro-step begins
+    match         the candidate x runs layers d-d_bar..d_bar, its state is sent, the next micro-step begins
     miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
 """
 
@@ -46,7 +46,7 @@ class Stage(ABC):
         self.counters = Counters()
 
     def take(self, model: Any, exits: tuple[int, ...], layers: tuple[int, int]) -> None:
-        """Cut the loaded stage, and open the line to the other one; the process groups must exist."""
+        """Cut the loaded stage, and open the channel to the other one; the process groups must exist."""
         vllm_config, device = self.vllm_config, self.runner.device
         hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
         self.cut = ModelCut(model, vllm_config, exits, layers=layers)
@@ -57,7 +57,7 @@ class Stage(ABC):
         self.channel = StageChannel(hidden_size, dtype, device)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM's own interface for drafts, of which a group makes none."""
+        """vLLM's interface for drafts; a group makes none."""
         raise RuntimeError("a worker group needs vllm-ppd's worker; remove --worker-cls")
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Stage(ABC):
         """Take the loaded stage and allocate everything, before vLLM measures the memory left for its KV cache."""
 
     def begin_step(self, scheduler_output: Any) -> Any:
-        """Take a step in; returns what the runner is to make of it: one token a request if it has placeholders."""
+        """Begin a step; returns the step for the runner, with one token per request if it has placeholders."""
         placeholders = scheduler_output.scheduled_spec_decode_tokens
         self._allowed = None
         self.allowance = None
@@ -81,13 +81,13 @@ class Stage(ABC):
         return plain
 
     def is_group_step(self) -> bool:
-        """Whether this step goes on for several micro-steps; the batch's rows must be in place."""
+        """Whether this step has several micro-steps; the batch's rows must be up to date."""
         if self._allowed is not None and self.allowance is None:
             self.allowance = np.array([self._allowed[name] for name in self.batch.req_ids], dtype=np.int64)
         return self.allowance is not None
 
     def base_positions(self) -> np.ndarray:
-        """[batch rows] position of the token that the step was scheduled with."""
+        """[batch rows] position of the step's scheduled token."""
         return self.batch.computed.astype(np.int64)
 
     def index(self, values: np.ndarray) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Stage(ABC):
 
 
 def _without_drafts(scheduler_output: Any) -> Any:
-    """A step of vLLM's scheduler without its drafts; the step itself is not changed."""
+    """A copy of a step of vLLM's scheduler without its drafts."""
     drafts = scheduler_output.scheduled_spec_decode_tokens
     scheduled = {
         name: count - len(drafts.get(name, ())) for name, count in scheduler_output.num_scheduled_tokens.items()

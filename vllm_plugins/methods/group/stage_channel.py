@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two stages tell each other within an engine step, over vLLM's own pipeline group.
+"""Messages between the two stages within an engine step, over vLLM's own pipeline group.
 
-    first -> last   a frame: what the first stage has counted, which requests go on, and their states behind d_bar
+    first -> last   a frame: the first stage's counters, which requests continue, and their states after d_bar
     last -> first   the target's tokens
 
-Receives are posted before the work that the answer is computed in, so that a message finds its buffer waiting; sends
-are not waited for until the next one. Each tensor-parallel rank talks to the rank of its own number in the other stage.
-Every wait of the host has vLLM's own bound for a step: a stage whose peer died ends.
+Receives are posted before the work that computes the answer, so that a message finds its buffer waiting; sends
+are not waited for until the next one. Each tensor-parallel rank talks to the same rank of the other stage.
+Every wait of the host has vLLM's time limit for a step, so a stage whose peer died ends.
 """
 
 import time
@@ -28,11 +28,11 @@ _COUNTED = len(COUNTERS) * _NUMBER
 
 
 class StageChannel:
-    """One end of the line between the stages.
+    """One end of the channel between the stages.
 
     Args:
         hidden_size, dtype: of the states.
-        device: where they are. On a CPU they travel in the frame, else over the group's device channel behind it.
+        device: of the states. On a CPU they travel in the frame, else over the group's device channel after it.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -47,25 +47,25 @@ class StageChannel:
         self._expected: tuple[Any, torch.Tensor] | None = None
 
     def send_tokens(self, tokens: np.ndarray) -> None:
-        """Send a token a request of the batch."""
+        """Send a token per request of the batch."""
         self._send(torch.from_numpy(np.array(tokens, dtype=np.int64)).view(torch.uint8), self.group.cpu_group)
 
     def expect_tokens(self, count: int) -> None:
-        """Be ready for the tokens of a batch."""
+        """Post the receive of a batch's tokens."""
         self._expect(count * _NUMBER)
 
     def tokens(self) -> np.ndarray:
-        """The tokens that were expected: [count] int64."""
+        """Wait for the expected tokens: [count] int64."""
         return self._wait_for_expected().view(torch.int64).numpy()
 
     def send_frame(self, rows: np.ndarray, state: CutState | None, count: int, counted: np.ndarray) -> None:
         """Send states of some rows of a batch.
 
         Args:
-            rows: [rows] which; none ends the step.
+            rows: [rows] to send; an empty array ends the step.
             state: (hidden, residual) [rows, hidden] each.
             count: requests of the batch.
-            counted: [counters] float64 of our counters, which the last stage tells vLLM.
+            counted: [counters] float64 of our counters, which the last stage reports to vLLM.
         """
         frame = torch.zeros(self._frame_bytes(count), dtype=torch.uint8)
         frame[:_COUNTED].view(torch.float64)[:] = torch.from_numpy(counted)
@@ -81,11 +81,11 @@ class StageChannel:
                 self._send(part.contiguous(), self.group.device_group)
 
     def expect_frame(self, count: int) -> None:
-        """Be ready for a frame of a batch."""
+        """Post the receive of a batch's frame."""
         self._expect(self._frame_bytes(count))
 
     def frame(self, count: int) -> tuple[np.ndarray, CutState, np.ndarray]:
-        """The frame that was expected: (rows, their states, what the first stage counted)."""
+        """Wait for the expected frame: (rows, their states, the first stage's counters)."""
         frame = self._wait_for_expected()
         counted = frame[:_COUNTED].view(torch.float64).numpy()
         rows = np.flatnonzero(frame[_COUNTED : self._head(count)].view(torch.int64).numpy())
@@ -98,7 +98,7 @@ class StageChannel:
         return rows, (parts[0], parts[1]), counted
 
     def send_weights(self, tensors: list[torch.Tensor]) -> None:
-        """Send tensors of any shape and type; the group's device channel takes none that lies on the host."""
+        """Send tensors of any shape and type; the group's device channel takes no host tensors."""
         tensors = [tensor.to(self.device) for tensor in tensors]
         self.group.send_object([(tuple(t.shape), t.dtype) for t in tensors], 1 - self.group.rank_in_group)
         for tensor in tensors:
@@ -106,7 +106,7 @@ class StageChannel:
             self._wait(work, self.group.device_group)
 
     def receive_weights(self) -> list[torch.Tensor]:
-        """What send_weights sent."""
+        """Receive the tensors of send_weights."""
         shapes = self.group.recv_object(1 - self.group.rank_in_group)
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
         for tensor in tensors:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for drafts of requests that have none to look up, where vLLM wants K of every request (runner V2)."""
+"""Placeholder drafts for requests without a match on runner V2, where vLLM expects K drafts of every request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class LookupDrafter(Drafter):
-    """Drafts the newest token over again, which costs nothing."""
+    """Drafts the newest token again, which costs nothing."""
 
     def load(self, config: DraftingConfig, target: Target) -> None:
-        """There is nothing to load."""
+        """Nothing to load."""
 
     def propose(self, step: DraftInputs) -> Drafts:
         return Drafts(step.newest_ids[:, None].repeat(1, step.num_drafts))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent drafting: the hidden state that gave the last token starts a state, which reads that token and each draft.
+"""Recurrent drafting: a state that starts from the last hidden state and reads the newest token and each draft.
 
-Embeddings and LM heads are the heads' own (heads/recurrent/module.py); no layer of the target runs, no KV is written.
+The heads have their own embeddings and LM heads (heads/recurrent/module.py). No layer runs, and no KV is written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecurrentDrafter(ChainDrafter):
         self.requests_at_once = max(1, LOGITS_AT_ONCE // size)
 
     def _embedding(self, stage: int, table: torch.Tensor) -> Read:
-        """Later heads, where they have tables of their own, read drafts alone: tokens of the draft vocabulary."""
+        """An embedding; later heads with separate tables only read drafts, so tokens of the draft vocabulary."""
         vocabulary = self.vocabulary
         if vocabulary is None or stage == 0:
             return self.target.embedding(table)
@@ -50,7 +50,7 @@ class RecurrentDrafter(ChainDrafter):
         return lambda tokens: rows(vocabulary.place_of[tokens].clamp(min=0))
 
     def _rows(self, lm_head: torch.Tensor) -> torch.Tensor:
-        """The rows of the draft vocabulary, or of this rank."""
+        """Rows of an LM head for the draft vocabulary, or for this rank."""
         vocabulary = self.vocabulary
         return self.target.lm_head.shard(lm_head) if vocabulary is None else lm_head[vocabulary.token_ids.cpu()]
 
