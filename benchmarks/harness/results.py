@@ -160,7 +160,7 @@ def _read(path: Path) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(path.read_text())
         data["runs"].copy()
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise BenchError(f"{path} is no file of results; give another --out") from None
+        raise BenchError(f"{path} is not a file of results; give another --out") from None
     return data
 
 

@@ -109,7 +109,7 @@ def rule_of(name: str, rules: Mapping[str, str] = RULES) -> str:
     for suffix, rule in rules.items():
         if f".{weight}".endswith(f".{suffix}"):
             return rule if weight == name else rule[:1]
-    raise BenchError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}), which alone is inflated")
+    raise BenchError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}); give such a model")
 
 
 def inflate_model(model: Path, out: Path, times: int) -> None:
@@ -212,7 +212,7 @@ def inflate_peer(folder: Path, model: Path, out: Path, times: int) -> None:
     config, target = _read(folder), _read(model)
     size, hidden_size = config["hidden_size"], target["hidden_size"]
     if times * size != hidden_size:
-        raise BenchError(f"{folder} is of width {size}, which is not {hidden_size // times}, the model's")
+        raise BenchError(f"{folder} has width {size}, not the model's {hidden_size // times}; give its own peers")
     tensors = load_file(folder / "model.safetensors")
     if config["model_type"] == "medusa":  # blocks read normed states and write what LM heads read: the first copy
         inflated = {

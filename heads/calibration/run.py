@@ -80,7 +80,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     """
     if (name := hub_name(options.heads)) is not None:
         raise HeadsError(
-            f"heads {quoted(options.heads)} are on the Hub, which is not written; run `hf download {name.repo} "
+            f"heads {quoted(options.heads)} are on the Hub, where they cannot be changed; run `hf download {name.repo} "
             "--local-dir DIR` and calibrate DIR"
         )
     check_is_folder(options.heads)

@@ -216,7 +216,7 @@ class CPHead(nn.Module):
         """log P_a^(s) of k tokens per position: [rows, factors, r, k].
 
         The logits of all rows never exist at once: the forward pass keeps what the backward needs (factorised), or the
-        backward backward computes each chunk's again (full).
+        backward computes each chunk's again (full).
         """
         index = tokens[:, :, None].expand(-1, -1, self.rank, -1)
         if self.factorised:

@@ -127,7 +127,7 @@ class ChatFile:
             stored = json.loads(self._options.read_bytes())
             theirs = {name: stored.get(name) for name in self._essence}
         except (OSError, ValueError, AttributeError):
-            raise TrainingError(f"--out {place(self.path)} is not of this command; give another file") from None
+            raise TrainingError(f"--out {place(self.path)} was not written by `ppd data`; give another file") from None
         for name, ours in self._essence.items():
             if theirs[name] != ours:
                 raise TrainingError(

@@ -119,7 +119,7 @@ def test_a_run_each_temperature(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("[]", "is no file of results"), ('{"benchmark": "serve", "runs": []}', "another benchmark")]
+    ("text", "message"), [("[]", "not a file of results"), ('{"benchmark": "serve", "runs": []}', "another benchmark")]
 )
 def test_files_of_something_else_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bench.json").write_text(text)

@@ -254,7 +254,7 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
         chats_of(path)
     path.write_bytes(good)
     (tmp_path / ".a.jsonl.options.json").unlink()
-    with pytest.raises(TrainingError, match="is not of this command; give another file"):
+    with pytest.raises(TrainingError, match="was not written by `ppd data`; give another file"):
         chats_of(path)
 
 
