@@ -20,11 +20,11 @@ from vllm_ppd.heads.training.options import TrainingOptions
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS: dict[str, type[HeadsConfig]] = {}  # of those that are imported; kinds.py imports all of them
+KINDS: dict[str, type[HeadsConfig]] = {}  # the kinds imported so far; kinds.py imports all of them
 
 Shapes = dict[str, list[int]]
-MOST_NUMBERS = 1 << 35  # of all tensors together: whole classifiers of a large vocabulary are some 2^33
-MOST_DRAFTS = 16  # a step
+MOST_NUMBERS = 1 << 35  # in all tensors together; whole classifiers of a large vocabulary have about 2^33
+MOST_DRAFTS = 16  # per step
 LARGEST_BATCH = 2**31 - 1  # stands for no limit
 
 Drafts = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
@@ -32,7 +32,7 @@ RecommendedDrafts = Annotated[
     Drafts,
     Field(
         validation_alias=AliasPath("speculators_config", "proposal_methods", 0, "speculative_tokens"),
-        description="drafts a step recommended for these heads",
+        description="drafts per step recommended for these heads",
     ),
 ]
 
@@ -40,12 +40,12 @@ RecommendedDrafts = Annotated[
 class TargetFingerprint(BaseModel):
     """Hashes of a target's files in hexadecimal; None where the target is not available."""
 
-    tokenizer: str | None = None  # of the file
-    vocabulary: str | None = None  # which token has which ID (None: not recorded, as in older heads)
+    tokenizer: str | None = None  # hash of the file
+    vocabulary: str | None = None  # hash of the token-to-ID map (None: not recorded, as in older heads)
     lm_head: str | None = None
-    lm_head_bfloat16: str | None = None  # of the values rounded to bfloat16 (None: not recorded, as in older heads)
-    # Of a target at hand, not recorded with heads: what lm_head would be for a copy of the same values in another
-    # dtype, and for one that rounds them.
+    lm_head_bfloat16: str | None = None  # hash of the values in bfloat16 (None: not recorded, as in older heads)
+    # Not recorded with heads, only computed for a target at hand: the hashes that lm_head would have in a copy with
+    # another dtype, and in one with rounded values.
     same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
     rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
 
@@ -55,7 +55,7 @@ class TargetFingerprint(BaseModel):
         Only hashes that both sides have are compared (a target that is not on this disk yet has none).
         """
         if self.vocabulary and target.vocabulary:
-            # The same tokenizer is another file when another version of transformers writes it.
+            # Versions of transformers write the same tokenizer to different files.
             if self.vocabulary != target.vocabulary:
                 return "the hash of its vocabulary differs"
         elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
@@ -64,7 +64,7 @@ class TargetFingerprint(BaseModel):
             return None
         both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
         if both or self.lm_head in target.rounded:
-            return "the dtype of its lm_head differs (the values are equal once they are rounded to the narrower one)"
+            return "the dtype of its lm_head differs (the values are equal when rounded to the narrower dtype)"
         return "the hash of its lm_head differs"
 
 
@@ -85,7 +85,7 @@ class Calibrated(BaseModel):
     device: str = Field(min_length=1, max_length=200, description="name of the device that was measured")
     num_speculative_tokens_per_batch_size: list[
         Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_BATCH)]], Field(min_length=3, max_length=3)]
-    ] = Field(min_length=1, max_length=1024, description="[first batch size, last one, drafts], as vLLM takes it")
+    ] = Field(min_length=1, max_length=1024, description="[first batch size, last batch size, drafts], as in vLLM")
 
     @model_validator(mode="after")
     def _in_order(self) -> Calibrated:
@@ -93,7 +93,7 @@ class Calibrated(BaseModel):
         for first, last, drafts in self.num_speculative_tokens_per_batch_size:
             if first != expected or last < first or drafts > MOST_DRAFTS:
                 raise ValueError(
-                    f"num_speculative_tokens_per_batch_size must have ranges from 1 on without gaps, and at most "
+                    f"num_speculative_tokens_per_batch_size must have ranges from 1 on without gaps, with at most "
                     f"{MOST_DRAFTS} drafts"
                 )
             expected = last + 1
@@ -103,16 +103,16 @@ class Calibrated(BaseModel):
 class HeadsConfig(BaseModel, ABC):
     """Configuration that all kinds share. A kind adds its fields, its tensors and the cost of drafting with it."""
 
-    # Strict: a truth value is no number of layers, and 2.0 is none either.
+    # Strict: neither true nor 2.0 is a number of layers.
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=(), strict=True)
     kind: ClassVar[str]  # as speculators' algorithm name
     architecture: ClassVar[str]
-    method: ClassVar[str]  # the drafting method that reads them, by the plugin's name for it
+    method: ClassVar[str]  # the plugin's name of the drafting method that reads these heads
     options: ClassVar[type[TrainingOptions]]  # of `ppd train KIND`
-    parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores of them
-    tensor_names: ClassVar[str]  # a regular expression: names by which the weights are told from those of other models
-    counts: ClassVar[tuple[str, ...]] = ()  # beginnings of the names of tensors that hold counts or n-grams
-    files_beside: ClassVar[tuple[str, ...]] = ()  # safetensors files of further tensors, where there are any
+    parts: ClassVar[type[Parts]]  # what `ppd calibrate` stores
+    tensor_names: ClassVar[str]  # a regular expression for tensor names that only these heads have
+    counts: ClassVar[tuple[str, ...]] = ()  # name prefixes of tensors that hold counts or n-grams
+    files_beside: ClassVar[tuple[str, ...]] = ()  # safetensors files of further tensors, if any
 
     verifier: str = Field(
         validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"),
@@ -120,7 +120,7 @@ class HeadsConfig(BaseModel, ABC):
     )  # fmt: skip
     num_speculative_tokens: RecommendedDrafts
     draft_vocab_size: int | None = Field(
-        None, ge=16, description="how many tokens, the most frequent ones, are drafted by default (None: all)"
+        None, ge=16, description="size of the default draft vocabulary: the most frequent tokens (None: all)"
     )
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     target: TargetLayers = Field(validation_alias="transformer_layer_config")
@@ -135,7 +135,7 @@ class HeadsConfig(BaseModel, ABC):
     def _bounded(self) -> HeadsConfig:
         if self.draft_vocab_size is not None:
             if self.counts_tensor is None:
-                raise ValueError("draft_vocab_size needs token counts, which these heads lack")
+                raise ValueError("draft_vocab_size needs token counts, which these heads do not have")
             if self.draft_vocab_size > self.target.vocab_size:
                 raise ValueError(f"draft_vocab_size is more than the vocabulary of {self.target.vocab_size}")
         numbers = sum(map(math.prod, self.shapes().values()))

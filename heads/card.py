@@ -17,8 +17,8 @@ from vllm_ppd.heads.training.provenance import Provenance, provenance_of
 NAME = "README.md"
 BEGIN = "<!-- vllm-ppd: `ppd calibrate` writes what follows anew, up to the end mark -->"
 END = "<!-- vllm-ppd: end -->"
-SETTINGS = ("learning_rate", "batch_size", "sequence_length", "seed")  # options of training that are shown
-OTHER = "other"  # the Hub's name of a licence that it does not know
+SETTINGS = ("learning_rate", "batch_size", "sequence_length", "seed")  # training options to show
+OTHER = "other"  # the Hub's value for a licence that it does not list
 
 
 def write_card(folder: str | os.PathLike[str], config: HeadsConfig, calibration: str | None = None) -> None:

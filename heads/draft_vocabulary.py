@@ -7,10 +7,10 @@ other rows (FR-Spec drafts from a quarter of a vocabulary of 128K).
 
 import torch
 
-LEAST = 1024  # below this there is nothing left to save
-GRAIN = 64  # sizes are multiples of it, which matrix products like
-SHARES = (2, 4, 8, 16)  # parts of the vocabulary that calibration compares with the whole
-ALMOST_ALL, MOST = 0.99, 0.9  # of the text
+LEAST = 1024  # a smaller one saves nothing more
+GRAIN = 64  # sizes are multiples of it, which suits matrix products
+SHARES = (2, 4, 8, 16)  # fractions of the vocabulary that calibration compares
+ALMOST_ALL, MOST = 0.99, 0.9  # shares of the text
 
 
 def most_frequent(counts: torch.Tensor, size: int) -> torch.Tensor:

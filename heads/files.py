@@ -32,7 +32,7 @@ def check_is_folder(folder: str | os.PathLike[str]) -> None:
     Raises:
         HeadsError: if it is empty, missing, too long, a file, or may not be looked at.
     """
-    name, instead = os.fspath(folder), "give a folder with config.json, or no heads"
+    name, instead = os.fspath(folder), "give a folder with config.json, or omit the heads"
     if not name:
         raise HeadsError(f"the name of the heads folder is empty; {instead}")
     try:
@@ -41,7 +41,7 @@ def check_is_folder(folder: str | os.PathLike[str]) -> None:
         problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be opened ({_reason(error)})"
         raise HeadsError(f"heads folder {quoted(name)} {problem}; {instead}") from None
     if not is_folder:
-        raise HeadsError(f"{quoted(name)} is a file, and heads are a folder; {instead}")
+        raise HeadsError(f"{quoted(name)} is a file, not a heads folder; {instead}")
 
 
 def check_is_regular(path: Path) -> int:
@@ -72,14 +72,14 @@ def read_json_object(path: Path, most: int, instead: str = "write the heads agai
     """
     size = check_is_regular(path)
     if size > most:
-        raise HeadsError(f"{named(path)} has {size:,} bytes, more than the {most:,} that are read; {instead}")
+        raise HeadsError(f"{named(path)} has {size:,} bytes, more than the limit of {most:,}; {instead}")
     try:
-        # Not to wait for a writer, should a FIFO have taken its place meanwhile.
+        # Do not wait for a writer if a FIFO has replaced the file meanwhile.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             data = from_json(file.read(most))
     except OSError as error:
         raise HeadsError(f"{named(path)} cannot be read ({_reason(error)}); {instead}") from None
-    except ValueError as error:  # nested too deeply, too
+    except ValueError as error:  # also if nested too deeply
         raise HeadsError(f"{named(path)} is not valid JSON ({_reason(error)}); {instead}") from None
     if not isinstance(data, dict):
         raise HeadsError(f"{named(path)} holds {quoted(data)}, not an object; {instead}")
@@ -123,10 +123,10 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 def replaced(path: Path) -> Iterator[Path]:
     """Open a new file that replaces `path`, synced to disk, when the block ends without an error."""
     new = path.with_name(path.name + ".part")
-    new.unlink(missing_ok=True)  # of a run that was killed, or a link, which is not followed
+    new.unlink(missing_ok=True)  # left by a killed run, or a link, which is not followed
     os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
-        mode = stat.S_IMODE(new.stat().st_mode)  # as the umask allows; safetensors writes for the owner alone
+        mode = stat.S_IMODE(new.stat().st_mode)  # the umask's permissions; safetensors grants the owner only
         yield new
         new.chmod(mode)
         _sync(new)

@@ -140,7 +140,7 @@ def _problem(error: Exception, repository: HubName, file: str) -> str | None:
         errors.GatedRepoError: f"is gated on the Hub: ask for access on its page, and {log_in}",
         errors.RepositoryNotFoundError: f"is neither a folder nor a repository on {hub} that you may read; check the "
         f"name, or {log_in}",
-        errors.RevisionNotFoundError: "has no such revision on the Hub; give a branch, tag or commit of it",
+        errors.RevisionNotFoundError: "has no such revision on the Hub; give an existing branch, tag or commit",
         errors.RemoteEntryNotFoundError: f"on the Hub has no {file}; is this the right repository?",
         errors.SafetensorsParsingError: f"on the Hub has a {file} that is truncated or not safetensors",
         errors.HFValidationError: "is neither a folder nor a name on the Hub (ORGANISATION/NAME)",
@@ -151,10 +151,10 @@ def _problem(error: Exception, repository: HubName, file: str) -> str | None:
     is_absent = isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled)
     if is_absent and constants.is_offline_mode():
         fetch = f"run `hf download {repository.repo}` first"
-        return f"is no folder, and its {file} is not in the Hub's cache; unset HF_HUB_OFFLINE, or {fetch}"
+        return f"is not a folder, and its {file} is not in the Hub's cache; unset HF_HUB_OFFLINE, or {fetch}"
     cause = error.__cause__ or error if is_absent else error
     reason = shortened(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__, LONGEST_VALUE)
-    # huggingface_hub passes its client's errors on.
+    # huggingface_hub passes on errors of its HTTP client.
     if is_absent or isinstance(error, errors.HfHubHTTPError) or type(error).__module__.startswith("httpx"):
-        return f"is no folder, and the Hub at {hub} cannot be reached ({reason}); HF_HUB_OFFLINE=1 takes what is cached"
-    return f"has a {file} that cannot be kept in the Hub's cache ({reason})" if isinstance(error, OSError) else None
+        return f"is not a folder, and {hub} cannot be reached ({reason}); HF_HUB_OFFLINE=1 uses the Hub's cache"
+    return f"has a {file} that cannot be saved in the Hub's cache ({reason})" if isinstance(error, OSError) else None

@@ -73,12 +73,12 @@ def vocabulary_table(measured: Mapping[int, tuple[float, Sequence[Counts]]]) -> 
         measured: by size, the share of the training text that it covers, and what each setting counted.
     """
     if measured:
-        yield "Draft vocabularies, sampled texts (size, share of the training text, drafts accepted a step at best)"
+        yield "Draft vocabularies, sampled texts (size, share of the training text, most drafts accepted per step)"
         rows = [
             [size, percent(covers), f"{max(c.accepted / c.cycles for c in counts):.3f}"]
             for size, (covers, counts) in measured.items()
         ]
-        yield table(["tokens", "covers", "accepted a step"], rows)
+        yield table(["tokens", "covers", "accepted per step"], rows)
 
 
 def _is_number(text: str) -> bool:

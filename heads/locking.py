@@ -17,9 +17,9 @@ from pathlib import Path
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
 
-LONGEST_HOLDER = 150  # characters of what a message says of the process that writes
+LONGEST_HOLDER = 150  # characters of a message's description of the writing process
 
-_locks: set[int] = set()  # descriptors that this process holds
+_locks: set[int] = set()  # descriptors of locks that this process holds
 
 
 class InUse(HeadsError):
@@ -69,7 +69,7 @@ def _locked(lock: Path, what: str, kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if descriptor in _locks:  # not in a child that was forked meanwhile
+        if descriptor in _locks:  # not in a forked child
             _locks.discard(descriptor)
             with contextlib.suppress(OSError):
                 lock.unlink()
@@ -82,7 +82,7 @@ def _take(lock: Path, what: str, kind: str) -> int:
         lock.parent.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except FileNotFoundError:  # whoever held it has removed an empty folder
+        except FileNotFoundError:  # the previous holder has removed the empty folder
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,8 +91,8 @@ def _take(lock: Path, what: str, kind: str) -> int:
             os.close(descriptor)
             raise InUse(f"{what} is being written by {holder}; wait for it, or give another {kind}") from None
         except OSError:
-            pass  # a file system without locks
-        # Whoever held it may have removed the file since it was opened.
+            pass  # the file system has no locks
+        # The previous holder may have removed the file after it was opened.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):
                 os.ftruncate(descriptor, 0)
@@ -104,7 +104,7 @@ def _take(lock: Path, what: str, kind: str) -> int:
 def _note() -> str:
     """A note about this process for others that want the lock: its host, id and command."""
     words = list(sys.orig_argv)
-    if len(words) > 1 and not words[1].startswith("-"):  # a script, and no `python -m`
+    if len(words) > 1 and not words[1].startswith("-"):  # a script, not `python -m`
         del words[0]
     words[0] = Path(words[0]).name
     command = shortened(shlex.join(words), LONGEST_VALUE)

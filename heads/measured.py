@@ -33,8 +33,8 @@ class Timing(Stored):
     """Times that give the cost of drafts relative to a pass of the target."""
 
     seconds: Timed
-    lm_head_share: Share  # h: a read of the LM head in units of a full pass, batch 1
-    transform_in_layers: Amount = 0.0  # a d x d matrix in units of a decoder layer; early calibrations lack it
+    lm_head_share: Share  # h: a read of the LM head relative to a full pass, batch 1
+    transform_in_layers: Amount = 0.0  # a d x d matrix relative to a decoder layer; missing in early calibrations
 
 
 class Counts(Stored):
@@ -53,13 +53,13 @@ class ByDrafts(Stored):
 
     by_drafts: list[Counts] = Field(min_length=1, max_length=16)
     repeated_4_grams: Share = 0.0
-    covers: Share = 1.0  # share of the training text that the draft vocabulary makes up
-    by_category: dict[str, list[Share]] = Field(default_factory=dict)  # drafts accepted a step at each position
+    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
+    by_category: dict[str, list[Share]] = Field(default_factory=dict)  # drafts accepted per step at each position
 
 
 def _on_two_texts(by_texts: dict[str, T]) -> dict[str, T]:
     if len(by_texts) != 2 or "greedy" not in by_texts:
-        raise ValueError("acceptance must be of greedy texts and of sampled ones")
+        raise ValueError("acceptance must have greedy and sampled texts")
     return by_texts
 
 
@@ -82,7 +82,7 @@ class Work(NamedTuple):
     """What the drafts of a step read, in addition to a full pass of the target."""
 
     layers: float = 0.0  # decoder layers
-    matrices: float = 0.0  # d x d matrices of the heads' own
+    matrices: float = 0.0  # d x d matrices of the heads
     reads: float = 0.0  # reads of the whole LM head
     rows: int = 1  # hidden states of a request in each such read
 
@@ -97,9 +97,9 @@ class Setting(NamedTuple):
     layers: float  # decoder layers that drafting adds to a pass, the heads' own d x d transforms among them
     reads: float  # reads of the whole LM head that it adds
     rows: int = 1  # hidden states of a request in each such read
-    exit_layer: int | None = None  # where early drafts are read
-    trained: bool = True  # whether by heads
-    served: dict[str, Any] | None = None  # options by which a server takes it (None: the heads alone can say it)
+    exit_layer: int | None = None  # layer at which early drafts are read
+    trained: bool = True  # whether heads draft
+    served: dict[str, Any] | None = None  # the server's options for this setting (None: only the heads can specify it)
 
     def cycle(self, num_layers: int, head_share: float) -> float:
         """Work of a cycle in full passes at batch 1, where memory bandwidth is the limit; h is the LM head's share."""

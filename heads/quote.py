@@ -6,7 +6,7 @@ from pathlib import Path
 
 LONGEST_VALUE, LONGEST_MESSAGE = 80, 300  # characters
 
-_BOUNDED = reprlib.Repr()  # reads no more of a value than is shown
+_BOUNDED = reprlib.Repr()  # reads only the part of a value that is shown
 _BOUNDED.maxstring = _BOUNDED.maxother = _BOUNDED.maxlong = 2 * LONGEST_VALUE
 _BOUNDED.maxlist = _BOUNDED.maxtuple = _BOUNDED.maxdict = _BOUNDED.maxset = LONGEST_VALUE // 3
 
@@ -15,7 +15,7 @@ def quoted(value: object) -> str:
     """The repr of a value on one line of at most 80 characters."""
     try:
         return _cut(_BOUNDED.repr(value), LONGEST_VALUE)
-    except Exception:  # an integer of too many digits, or a __repr__ that fails
+    except Exception:  # an integer with too many digits, or a __repr__ that fails
         return f"<{_cut(type(value).__name__, LONGEST_VALUE - 2)}>"
 
 

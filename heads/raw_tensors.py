@@ -10,14 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 NUMPY = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16, "I32": np.int32, "I64": np.int64}
-INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}  # the bits; those of a NaN are more
+INFINITY = {"F32": 0x7F800000, "BF16": 0x7F80, "F16": 0x7C00}  # as bits; a NaN's bits are greater
 
 
 class RawTensor(NamedTuple):
     """The bits of a tensor of one of the dtypes in NUMPY."""
 
     dtype: str  # as safetensors names it
-    bits: np.ndarray  # in its shape; integers are themselves
+    bits: np.ndarray  # in the tensor's shape; integers are not converted
 
     @property
     def is_finite(self) -> bool:
@@ -25,7 +25,7 @@ class RawTensor(NamedTuple):
         if not self.bits.size:
             return True
         most, sign = INFINITY[self.dtype], 1 << (8 * self.bits.itemsize - 1)
-        # As signed integers the negative numbers are less than the positive ones; as unsigned they are more.
+        # Signed integers order negative numbers before positive ones; unsigned integers order them after.
         signed = self.bits.view(np.dtype(f"i{self.bits.itemsize}"))
         return int(signed.max()) < most and int(self.bits.max()) < most + sign
 

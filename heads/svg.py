@@ -6,7 +6,7 @@ from html import escape
 from math import ceil, floor, log10
 from textwrap import wrap
 
-Value = float | tuple[float, float, float]  # a number, or one with the two ends of its interval
+Value = float | tuple[float, float, float]  # a number, or a number with the ends of its interval
 
 WIDTH, HEIGHT = 760, 320  # pixels
 LEFT, RIGHT, TOP, BOTTOM = 52, 748, 62, 274  # of the plot

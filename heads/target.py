@@ -19,7 +19,7 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.quote import quoted
 from vllm_ppd.heads.raw_tensors import raw_tensors, rounded
 
-# Heads read through the LM head; when it is tied, the checkpoint stores the embedding only.
+# Heads read the LM head; if it is tied, the checkpoint stores the embedding only.
 LM_HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "gpt_neox.embed_in.weight")
 SAMPLED_ROWS = 64
 DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; float32 holds their values exactly
@@ -67,7 +67,7 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     from huggingface_hub.utils import validate_repo_id
 
     if not target:
-        raise HeadsError(f"the heads in {quoted(os.fspath(folder))} do not say which model is their target; {instead}")
+        raise HeadsError(f"the heads in {quoted(os.fspath(folder))} do not name their target; {instead}")
     if _is_model(target):
         return
     try:
@@ -77,8 +77,8 @@ def check_reachable(target: str, folder: str | os.PathLike[str], instead: str) -
     except HFValidationError:
         pass
     raise HeadsError(
-        f"target {quoted(target)} of the heads in {quoted(os.fspath(folder))} is not there, nor in a folder above "
-        f"it, nor in the current one; {instead}"
+        f"target {quoted(target)} of the heads in {quoted(os.fspath(folder))} was not found there, in the folders "
+        f"above, or in the current folder; {instead}"
     )
 
 
@@ -175,12 +175,12 @@ def check_target(
     """
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_hidden_layers}
     differences = [
-        f"{field} is {trained_for} there and {value} in this model"
+        f"{field} is {trained_for} there, but {value} in this model"
         for field, value in sizes.items() if (trained_for := getattr(config.target, field)) not in (0, value)
     ]  # fmt: skip
     difference = differences[0] if differences else config.fingerprint.difference(fingerprint)
     if difference:
-        other = f"heads in {quoted(str(folder))} were made for another target ({quoted(config.verifier)})"
+        other = f"heads in {quoted(str(folder))} were trained for another target ({quoted(config.verifier)})"
         raise HeadsError(f"{other}: {difference}; use the heads of this model")
 
 
@@ -205,7 +205,7 @@ def check_on_disk(
         return False
     check_target(config, folder, **sizes, fingerprint=fingerprint(target))
     if config.layer_shapes is not None and config.layer_shapes != _stored_layer(target, sizes["num_hidden_layers"]):
-        # The checkpoint of some families names or shapes tensors unlike the model.
+        # In some families the checkpoint's tensors have other names or shapes than the model's.
         text = text or _text_config(target, trust_remote_code)
         if text is not None:
             check_layers(config, folder, text)
@@ -265,11 +265,11 @@ def check_layers(config: HeadsConfig, folder: str | os.PathLike[str], target: An
         return
     for name in sorted({*shapes, *expected}):
         if name not in shapes:
-            problem = f" lacks {quoted(name)}, which a decoder layer of the target has"
+            problem = f" does not have {quoted(name)}, which a decoder layer of the target has"
         elif name not in expected:
-            problem = f" has {quoted(name)}, which a decoder layer of the target lacks"
+            problem = f" has {quoted(name)}, which a decoder layer of the target does not have"
         elif shapes[name] != expected[name]:
-            problem = f": {quoted(name)} has shape {shapes[name]}, and {expected[name]} in the target"
+            problem = f": {quoted(name)} has shape {shapes[name]}, but {expected[name]} in the target"
         else:
             continue
         where = f"heads in {quoted(os.fspath(folder))}: layer_tensors"
@@ -286,10 +286,10 @@ def decoder_layer(target: Any) -> Shapes | None:
 
     target = copy.deepcopy(target)
     if hasattr(target, "quantization_config"):
-        del target.quantization_config  # heads are not quantised, whatever the target is
+        del target.quantization_config  # heads are not quantised, even if the target is
     try:
         with torch.device("meta"):
             layers = AutoModelForCausalLM.from_config(target).base_model.layers
         return {name: list(tensor.shape) for name, tensor in layers[-1].state_dict().items()}
-    except Exception:  # any code of any family: what is wrong with it is for whoever loads it to say
+    except Exception:  # may run any family's code; loading the model reports what is wrong
         return None

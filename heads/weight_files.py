@@ -15,7 +15,7 @@ from vllm_ppd.heads.files import check_is_regular, named, read_json_object
 from vllm_ppd.heads.quote import LONGEST_VALUE, quoted, shortened
 
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
-COUNTS_NAME = "token_counts.safetensors"  # of heads whose weights are left as they were published
+COUNTS_NAME = "token_counts.safetensors"  # for heads whose published weights are not changed
 LONGEST_INDEX = 16 << 20  # bytes
 PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"}
 
@@ -61,7 +61,7 @@ def stored_tensors(folder: str | os.PathLike[str], beside: Sequence[str] = ()) -
             pickles = sorted(name for name in os.listdir(path.parent) if Path(name).suffix in PICKLE_SUFFIXES)
             if not pickles:
                 raise
-            pickle = f"heads folder {quoted(str(folder))} holds {quoted(pickles[0])}, a pickle, which is never loaded"
+            pickle = f"heads folder {quoted(str(folder))} has only a pickle, {quoted(pickles[0])}, which is not loaded"
             raise HeadsError(f"{pickle}; save the heads as {WEIGHTS_NAME}") from None
         with damage_in_a_line(path), safe_open(path, framework="np") as file:
             slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (no mapping)
@@ -123,5 +123,5 @@ def file_names(folder: str | os.PathLike[str]) -> list[str]:
         raise HeadsError(f"{named(index)} has no weight_map; copy or write the heads again")
     for name in places.values():
         if not isinstance(name, str) or os.path.basename(name) != name or not name.endswith(".safetensors"):
-            raise HeadsError(f"{named(index)} names {quoted(name)}, no safetensors file; copy or write the heads again")
+            raise HeadsError(f"{named(index)} names {quoted(name)}, not a safetensors file; write the heads again")
     return sorted(set(places.values()))

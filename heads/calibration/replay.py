@@ -9,7 +9,7 @@ import torch
 class Drafted(NamedTuple):
     """Expected counts, in vLLM's terms; they add up over texts."""
 
-    cycles: float  # forward passes after the prompt's
+    cycles: float  # forward passes after the prompt
     drafts: float  # passes with drafts to verify
     drafted: float  # drafted tokens
     accepted: float  # accepted tokens
@@ -33,7 +33,7 @@ class Drafted(NamedTuple):
 def replay(
     accept: torch.Tensor,  # [texts, cycle starts, n] probability that draft i is accepted after those before it were
     lengths: torch.Tensor,  # [texts] tokens of each text, at most cycle starts + 1
-    limit: torch.Tensor | None = None,  # [texts, cycle starts] drafts a cycle makes there (None: n)
+    limit: torch.Tensor | None = None,  # [texts, cycle starts] drafts that a cycle makes there (None: n)
 ) -> Drafted:
     """Expected drafts and acceptances of an engine that emits exactly these texts.
 
@@ -48,7 +48,7 @@ def replay(
 
 
 def accepted_by_position(
-    accept: torch.Tensor,  # [texts, cycle starts, n], as replay's
+    accept: torch.Tensor,  # [texts, cycle starts, n], as for replay
     lengths: torch.Tensor,  # [texts]
 ) -> list[float]:
     """Drafts accepted per cycle at each of the n positions, by the same replay; their sum is accepted / cycles."""
@@ -67,7 +67,7 @@ def _follow(
     totals = torch.zeros(3, dtype=torch.float64, device=accept.device)
     accepted = torch.zeros(n, dtype=torch.float64, device=accept.device)
     for t in range(starts):
-        # The engine drafts no further than the text's end, where the last token is the cycle's own bonus.
+        # The engine does not draft beyond the text's end, where the last token is the cycle's bonus token.
         room = (lengths - t - 2).clamp(0, n)
         if limit is not None:
             room = torch.minimum(room, limit[:, t])

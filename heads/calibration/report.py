@@ -8,8 +8,8 @@ from vllm_ppd.heads.kinds import KINDS, calibration_of
 from vllm_ppd.heads.measured import Timed
 
 LABELS = {
-    "default_exit_layers": "exit layer", "num_speculative_tokens": "drafts a step",
-    "draft_vocab_size": "draft vocabulary", "cycle_in_passes": "passes a step",
+    "default_exit_layers": "exit layer", "num_speculative_tokens": "drafts per step",
+    "draft_vocab_size": "draft vocabulary", "cycle_in_passes": "passes per step",
 }  # fmt: skip
 APART = {"predicted_speedup", "acceptance_length", "calibration"}
 
@@ -26,7 +26,7 @@ def report(result: dict[str, Any]) -> str:
 
 def _recommended(chosen: dict[str, Any]) -> str:
     gains = chosen["predicted_speedup"] > 1
-    blame = "" if gains else ": no setting of these heads gains on this text"
+    blame = "" if gains else ": no setting of these heads gains with this text"
     if "acceptance_length" not in chosen:
         return f"Recommended: no drafting{blame}"
     settings = [
@@ -43,5 +43,5 @@ def _recommended(chosen: dict[str, Any]) -> str:
 
 def _timing(seconds: Timed) -> str:
     rows = [[name, *(f"{1e3 * value:.3f}" for value in by.values())] for name, by in seconds]
-    title = "Milliseconds by batch size (transformers, eager; a server has its own)"
+    title = "Milliseconds by batch size (transformers, eager; servers differ)"
     return f"{title}\n\n" + table(["", *seconds.layer], rows)

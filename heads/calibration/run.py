@@ -80,7 +80,7 @@ def calibrate(options: CalibrationOptions) -> dict[str, Any]:
     """
     if (name := hub_name(options.heads)) is not None:
         raise HeadsError(
-            f"heads {quoted(options.heads)} are on the Hub, where they cannot be changed; run `hf download {name.repo} "
+            f"heads {quoted(options.heads)} are on the Hub and cannot be changed there; run `hf download {name.repo} "
             "--local-dir DIR` and calibrate DIR"
         )
     check_is_folder(options.heads)
@@ -157,7 +157,7 @@ def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
         print(error)
         return fresh
     options, parts = stored.get("options"), stored.get("parts")
-    # An option that the file lacks has been added since, and so has the part that it is of.
+    # An option that the file lacks was added later, together with the part that reads it.
     alike = isinstance(options, dict) and fresh["options"] | options == fresh["options"]
     if stored.get("finished") or not alike or stored.get("heads_stamp") != fresh["heads_stamp"]:
         return fresh
@@ -177,8 +177,8 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}: what is measured on it flatters "
-            "them; give --data that they have not seen",
+            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}: measurements on it flatter "
+            "these heads; give --data that they have not seen",
             file=sys.stderr,
         )
 

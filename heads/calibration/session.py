@@ -21,9 +21,9 @@ from vllm_ppd.heads.measured import Timed, Timing
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Batch
 
-WINDOW = 512  # tokens of the windows on which perplexities are measured, where documents have so many
-REPEATS = 20  # of what is timed
-SHORTEST_WINDOW = 32  # in shorter ones hardly a token has as many after it as heads predict
+WINDOW = 512  # tokens per window for perplexities, if documents are that long
+REPEATS = 20  # of each timed operation
+SHORTEST_WINDOW = 32  # in shorter windows, few tokens are followed by as many as heads predict
 
 
 class Calibration:
@@ -155,8 +155,8 @@ def _lengths(data: Sequence[str], target: Target, most: int) -> tuple[int, int]:
         return WINDOW, windows
     if longest < SHORTEST_WINDOW:
         raise TrainingError(
-            f"the longest document of the data has {longest} tokens, and likelihoods are measured on "
-            f"{SHORTEST_WINDOW} at least: give longer documents"
+            f"the longest document of the data has {longest} tokens, and likelihoods need at least "
+            f"{SHORTEST_WINDOW}; give longer documents"
         )
     return longest, min(as_long, most)
 

@@ -25,8 +25,8 @@ class Padded(NamedTuple):
     """Prompts, aligned to the right of their rows."""
 
     ids: torch.Tensor  # [prompts, longest] int64
-    starts: torch.Tensor | None  # [prompts] where each begins (None: all at 0)
-    categories: tuple[str, ...] = ()  # of the prompts' records, where they have any
+    starts: torch.Tensor | None  # [prompts] where each prompt begins (None: all at 0)
+    categories: tuple[str, ...] = ()  # of the prompts' records, if they have any
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Texts:
     ids: torch.Tensor  # [texts, prompt + generated] int64
     prompt: int  # tokens of the longest prompt
     lengths: torch.Tensor  # [texts] generated tokens, the end token included
-    temperature: float  # at which it was sampled; 0 is greedy
+    temperature: float  # at which the text was sampled; 0 is greedy
     starts: torch.Tensor | None = None  # [texts] where each prompt begins (None: all at 0)
 
     @property
@@ -56,8 +56,8 @@ class Texts:
             some = slice(start, start + size)
             starts = self.starts[some] if self.starts is not None else torch.zeros(1, dtype=torch.int64)
             first = int(starts.min())
-            ids = self.ids[some, first:-1]  # the last token's state is read by nobody
-            # A document begins at each position 0: padding has nothing to do with what follows it.
+            ids = self.ids[some, first:-1]  # nothing reads the last token's state
+            # A document begins at each position 0, so that padding is not part of what follows it.
             positions = torch.arange(ids.shape[1], device=ids.device) - (starts.to(ids.device) - first)[:, None]
             batches.append((some, Batch(ids, positions.clamp(min=0).expand(len(ids), -1))))
         return batches
@@ -136,14 +136,14 @@ def take_prompts(data: Sequence[str], target: Target, count: int, length: int, r
     for ids in documents.token_ids():
         check_vocabulary(ids, target.vocab_size)
         pieces = documents.special.pieces(ids, length)
-        if pieces:  # a document that is too short must not count as one that was taken
+        if pieces:  # a document that is too short does not count as taken
             rows.append(from_the_middle(pieces))
         if len(rows) >= 4 * count:
             break
     prompts = in_turns(rows)[:count]
     if len(prompts) < count:
         raise TrainingError(
-            f"the data holds {len(prompts)} prompts of {length} tokens, and {count} are needed: give more data, or "
+            f"the data has {len(prompts)} prompts of {length} tokens, but {count} are needed; give more data, or "
             "smaller --prompts or --prompt-tokens"
         )
     return torch.tensor(prompts, device=target.device)
@@ -171,7 +171,7 @@ def record_prompts(data: Sequence[str], target: Target, count: int, longest: int
             return padded(prompts, target.device)._replace(categories=tuple(categories))
     skips = f" ({documents.skips()})" if documents.skipped else ""
     raise TrainingError(
-        f"the data holds {len(prompts)} prompts of up to {longest} tokens, and {count} are needed{skips}: give "
+        f"the data has {len(prompts)} prompts of up to {longest} tokens, but {count} are needed{skips}; give "
         "more data, or smaller --prompts"
     )
 
@@ -211,7 +211,7 @@ def generate(
         max_new_tokens=tokens, eos_token_id=ends or None, pad_token_id=padding, renormalize_logits=True, **how
     )
     outputs = []
-    # Prompts of like length together: every batch is as wide as its longest.
+    # Sort prompts by length: each batch is as wide as its longest prompt.
     order = torch.arange(len(prompts)) if starts is None else starts.argsort(descending=True, stable=True)
     for some in Bar(order.split(batch), desc="writing texts", mininterval=2, delay=2):
         first = 0 if starts is None else int(starts[some].min())

@@ -23,8 +23,8 @@ from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.cp_mixture import chain_log_likelihood
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk, token_log_probs
 
-ALL = "all"  # the category of all prompts
-MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]  # of the configuration and the tensors
+ALL = "all"  # category for all prompts together
+MakeHead = Callable[[Any, dict[str, torch.Tensor]], Any]  # from the configuration and the tensors
 
 
 class CPMeasures:
@@ -126,10 +126,10 @@ def replays(accept: torch.Tensor, lengths: torch.Tensor) -> list[Drafted]:
 
 
 def _chances(
-    logits: torch.Tensor,  # [rows, factors, r, vocabulary], of all positions or all but the first
-    weights: torch.Tensor,  # [rows, r] log weights before the first of them
-    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and those after it; -1 outside
-    log_p: torch.Tensor,  # [rows, positions - 1] the target's log-probability of the latter
+    logits: torch.Tensor,  # [rows, factors, r, vocabulary], for all positions or all but the first
+    weights: torch.Tensor,  # [rows, r] log weights before the first position
+    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and the tokens after it; -1 outside
+    log_p: torch.Tensor,  # [rows, positions - 1] the target's log-probabilities of the tokens after the sampled one
     temperature: float,
 ) -> torch.Tensor:
     """Probability that each draft is accepted if those before it were: [rows, positions - 1]."""
@@ -197,8 +197,8 @@ def category_tables(acceptance: Mapping[str, ByDrafts]) -> Iterator[str]:
     """Markdown of the drafts that are accepted at each position, by category of the prompts where they have any."""
     for name, by in acceptance.items():
         if by.by_category:
-            yield f"Drafts accepted a step by position, {name if name == 'greedy' else 'sampled at ' + name}"
-            yield table(["prompts", *(f"draft {n}" for n in range(1, len(by.by_drafts) + 1)), "a step"], [
+            yield f"Drafts accepted per step, by position, {name if name == 'greedy' else 'sampled at ' + name}"
+            yield table(["prompts", *(f"draft {n}" for n in range(1, len(by.by_drafts) + 1)), "per step"], [
                 [category, *(f"{share:.3f}" for share in shares), f"{sum(shares):.3f}"]
                 for category, shares in by.by_category.items()
             ])  # fmt: skip
@@ -208,11 +208,11 @@ def tables(parts: CPParts) -> Iterator[str]:
     """Markdown of what was measured."""
     measured = parts.likelihood
     n = len(measured["ppl_n"])
-    yield f"Joint of {n} tokens: {measured['joint_nats']} nats; the target's own PPL_1 is {measured['target_ppl_1']}"
-    rows = {"PPL_s": "ppl_n", "PPL_1:s": "ppl_1:n", "nats given the earlier": "conditional_nats"}
+    yield f"Joint of {n} tokens: {measured['joint_nats']} nats; the target's PPL_1 is {measured['target_ppl_1']}"
+    rows = {"PPL_s": "ppl_n", "PPL_1:s": "ppl_1:n", "nats given the earlier ones": "conditional_nats"}
     yield table(["", *(f"s={s}" for s in range(1, n + 1))], [[name, *measured[key]] for name, key in rows.items()])
-    yield "Expected drafts accepted a step (vLLM's terms: chain drafts, length = 1 + accepted / drafts)"
-    yield table(["texts", "drafts", "rate", "accepted a step", "length", "repeated 4-grams"], [
+    yield "Expected drafts accepted per step (vLLM's terms: chain drafts, length = 1 + accepted / drafts)"
+    yield table(["texts", "drafts", "rate", "accepted per step", "length", "repeated 4-grams"], [
         [name, n, percent(c.rate), f"{c.length - 1:.3f}", f"{c.length:.3f}", by.repeated_4_grams]
         for name, by in parts.acceptance.items() for n, c in enumerate(by.by_drafts, start=1)
     ])  # fmt: skip

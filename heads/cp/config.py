@@ -21,29 +21,29 @@ class Experts(BaseModel):
 
     positions: int = Field(4, ge=2, le=17, description="positions of the joint: one verified token and n-1 drafts")
     rank: int = Field(3, ge=1, le=64, description="experts of the mixture")
-    factorised: bool = Field(True, description="W = E* T; otherwise whole V x E matrices, as the paper measured")
+    factorised: bool = Field(True, description="W = E* T; otherwise full V x E matrices, as measured in the paper")
     condition: Condition = Field(
         "token",
-        description="what is read beside the state: nothing (the paper), the newest token, each draft before too, or "
-        "each token by a state that goes from draft to draft",
+        description="what heads read besides the state: nothing (the paper), the newest token, also each draft, or "
+        "each token through a recurrent state",
     )
     inner_size: int | None = Field(
-        None, ge=1, le=1 << 20, description="width of a recurrent state's gated layer (twice the model's where not set)"
+        None, ge=1, le=1 << 20, description="width of a recurrent state's gated layer (default: twice the model's)"
     )
     layers: Annotated[Integers, Field(strict=False, max_length=64)] = Field(
-        (), description="layers after which the target's states are read, too, by a recurrent state: 8,16,24"
+        (), description="layers after which a recurrent state also reads the target's states, such as 8,16,24"
     )
-    expert_rank: int = Field(32, ge=1, le=4096, description="rank of the matrices that tell recurrent experts apart")
+    expert_rank: int = Field(32, ge=1, le=4096, description="rank of the matrices by which recurrent experts differ")
     num_speculative_tokens: int
 
     @model_validator(mode="after")
     def _possible(self) -> Experts:
         if self.condition == "chain" and self.positions < 3:
-            raise ValueError("condition 'chain' reads the draft before and needs 3 positions at least; use 'token'")
+            raise ValueError("condition 'chain' reads the previous draft and needs at least 3 positions; use 'token'")
         if self.layers and self.condition != "recurrent":
             raise ValueError(f"layers={self.layers} need condition 'recurrent', not {self.condition!r}")
         if list(self.layers) != sorted({layer for layer in self.layers if layer > 0}):
-            raise ValueError(f"layers={self.layers} must be ascending, from 1 on")
+            raise ValueError(f"layers={self.layers} must be ascending and at least 1")
         drafts = self.num_speculative_tokens
         if drafts > self.positions - 1:
             raise ValueError(f"num_speculative_tokens={drafts} needs {drafts + 1} positions, not {self.positions}")
@@ -57,39 +57,37 @@ class CPOptions(Experts, FullOptions):
 
     kind: ClassVar[str] = "cp"
 
-    num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts a step the heads recommend")
+    num_speculative_tokens: int = Field(3, ge=1, le=16, description="drafts per step that the heads recommend")
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon", description="Muon for transforms and AdamW for the others, or AdamW alone (the paper names none)"
+        "muon", description="Muon for transforms and AdamW for the rest, or AdamW alone (the paper names no optimiser)"
     )
     learning_rate: float = Field(
-        1e-3, gt=0, description="peak learning rate (the paper names none); larger for what reads embeddings"
+        1e-3, gt=0, description="peak learning rate (the paper names none); higher for weights that read embeddings"
     )
     balance: float = Field(0.1, ge=0, description="weight of the load-balancing loss (eq. 10)")
     start: Literal["ridge", "identity"] = Field(
-        "ridge", description="first transforms: a ridge regression of the target's later states, or its own LM head"
+        "ridge", description="initial transforms: a ridge regression of the target's later states, or the identity"
     )
     decay: float = Field(
-        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the draft before it"
+        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the previous draft"
     )
-    dropout: float = Field(
-        0.0, ge=0, lt=1, description="share of a recurrent state's gated layer that each step leaves out"
-    )
-    base_learning_rate: float = Field(1e-4, ge=0, description="peak rate of the base model, full recipe")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout rate of a recurrent state's gated layer")
+    base_learning_rate: float = Field(1e-4, ge=0, description="peak learning rate of the base model (full recipe)")
     base_start: Literal["trained", "random"] = Field(
-        "trained", description="weights of the base model, full recipe: as given, or random (the paper: from scratch)"
+        "trained", description="initial weights of the base model (full recipe); random is the paper's choice"
     )
     train_vocab_size: int = Field(
-        0, ge=0, description="train over the most frequent tokens of the data, and draft from them (0: over all)"
+        0, ge=0, description="train over the most frequent tokens of the data only, and draft from them (0: all tokens)"
     )
 
     @model_validator(mode="after")
     def _fits(self) -> CPOptions:
         if not self.factorised and self.train_vocab_size:
-            raise ValueError("whole classifiers are trained over the whole vocabulary; omit --train-vocab-size")
+            raise ValueError("full classifiers are trained over the whole vocabulary; omit --train-vocab-size")
         if self.recipe == "full" and self.train_vocab_size:
             raise ValueError("the full recipe trains the whole LM head; omit --train-vocab-size")
         if self.base_start == "random" and (self.recipe, self.start) != ("full", "identity"):
-            raise ValueError("a random base model is trained along; add --recipe full --start identity")
+            raise ValueError("a random base model must be trained with the heads; add --recipe full --start identity")
         return self
 
 
@@ -115,15 +113,17 @@ class CPConfig(Experts, HeadsConfig):
     num_speculative_tokens: RecommendedDrafts
     positions: int = Field(ge=2, le=17, description="n: positions of the joint; position 1 is the verified token")
     rank: int = Field(ge=1, le=64, description="r: rank-1 terms, the experts of the mixture")
-    condition: Condition = Field("none", description="what the experts read beside the state")
+    condition: Condition = Field("none", description="what the experts read besides the state")
     layers: Annotated[tuple[int, ...], Field(strict=False, max_length=64)] = ()
-    token_counts: bool = Field(False, description="the tokens of the training data are counted, for a draft vocabulary")
+    token_counts: bool = Field(
+        False, description="the heads have token counts of the training data, for a draft vocabulary"
+    )
 
     @model_validator(mode="after")
     def _within_the_target(self) -> CPConfig:
         if self.layers and self.layers[-1] >= self.target.num_hidden_layers:
             raise ValueError(
-                f"layers names layer {self.layers[-1]}, and the target has {self.target.num_hidden_layers}"
+                f"layers names layer {self.layers[-1]}, but the target has {self.target.num_hidden_layers}"
             )
         return self
 
@@ -186,7 +186,7 @@ class CPConfig(Experts, HeadsConfig):
         if self.condition == "recurrent":
             size = self.target.hidden_size
             thin = 2 * self.rank * self.expert_rank if self.rank > 1 else 0
-            fused = 1 + len(self.layers) if self.layers else 0  # once a step
+            fused = 1 + len(self.layers) if self.layers else 0  # once per step
             return Work(0, fused + drafts * (2 + (5 * self.inner + thin) / size), drafts * vocabulary, self.rank)
         lead, chain = self.positions - self.factors, self.condition == "chain"
         states = self.rank * (drafts + 1 - lead)

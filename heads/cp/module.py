@@ -18,7 +18,7 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
-NOISE = 0.01  # of fresh experts, relative to the norm of what they start from; with 0.1 a toy mixture trained worse
+NOISE = 0.01  # of new experts, relative to the norm of their initial weights; a toy mixture trained worse with 0.1
 
 
 class CPHead(nn.Module):
@@ -92,7 +92,7 @@ class CPHead(nn.Module):
             inner_size = inner_size or 2 * hidden_size
             self.recurrence = Recurrence(hidden_size, inner_size, rank, expert_rank, dtype, seed, dropout, len(layers))
         if seed is not None:
-            # Not zeros: equal weights would count every token for expert 0 in the balance loss.
+            # Not zeros: with equal weights the balance loss would assign every token to expert 0.
             self._fill_with_noise(self.gate, seed)
             if factorised and weights is not None:
                 self._fill_with_noise(weights, seed + 1).add_(torch.eye(hidden_size, device=weights.device))
@@ -124,7 +124,7 @@ class CPHead(nn.Module):
     def log_weights(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
-        context: torch.Tensor | None = None,  # [rows, 1 or more, d]: E of the sampled token and those after it
+        context: torch.Tensor | None = None,  # [rows, 1 or more, d]: E of the sampled token and the tokens after it
     ) -> torch.Tensor:
         """log w before the first factor (eq. 7): [rows, r]."""
         token = None if self.token_gate is None else self._read(context, 1)[:, 0]
@@ -133,7 +133,7 @@ class CPHead(nn.Module):
     def states(
         self,
         hidden: torch.Tensor,  # [rows, d], normed
-        context: torch.Tensor | None = None,  # [rows, tokens, d]: E of the sampled token and those after it
+        context: torch.Tensor | None = None,  # [rows, tokens, d]: E of the sampled token and the tokens after it
     ) -> torch.Tensor:
         """T_a^(s) e + U^(s) E[b] + V^(s) E[x_{s-1}], ready for the target's LM head: [rows, factors, r, d].
 
@@ -175,7 +175,7 @@ class CPHead(nn.Module):
         hidden: torch.Tensor,  # [rows, d], normed
         unembedding: torch.Tensor | None,  # [V, d]; the full form takes None
         bias: torch.Tensor | None = None,  # [V]
-        context: torch.Tensor | None = None,  # as of states
+        context: torch.Tensor | None = None,  # as for states
     ) -> torch.Tensor:
         """W_a^(s) e + bias, in the dtype of the matrix that was read: [rows, factors, r, V].
 
@@ -210,7 +210,7 @@ class CPHead(nn.Module):
         tokens: torch.Tensor,  # [rows, factors, k] int64, entries of the unembedding
         unembedding: torch.Tensor | None,  # [V, d], or the rows of a draft vocabulary
         bias: torch.Tensor | None = None,  # [V]
-        context: torch.Tensor | None = None,  # as of states
+        context: torch.Tensor | None = None,  # as for states
         chunk: int = 64,
     ) -> torch.Tensor:
         """log P_a^(s) of k tokens per position: [rows, factors, r, k].
@@ -252,9 +252,9 @@ class CPHead(nn.Module):
 
 
 def mixtures(
-    logits: torch.Tensor,  # [rows, factors, r, vocabulary], of all positions or all but the first
-    log_weights: torch.Tensor,  # [rows, r] before the first of them
-    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and those after it; -1 outside
+    logits: torch.Tensor,  # [rows, factors, r, vocabulary], for all positions or all but the first
+    log_weights: torch.Tensor,  # [rows, r] before the first position
+    tokens: torch.Tensor,  # [rows, positions] columns of the sampled token and the tokens after it; -1 outside
 ) -> Iterator[torch.Tensor]:
     """log q of each position after the first, given the tokens before it: [rows, vocabulary]."""
     for position, raw in enumerate(logits.unbind(dim=1), start=tokens.shape[1] - logits.shape[1]):

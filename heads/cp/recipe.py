@@ -27,11 +27,11 @@ from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.cp_mixture import balance_loss, conditional_log_probs
 from vllm_ppd.kernels.unembedding_loss import rows_a_chunk
 
-PENALTY = 1e-3  # of the ridge regression, relative to the mean square of what is read
-TOKENS = 1 << 16  # that it reads, if the data has so many
+PENALTY = 1e-3  # of the ridge regression, relative to the mean square of its inputs
+TOKENS = 1 << 16  # most tokens that the regression reads
 
-# Of each row: states [rows, positions, d], the first one read and the others predicted, and embeddings of the tokens
-# [rows, positions - 1, d] sampled from all but the last of them.
+# States [rows, positions, d], of which the first is read and the others are predicted, and embeddings
+# [rows, positions - 1, d] of the tokens sampled from all states but the last.
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -44,10 +44,10 @@ class CPRecipe(HeadsRecipe):
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
-        self.options = options  # CPOptions, or those of a kind that is trained as CP heads are
+        self.options = options  # CPOptions, or the options of a kind with the same training
         if options.train_vocab_size > target.vocab_size:
             raise TrainingError(
-                f"--train-vocab-size {options.train_vocab_size} is over the model's {target.vocab_size} tokens"
+                f"--train-vocab-size {options.train_vocab_size} is more than the model's {target.vocab_size} tokens"
             )
         if options.layers and options.layers[-1] >= target.num_layers:
             raise TrainingError(f"--layers {options.layers[-1]} is outside 1..{target.num_layers - 1}")
@@ -56,7 +56,7 @@ class CPRecipe(HeadsRecipe):
         self.head = self.make_head().to(target.device)
         self.token_counts: torch.Tensor | None = None
         self.embedding_rate = 1.0
-        # Not buffers: they are made again from the data whenever a run starts.
+        # Not buffers: each run computes them from the data when it starts.
         self._vocabulary: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     def make_head(self) -> Any:
@@ -116,7 +116,7 @@ class CPRecipe(HeadsRecipe):
         """Windows from all over the data, with so many tokens together."""
         count = store.num_windows()
         number = min(count, -(-tokens // store.length))
-        for i in Bar(range(number), desc="reading states to start from", unit=" windows", mininterval=1, delay=1):
+        for i in Bar(range(number), desc="reading states for the start", unit=" windows", mininterval=1, delay=1):
             yield store.batch("train", [i * count // number]).to(self.target.device)
 
     def _regressed(self, batches: Iterator[Batch]) -> Iterator[Rows]:
@@ -125,7 +125,7 @@ class CPRecipe(HeadsRecipe):
             final = self.states(batch).final
             tokens, valid = batch.ahead(n)
             rows = valid.nonzero().squeeze(1)
-            if len(rows):  # all of a window may be prompt
+            if len(rows):  # a window may consist of prompt tokens only
                 yield (
                     final[rows[:, None] + torch.arange(n, device=rows.device)],
                     self.target.embed(tokens[rows, : n - 1]),
@@ -137,7 +137,7 @@ class CPRecipe(HeadsRecipe):
         recurrence = [] if head.recurrence is None else list(head.recurrence.parameters())
         groups: list[dict[str, Any]] = [
             {"params": [head.transforms, *recurrence], "peak": learning_rate, "muon": True},
-            # Whole classifiers are too large for Muon: 5 products of V x d x d each in every step.
+            # Full classifiers are too large for Muon: 5 products of V x d x d each in every step.
             {"params": [head.gate, head.classifiers], "peak": learning_rate, "muon": False},
             {"params": [head.token, head.previous], "peak": tokens_rate, "muon": True},
             {"params": [head.token_gate], "peak": tokens_rate, "muon": False},
@@ -211,7 +211,7 @@ class CPRecipe(HeadsRecipe):
         asked = tokens[:, lead:, None]
         teacher = None
         if self.reads.top_k:
-            # Position s is sampled from the state s - 1 rows on.
+            # Position s is sampled from the state s - 1 rows later.
             at = rows[:, None] + torch.arange(lead, self.options.positions, device=rows.device)
             asked = torch.cat([asked, states.top_ids[at]], dim=-1)
             teacher = states.top_log_probs[at].exp()
@@ -274,7 +274,7 @@ def ridge_start(head: CPHead, rows: Iterable[Rows]) -> None:
     if head.recurrence is not None:
         return _recurrent_start(head.recurrence, rows)
     if head.transforms is None:
-        raise ValueError("whole classifiers start at the LM head; a regression gives transforms")
+        raise ValueError("full classifiers start as the LM head; a regression gives transforms only")
     d, n = head.gate.shape[1], head.positions
     tokens = {"none": 0, "token": 1, "chain": n - 1}[head.condition]
     gram, product = products(

@@ -24,7 +24,7 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
         TrainingError: if the tokenizer has no template.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise TrainingError(f"{where} is a chat, and this model's tokenizer has no chat template; give 'text' instead")
+        raise TrainingError(f"{where} is a chat, but this model's tokenizer has no chat template; give 'text' instead")
     messages, system = chat.messages, system if chat.system is None else chat.system
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
@@ -36,20 +36,20 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
 
     try:
         text = rendered(len(messages))
-    except Exception as error:  # a template is a program, and may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         reason = shortened(str(error), LONGEST_VALUE) or type(error).__name__
-        raise Skipped(f"the chat template refuses it ({reason})") from None
+        raise Skipped(f"the chat template rejects it ({reason})") from None
     roles = [message["role"] for message in messages]
     last = max((i for i, role in enumerate(roles, start=1) if role == "user"), default=0)
     answers = [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
     try:
         prompt = rendered(last, asked=True) if last else None
-        # From what the server would read before each response to its end.
+        # A span reaches from the end of the prompt that the server would read to the end of the response.
         spans = [(rendered(i, asked=True), rendered(i + 1).rstrip()) for i in answers]
-    except Exception:  # it may refuse a chat that goes on
+    except Exception:  # it may reject a chat that goes on
         prompt, spans = None, []
     responses = None
-    # A template may change a message once the chat goes on (it may drop its reasoning).
+    # A template may change a message when the chat goes on, such as dropping its reasoning.
     if spans and all(after.startswith(before) and text.startswith(after) for before, after in spans):
         responses = tuple((len(before), len(after)) for before, after in spans)
     return Document(readable(text), is_chat=True, prompt=prompt, responses=responses, category=chat.category)

@@ -32,7 +32,7 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
     files, named = expand(paths), {path for path in map(Path, paths) if path.is_file()}
     readable, all_ask, all_read, reason = 0, True, True, ""
     for file in files:
-        count, most = 0, LOOKED_AT if is_records(file) else 1  # of plain text the first piece
+        count, most = 0, LOOKED_AT if is_records(file) else 1  # only the first piece of plain text
         for where, record in itertools.islice(records(file), most):
             count += 1
             try:
@@ -48,6 +48,6 @@ def check_data(paths: Sequence[str | Path], prompts: int = 0) -> None:
         raise TrainingError(f"{subject} text{reason}; {FORMS}")
     if all_read and all_ask and readable < prompts:
         raise TrainingError(
-            f"{place(files[0])}{' and others hold' if len(files) > 1 else ' holds'} {readable} prompts, and "
-            f"{prompts} are needed: give more data, or smaller --prompts"
+            f"{place(files[0])}{' and others hold' if len(files) > 1 else ' holds'} {readable} prompts, but "
+            f"{prompts} are needed; give more data, or smaller --prompts"
         )

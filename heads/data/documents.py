@@ -21,7 +21,7 @@ from vllm_ppd.heads.data.special_tokens import SpecialTokens
 from vllm_ppd.heads.quote import place, shortened
 
 BATCH = 64  # documents tokenised at once
-MOST_REASONS = 16  # reported one by one
+MOST_REASONS = 16  # that are reported individually
 LONGEST_SUMMARY = 200  # characters
 OTHER = "other reasons"
 
@@ -70,7 +70,7 @@ class Documents:
                 if self.count + self.skipped.total() == before:
                     self._skip("an empty file", place(file))
         finally:
-            if self._report and self.skipped.total() > len(self.skipped):  # else each was reported by itself
+            if self._report and self.skipped.total() > len(self.skipped):  # otherwise each was reported individually
                 self.report_skips()
 
     def token_ids(self) -> Iterator[list[int]]:
@@ -125,7 +125,7 @@ class Documents:
             return ""
         reasons = ", ".join(f"{number} {reason}" for reason, number in self.skipped.most_common(3))
         more = len(self.skipped) - 3
-        others = f", and {more} reasons more" if more > 0 else ""
+        others = f", and {more} more reasons" if more > 0 else ""
         return shortened(f"skipped {self.skipped.total()}: {reasons}{others}", LONGEST_SUMMARY)
 
     def _skip(self, reason: str, where: str) -> None:
@@ -137,7 +137,7 @@ class Documents:
 
     @staticmethod
     def _say(text: str) -> None:
-        tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)  # beside a progress bar
+        tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)  # without breaking a progress bar
 
 
 def _mask(

@@ -17,7 +17,7 @@ LONGEST_RECORD = 1 << 26  # characters of a line; a longer one is a mistake
 LARGEST_JSON = 1 << 32  # bytes of a .json file, which is read whole
 LINES_SUFFIXES = {".jsonl", ".ndjson"}
 JSON_SUFFIX = ".json"
-BLANK = " \t\r\n\ufeff"  # files put together keep their byte-order marks
+BLANK = " \t\r\n\ufeff"  # concatenated files keep their byte-order marks
 SPACE = re.compile(f"[{BLANK}]*")
 NO_TEXT = re.compile("[\0\ud800-\udfff]")  # NUL, and bytes that were not UTF-8
 
@@ -59,24 +59,24 @@ def records(file: Path) -> Iterator[tuple[str, Any]]:
     Raises:
         TrainingError: on what is not JSON, not UTF-8 or too long; names file and line.
     """
-    # Bytes that are not UTF-8 become lone surrogates, which _checked refuses with their line.
+    # Bytes that are not UTF-8 become lone surrogates, which _checked rejects, naming their line.
     with file.open(encoding="utf-8-sig", errors="surrogateescape") as handle:
         if file.suffix in LINES_SUFFIXES:
             for number, line in enumerate(iter(lambda: handle.readline(LONGEST_RECORD + 1), ""), start=1):
                 where = place(file, number)
                 if len(line) > LONGEST_RECORD:
-                    raise TrainingError(f"{where} is over {LONGEST_RECORD:,} characters long; split it")
+                    raise TrainingError(f"{where} is longer than {LONGEST_RECORD:,} characters; split it")
                 if text := _checked(line, file, number).strip(BLANK):
                     yield where, _parse_line(text, where)
         elif file.suffix == JSON_SUFFIX:
             if file.stat().st_size > LARGEST_JSON:
-                raise TrainingError(f"{place(file)} is over {LARGEST_JSON >> 30} GiB; convert it to .jsonl")
+                raise TrainingError(f"{place(file)} is larger than {LARGEST_JSON >> 30} GiB; convert it to .jsonl")
             for number, value in enumerate(_parse_file(_checked(handle.read(), file), file), start=1):
                 yield f"{place(file)}, record {number}", value
         else:
             line_number = 1
             while piece := handle.read(PIECE):
-                piece += "" if piece.endswith("\n") else handle.readline(PIECE)  # whole lines where they are short
+                piece += "" if piece.endswith("\n") else handle.readline(PIECE)  # whole lines, if they are short
                 yield place(file), {"text": _checked(piece, file, line_number)}
                 line_number += piece.count("\n")
 
@@ -98,7 +98,7 @@ def _parse_file(text: str, file: Path) -> list[Any]:
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1 + text.count("\n", 0, at))
         raise TrainingError(
-            f"{place(file, line)} is not JSON ({_reason(error)}); a .json file must be one array of objects, or objects"
+            f"{place(file, line)} is not JSON ({_reason(error)}); a .json file must be an array of objects, or objects"
         ) from None
     return values[0] if len(values) == 1 and isinstance(values[0], list) else values
 

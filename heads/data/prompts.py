@@ -16,8 +16,8 @@ T = TypeVar("T")
 class DocumentPrompts(NamedTuple):
     """The prompts of a document as token ids."""
 
-    ids: list[list[int]]  # what its record asks, or pieces of its text in order
-    is_asked: bool  # its record says what is to be answered
+    ids: list[list[int]]  # prompts from a record, or successive pieces of its text
+    is_asked: bool  # whether the record contains a prompt
     category: str
 
 
@@ -51,8 +51,8 @@ def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
     """
     if len(ids) and max(ids) >= vocab_size:
         raise TrainingError(
-            f"the data has token id {max(ids)}, and the model knows {vocab_size} tokens: its tokenizer is another, or "
-            "the ids are another model's"
+            f"the data has token id {max(ids)}, but the model has {vocab_size} tokens; give data for the model's own "
+            "tokenizer"
         )
 
 

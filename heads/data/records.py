@@ -11,8 +11,8 @@ from typing import Any
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
-TEXT_TYPES = {"text", "input_text", "output_text"}  # of content parts
-ROLES = {  # of ShareGPT and its relatives, as chat templates name them
+TEXT_TYPES = {"text", "input_text", "output_text"}  # types of content parts
+ROLES = {  # from ShareGPT's names to those of chat templates
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "model": "assistant", "function_call": "assistant", "observation": "tool",
 }  # fmt: skip
@@ -31,14 +31,14 @@ class Document:
     """A text, or its token ids where the record has them."""
 
     text: str = ""
-    is_chat: bool = False  # rendered by the chat template, which writes the special tokens itself
-    prompt: str | None = None  # what the model is to continue: a chat up to its last user turn, or the record's prompt
-    responses: tuple[tuple[int, int], ...] | None = None  # where the text is the model's to write; None: unknown
+    is_chat: bool = False  # rendered by the chat template, which writes special tokens itself
+    prompt: str | None = None  # what the model continues: a chat up to its last user turn, or the record's prompt
+    responses: tuple[tuple[int, int], ...] | None = None  # spans that the model writes; None: unknown
     ids: list[int] | None = None
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
-    mask: list[bool] | None = None  # which of `ids` are the model's to write; None: unknown
-    cut_off: bool = False  # the response goes on where the document ends
-    category: str = ""  # of the record's column of that name
+    mask: list[bool] | None = None  # which of `ids` the model writes; None: unknown
+    cut_off: bool = False  # whether the response goes on after the document's end
+    category: str = ""  # from the record's column of that name
 
     @property
     def asks(self) -> bool:
@@ -51,7 +51,7 @@ class Chat:
     """Messages with `role` and `content` strings, which a chat template renders as a document."""
 
     messages: list[dict[str, Any]]
-    system: str | None = None  # system prompt, where the messages have none
+    system: str | None = None  # system prompt, if the messages have none
     tools: list[Any] | None = None
     category: str = ""
 
@@ -111,7 +111,7 @@ def readable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Skipped("a lone surrogate in the text, which is no Unicode character") from None
+        raise Skipped("a lone surrogate in the text, which is not a Unicode character") from None
     return text
 
 
@@ -185,7 +185,7 @@ def _text(item: Any, where: str) -> str:
         raise Skipped("a message with content that is not text")
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
-        raise TrainingError(f"{where}: a part of a message's content has no 'text' string")
+        raise TrainingError(f"{where}: a content part of a message has no 'text' string")
     return text
 
 

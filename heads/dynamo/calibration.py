@@ -93,8 +93,8 @@ def tables(parts: DynaMoParts) -> Iterator[str]:
         [by["eps_b"], by["ppl_d"], f"{by['tokens_a_pass']:.3f}", *map(percent, by["share"])]
         for by in parts.dynamic["by_eps_b"]
     ]
-    yield table(["eps_b", "PPL_d", "tokens a pass", *grams], rows)
-    yield "Verified mode: drafts accepted a step (accepted / steps; rate = accepted / drafted)"
+    yield table(["eps_b", "PPL_d", "tokens per pass", *grams], rows)
+    yield "Verified mode: drafts accepted per step (accepted / steps; rate = accepted / drafted)"
     header = ["eps_b", "most drafts", "rate", "drafted", "accepted"]
     rows = [[name, *cells, by.repeated_4_grams] for name, by in parts.acceptance.items() for cells in _cells(by)]
     yield table(["texts", *header, "repeated 4-grams"], rows)

@@ -15,7 +15,7 @@ from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 if TYPE_CHECKING:
     import numpy as np
 
-LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"  # as modules and parameters are named
+LAYER_TENSOR = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*$"  # PyTorch's names of modules and parameters
 
 LayerTensors = Annotated[
     dict[
@@ -33,12 +33,12 @@ class JointSettings(BaseModel):
 
     # The joint of 4 tokens has k^3 entries per request: 2 million at 128.
     k: int = Field(50, ge=1, le=128, description="top-k of each head")
-    alpha_c: float = Field(1.0, ge=0, le=1, description="power of the co-occurrence mask (eq. 6); 0 leaves it out")
-    eps_b: float = Field(0.5, ge=0, le=1, description="back-off threshold: 0 always takes n tokens, 1 always one")
-    blur: int = Field(3, ge=1, le=31, description="kernel of the Gaussian blur before Otsu's threshold; 1 is none")
-    adaptive: bool = Field(True, description="Otsu's threshold on top of the static one")
+    alpha_c: float = Field(1.0, ge=0, le=1, description="power of the co-occurrence mask (eq. 6); 0 disables it")
+    eps_b: float = Field(0.5, ge=0, le=1, description="back-off threshold: 0 always takes n tokens, 1 always takes one")
+    blur: int = Field(3, ge=1, le=31, description="kernel of the blur before Otsu's threshold; 1 disables it")
+    adaptive: bool = Field(True, description="apply Otsu's threshold after the static one")
     repetition_penalty: float = Field(
-        1.0, ge=1, le=100, description="divides n-grams that repeat a token (the paper: 1.1, and 100 in its Fig. 11)"
+        1.0, ge=1, le=100, description="divisor of n-grams that repeat a token (the paper: 1.1, and 100 in its Fig. 11)"
     )
 
     @field_validator("blur")
@@ -54,15 +54,15 @@ class DynaMoOptions(FullOptions):
 
     kind: ClassVar[str] = "dynamo"
 
-    learning_rate: float = Field(1e-3, gt=0, description="LR_M, peak rate of the token heads (Table 5)")
-    warmup: float = Field(0.01, ge=0, lt=1, description="share of the steps in which the rate rises (A.1: 1 %)")
-    tokens: int = Field(3, ge=2, le=4, description="n of DynaMo-Tn: heads 2..n are trained")
-    num_speculative_tokens: int = Field(2, ge=1, le=3, description="drafts a step the heads recommend")
-    stem_learning_rate: float = Field(1e-6, ge=0, description="LR_MB, rate of the heads' gradients into the stem")
+    learning_rate: float = Field(1e-3, gt=0, description="LR_M, peak learning rate of the token heads (Table 5)")
+    warmup: float = Field(0.01, ge=0, lt=1, description="share of the steps with a rising learning rate (A.1: 1 %)")
+    tokens: int = Field(3, ge=2, le=4, description="n of DynaMo-Tn; heads 2..n are trained")
+    num_speculative_tokens: int = Field(2, ge=1, le=3, description="drafts per step that the heads recommend")
+    stem_learning_rate: float = Field(1e-6, ge=0, description="LR_MB, learning rate of the heads in the stem")
     start: Literal["random", "copy"] = Field(
-        "copy", description="where a head starts: random weights (the paper), or the target's last layer"
+        "copy", description="initial weights of a head: random (the paper), or the target's last layer"
     )
-    mask_entries: int = Field(200_000, ge=0, description="co-occurring n-grams kept an order; 0 leaves the mask out")
+    mask_entries: int = Field(200_000, ge=0, description="co-occurring n-grams to keep per order; 0 disables the mask")
 
 
 class Row(Counts):
@@ -70,7 +70,7 @@ class Row(Counts):
 
     eps_b: Share
     drafts_allowed: int = Field(ge=1, le=16)
-    alpha_c: Share | None = None  # earlier calibrations knew the heads' alone
+    alpha_c: Share | None = None  # earlier calibrations only had the heads' value
 
 
 class Rows(Stored):
@@ -78,7 +78,7 @@ class Rows(Stored):
 
     rows: list[Row] = Field(min_length=1, max_length=4096)
     repeated_4_grams: Share = 0.0
-    covers: Share = 1.0  # share of the training text that the draft vocabulary makes up
+    covers: Share = 1.0  # share of the training text that the draft vocabulary covers
 
 
 class DynaMoParts(Parts):
@@ -104,13 +104,13 @@ class DynaMoConfig(HeadsConfig):
     tensor_names: ClassVar[str] = r"head\.\d+\.|cooccurrence\."
     counts: ClassVar[tuple[str, ...]] = ("cooccurrence.",)
 
-    tokens: int = Field(ge=2, le=4, description="n: tokens of the joint; head 1 is the target itself")
+    tokens: int = Field(ge=2, le=4, description="n: tokens of the joint; head 1 is the target")
     layer_tensors: LayerTensors = Field(
-        description="tensors of one token head, as the target's own decoder layer names them"
+        description="tensors of a token head, with the names in the target's decoder layer"
     )
     # JSON's keys are strings.
     cooccurrence_entries: dict[Annotated[int, Field(strict=False)], Annotated[int, Field(ge=0)]] = Field(
-        default_factory=dict, description="n-grams counted, by order"
+        default_factory=dict, description="number of counted n-grams, by order"
     )
     sampling: JointSettings = Field(
         default_factory=lambda: JointSettings.model_validate({}), description="settings of the joint"
@@ -122,9 +122,9 @@ class DynaMoConfig(HeadsConfig):
         if self.num_speculative_tokens > self.tokens - 1:
             raise ValueError(f"{self.num_speculative_tokens} drafts need {self.num_speculative_tokens} token heads")
         if not any(size in shape for shape in self.layer_tensors.values()):
-            raise ValueError(f"layer_tensors has no tensor of the hidden size {size}, as every decoder layer has")
+            raise ValueError(f"layer_tensors has no tensor of hidden size {size}, but every decoder layer has one")
         if self.cooccurrence_entries and set(self.cooccurrence_entries) != orders:
-            raise ValueError(f"cooccurrence_entries must count n-grams of orders 2 to {self.tokens}, or none")
+            raise ValueError(f"cooccurrence_entries must have n-grams of orders 2 to {self.tokens}, or be empty")
         if self.cooccurrence_entries and self.target.vocab_size**self.tokens >= 2**63:
             raise ValueError(f"n-grams of {self.tokens} of {self.target.vocab_size} tokens do not fit 63 bits")
         return self

@@ -12,7 +12,7 @@ import torch
 from vllm_ppd.heads.dynamo.counts import eq_3
 from vllm_ppd.kernels.joint import Ngrams
 
-FLUSH = 1 << 22  # n-grams gathered before they are merged into the counts
+FLUSH = 1 << 22  # n-grams collected before they are merged into the counts
 
 
 class CoOccurrence:
@@ -25,7 +25,7 @@ class CoOccurrence:
     def __init__(
         self,
         unigram: torch.Tensor,  # [vocabulary] counts
-        totals: torch.Tensor,  # [orders] n-grams of each order, from 1, that the corpus has
+        totals: torch.Tensor,  # [orders] number of the corpus's n-grams of each order from 1
         keys: dict[int, torch.Tensor],  # order -> [entries] int64, ascending
         counts: dict[int, torch.Tensor],  # order -> [entries]
     ) -> None:
@@ -131,7 +131,7 @@ class _Table:
         self.keys, self.counts = keys, np.bincount(inverse, counts, len(keys)).astype(np.int64)
         self.waiting, self.size = [], 0
         if self.max_entries is not None and len(self.keys) > times * self.max_entries:
-            # The most frequent; ties go to the lower key, so that the result is the same everywhere.
+            # Keep the most frequent; ties go to the lower key, so that the result is the same everywhere.
             best = np.sort(np.argsort(-self.counts, kind="stable")[: times * self.max_entries])
             self.keys, self.counts = self.keys[best], self.counts[best]
         return self.keys, self.counts

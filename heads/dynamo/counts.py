@@ -20,7 +20,7 @@ def eq_3(unigram: np.ndarray, totals: np.ndarray, order: int, keys: np.ndarray, 
         [entries] float32, infinite where it does not fit.
     """
     single = unigram / max(int(totals[0]), 1)
-    single[unigram == 0] = 1.0  # no n-gram has them, unless the counts are damaged
+    single[unigram == 0] = 1.0  # no n-gram contains these tokens, unless the counts are damaged
     ratio, rest = counts / max(int(totals[order - 1]), 1), keys
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for _ in range(order):
@@ -44,9 +44,9 @@ def check_counts(tensors: Mapping[str, np.ndarray]) -> None:
         for name in ("keys", "counts")
     )
     for order, numbers in {1: unigram, **counts}.items():
-        # Counts are clamped to 31 bits where they are stored: float64 adds up any number of them.
+        # Stored counts are clamped to 31 bits, so float64 can sum any number of them.
         if len(numbers) and (int(numbers.min()) < 0 or float(numbers.sum(dtype=np.float64)) > float(totals[order - 1])):
-            raise ValueError(f"the counts of {order}-grams are negative, or more than cooccurrence.totals says")
+            raise ValueError(f"the counts of {order}-grams are negative, or their sum is more than cooccurrence.totals")
     for order, some in keys.items():
         ascending = bool((some[1:] > some[:-1]).all())
         if not ascending or (len(some) and not 0 <= int(some[0]) <= int(some[-1]) < len(unigram) ** order):

@@ -22,8 +22,8 @@ class JointChoice:
 
     likeliest: Likeliest
     top: Top
-    candidates: Candidates  # with the joints before thresholds
-    uncut: list[torch.Tensor]  # of each order from 1, [rows, k_1, ..., k_m]: what is drawn from, but for thresholds
+    candidates: Candidates  # with the joints before thresholding
+    uncut: list[torch.Tensor]  # for each order from 1, [rows, k_1, ..., k_m]: the joints without thresholds
     settings: JointSettings
 
     @cached_property
@@ -89,7 +89,7 @@ class Candidates:
     top: Top
     ngrams: Ngrams | None
     alpha_c: float
-    with_joints: bool  # whether joints are read, and not only the likeliest n-gram
+    with_joints: bool  # whether joints are read, not only the likeliest n-gram
 
     @cached_property
     def peaks(self) -> tuple[Peaks, list[torch.Tensor]]:
@@ -105,7 +105,7 @@ class Candidates:
     def back_off(
         self,
         settings: JointSettings,
-        eps_b: torch.Tensor | None = None,  # [rows], in place of the settings' where it is not NaN
+        eps_b: torch.Tensor | None = None,  # [rows], replaces the settings' value where it is not NaN
         context: torch.Tensor | None = None,  # [rows, tokens] recent tokens, for the repetition penalty
         most: int | None = None,  # highest order to take (None: all)
     ) -> JointChoice:
@@ -116,13 +116,13 @@ class Candidates:
         eps_b = torch.full_like(top.scores[0, :, 0], torch.nan) if eps_b is None else eps_b.float()
         choose = chosen(back_off, eps_b)
         if settings.repetition_penalty == 1:
-            # A peak over its floor outlives every threshold: n and the likeliest n-gram are known without them.
+            # A peak above its floor passes every threshold, so n and the likeliest n-gram need no thresholding.
             peaks, joints = Peaks(*(part[:most] for part in self.peaks[0])), self.peaks[1][:most]
             return JointChoice(choose(peaks, top, eps_b, settings.eps_b), top, self, joints, settings)
         ids, eps = top.token_ids, torch.where(eps_b.isnan(), settings.eps_b, eps_b)
         seen = None if context is None else [(i[:, :, None] == context[:, None]).any(-1) for i in ids]
         if seen is not None and first is not None:
-            seen[0] = torch.zeros_like(seen[0])  # the token is emitted already: nothing to penalise in it
+            seen[0] = torch.zeros_like(seen[0])  # the token is already emitted, so it is not penalised
         joints = self.joints[:1]
         for m, joint in enumerate(self.joints[1:most], start=2):
             values = adaptive_threshold(joint, eps ** (m - 1), settings.blur, settings.adaptive)
@@ -134,12 +134,12 @@ class Candidates:
 
 
 def candidates(
-    scores: Sequence[torch.Tensor] | torch.Tensor,  # [rows, vocabulary] of each head from 1 (2, with first_token) on
+    scores: Sequence[torch.Tensor] | torch.Tensor,  # [rows, vocabulary] of each head from 1 (2 with first_token) on
     settings: JointSettings,
     ngrams: Ngrams | None = None,
     first_token: torch.Tensor | None = None,  # [rows] int64
-    token_ids: torch.Tensor | None = None,  # [columns] what the columns of the scores stand for (None: every token)
-    with_joints: bool = True,  # whether more is asked of the choice than its likeliest n-gram
+    token_ids: torch.Tensor | None = None,  # [columns] token of each column of the scores (None: every token)
+    with_joints: bool = True,  # whether the choice needs more than its likeliest n-gram
 ) -> Candidates:
     """Algorithm 1 down to the masked joints of every order.
 

@@ -17,7 +17,7 @@ from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.joint import Ngrams
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
-JOINT_ELEMENTS = 1 << 23  # entries of joints held at once
+JOINT_ELEMENTS = 1 << 23  # most entries of joints in memory
 
 
 class DynaMoMeasures:
@@ -113,7 +113,7 @@ class DynaMoMeasures:
         settings: JointSettings,
         batch: int,
         eps_b: Sequence[float],
-        token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: the whole)
+        token_ids: torch.Tensor | None = None,  # [tokens] the draft vocabulary (None: all tokens)
     ) -> dict[tuple[float, int], Drafted]:
         """An engine's expected counts on these texts in verified mode, by back-off threshold and most drafts.
 
@@ -154,7 +154,7 @@ def _at(settings: JointSettings, eps_b: float) -> JointSettings:
 
 
 def _walk(
-    order: torch.Tensor,  # [thresholds, windows, length] tokens that are taken from each position
+    order: torch.Tensor,  # [thresholds, windows, length] tokens taken at each position
     summed: torch.Tensor,  # [n, windows, length] log-probability of the next 1, 2, ... n tokens
     valid: torch.Tensor,  # [windows, length] whether the n tokens after a position are in its document
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -73,12 +73,12 @@ class DynaMoRecipe(HeadsRecipe):
         if self.full:
             scale = options.stem_learning_rate / options.base_learning_rate if options.base_learning_rate else 0.0
             args = (_ScaleGradient.apply(args[0], scale), *args[1:])
-        # The final norm and the unembedding serve the first token: later heads read them and do not move them.
+        # The final norm and the unembedding belong to the first token: later heads read them without training them.
         norm = {name: p.detach() for name, p in target.norm.named_parameters()}
         total = torch.zeros((), device=target.device)
         counts: Counts = {}
-        drafted: list[torch.Tensor] = []  # greedy, of each later head, by the row that it is read at
-        # Of a frozen target head 1 is the same before and after: training does not read it.
+        drafted: list[torch.Tensor] = []  # greedy drafts of each later head, by row
+        # Training does not change head 1 of a frozen target and does not read it.
         for token in range(1 if self.full or not self.training else 2, options.tokens + 1):
             following, valid = batch.ahead(token)
             if not valid.any():
@@ -91,7 +91,7 @@ class DynaMoRecipe(HeadsRecipe):
                 loss = nll
             else:
                 hidden = functional_call(target.norm, norm, (self.heads(token, args, kwargs),)).flatten(0, 1)
-                # Token t + i is sampled from the state i - 1 rows on.
+                # Token t + i is sampled from the state i - 1 rows later.
                 nll, distilled = self._later(hidden[rows], following, states, rows + token - 1)
                 loss = nll if distilled is None else torch.lerp(nll, distilled, options.distillation)
                 if not self.training:

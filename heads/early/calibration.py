@@ -20,7 +20,7 @@ from vllm_ppd.heads.measured import Counts
 from vllm_ppd.heads.training.target import Target
 
 TOP_K, TOP_P = 3, 0.95  # PPD, appendix B
-BUCKETS = 8  # token positions, as in PPD's Tables 6 to 8
+BUCKETS = 8  # of token positions, as in PPD's Tables 6 to 8
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ExitMatches:
 
     layers: tuple[int, ...]
     ks: tuple[int, ...]
-    hits: torch.Tensor  # [forms, layers, ks, texts, positions] bool, whether the token was among the exit's k best
+    hits: torch.Tensor  # [forms, layers, ks, texts, positions] bool, whether the token was among the exit's k likeliest
     valid: torch.Tensor  # [texts, positions] bool, whether there is a token
     accept: torch.Tensor  # [forms, layers, texts, positions] probability that a draft of that token is accepted
     lengths: torch.Tensor  # [texts]
@@ -162,7 +162,7 @@ def tables(parts: EarlyParts) -> Iterator[str]:
         ]  # fmt: skip
         yield f"Match rate by token position, exit layer {layer} (PPD, Tables 6 to 8)"
         yield table(["k", "trained", *buckets], rows)
-    yield "Match rate by way of decoding, k = 3 (PPD, Table 5)"
+    yield "Match rate by decoding method, k = 3 (PPD, Table 5)"
     rows = [[name, *cells] for name, rates in parts.sampling.items() for _, *cells in _rows(rates)]
     yield table(["decoding", "trained", *matches.layers], rows)
     for name, by_form in matches.acceptance.items():

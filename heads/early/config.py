@@ -29,11 +29,11 @@ class EarlyOptions(TrainingOptions):
     learning_rate: float = Field(
         5e-3, gt=0, description="peak learning rate (ParaDecode, appendix C: 5e-3; 2e-5 in PPD's recipe)"
     )
-    exit_layers: Integers = Field((), description="exit layers to train; none names all of 1..L-1")
+    exit_layers: Integers = Field((), description="exit layers to train (default: all of 1..L-1)")
     head: Literal["transform", "classifier"] = Field(
         "transform",
-        description="E* T with a d x d matrix T (ParaDecode), or a whole classifier an exit, hidden size x vocabulary "
-        "numbers each (PPD; with --loss ce at its rate 2e-5, batch 128 and 3 epochs by default)",
+        description="E* T with a d x d matrix T (ParaDecode), or a classifier per exit with hidden size x vocabulary "
+        "numbers (PPD; with --loss ce by default at its rate 2e-5, batch 128 and 3 epochs)",
     )
     loss: Literal["kl", "ce"] = Field(
         "kl", description="KL to the final layer (ParaDecode), or cross-entropy of the next token (PPD, Table 4)"
@@ -67,7 +67,7 @@ class Matches(Stored):
         exits = [layer for forms in self.acceptance.values() for by_layer in forms.values() for layer in by_layer]
         deepest = max(*self.layers, *exits)
         if info.context and deepest >= info.context["num_layers"]:
-            raise ValueError(f"acceptance or layers names exit layer {deepest}, which is none")
+            raise ValueError(f"acceptance or layers names exit layer {deepest}, which does not exist")
         return self
 
 
@@ -90,7 +90,7 @@ class EarlyConfig(HeadsConfig):
 
     exit_layers: Layers = Field(min_length=1, description="exit layers that have a head")
     default_exit_layers: Layers = Field(
-        default_factory=list, description="those that draft by default (empty: the one nearest the middle)"
+        default_factory=list, description="exit layers that draft by default (empty: the one nearest the middle)"
     )
     head: Literal["transform", "classifier"] = "transform"
 

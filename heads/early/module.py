@@ -28,13 +28,13 @@ class EarlyHeads(nn.Module):
         exit_layers: Sequence[int],
         hidden_size: int,
         form: HeadForm = "transform",
-        unembedding: torch.Tensor | None = None,  # [vocabulary, hidden]: where classifiers start from
+        unembedding: torch.Tensor | None = None,  # [vocabulary, hidden]: initial weights of classifiers
     ) -> None:
         super().__init__()
         self.exit_layers = tuple(exit_layers)
         self.form = form
         if form == "classifier" and unembedding is None:
-            raise ValueError("classifiers start from the target's unembedding; give it")
+            raise ValueError("classifiers start as the target's unembedding; give it")
         start = torch.eye(hidden_size) if unembedding is None else unembedding.detach().float()
         self.weights = nn.ParameterDict({str(layer): nn.Parameter(start.clone()) for layer in self.exit_layers})
 

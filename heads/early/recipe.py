@@ -58,7 +58,7 @@ class EarlyRecipe(HeadsRecipe):
         counts |= {f"loss.{layer}": loss[i].detach().sum() for i, layer in enumerate(exits)}
         drafts = self.options.num_speculative_tokens
         if not self.training and (ends := batch.ahead(drafts)[1]).any():
-            # Each draft is read at the exit, a row further on; all exits count alike.
+            # Each draft is read at the exit, one row later; all exits count alike.
             matches = torch.zeros(len(exits), len(valid), dtype=torch.bool, device=rows.device)
             matches[:, rows] = match
             starts = ends.nonzero() + torch.arange(drafts, device=rows.device)

@@ -11,14 +11,14 @@ from vllm_ppd.heads.generation.write import Writer
 from vllm_ppd.heads.progress import Stage
 from vllm_ppd.heads.training.loop import Speed
 
-LEAST_CHATS = 3 * HELD_OUT  # of each file, however little time there is
-VOCABULARY = 8192  # most frequent tokens that heads of a larger vocabulary are trained over
-LEAST_PASSES, MOST_PASSES = 3.0, 16.0  # over the data: larger heads are taken if there is time for the former
-MEASURING = 0.25  # of the time of the training, after which no smaller heads are timed
-EVALUATIONS, PATIENCE = 12, 6  # of a training, and how many of them may bring nothing
-CHECKPOINT_SECONDS = 30.0  # of training that a kill may cost
-NEW_TOKENS = 128  # of the texts of the figures
-SLOWER = 3.0  # times that transformers takes longer to write a token than vLLM
+LEAST_CHATS = 3 * HELD_OUT  # of each file, even if time is short
+VOCABULARY = 8192  # most frequent tokens over which heads are trained, if the vocabulary is larger
+LEAST_PASSES, MOST_PASSES = 3.0, 16.0  # over the data: larger heads are chosen if there is time for the fewest
+MEASURING = 0.25  # of the training time, after which no smaller heads are timed
+EVALUATIONS, PATIENCE = 12, 6  # of a training run, and how many may pass without improvement
+CHECKPOINT_SECONDS = 30.0  # of training that a killed run may lose
+NEW_TOKENS = 128  # of the texts for the figures
+SLOWER = 3.0  # transformers' time to write a token relative to vLLM's
 
 
 class Enough:
@@ -44,10 +44,10 @@ class Enough:
             self._began, spent = (now, generated, count), self._stage.seconds
             self._until = spent + self._share * (self._stage.planned - spent)
         began, first, written = self._began
-        if count == written:  # no chat can begin before another has ended
+        if count == written:  # no chat can begin before another ends
             return
         self._rate = (generated - first) / (now - began)
-        length = min(self._longest, (generated - first) / (count - written))  # at most, as others are not yet written
+        length = min(self._longest, (generated - first) / (count - written))  # at most, as some are not yet written
         begun, left = count + writer.open, length * writer.running / self._rate
         if LEAST_CHATS <= begun < writer.wanted and self._stage.seconds + left >= self._until:
             writer.wanted = begun

@@ -15,10 +15,10 @@ from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.generation.prompts import STRIDE
 
 SHIPPED = Path(__file__).with_name("prompts.jsonl")
-PASSES = 4  # answers to a prompt at most, each with a seed of its own
-HELD_OUT = 8  # of so many prompts, the first is held out with all its answers
-OTHERS = "self-written"  # category of what the model begins itself
-HALF = 128  # tokens of a whole text that are its prompt where it is held out, and at most its half
+PASSES = 4  # most answers to a prompt, each with its own seed
+HELD_OUT = 8  # the first of each so many prompts is held out with all its answers
+OTHERS = "self-written"  # category of texts that the model begins itself
+HALF = 128  # most tokens of a held-out text that form its prompt; at most half of it
 
 
 def write_prompts(files: tuple[str, ...], tokenizer: Any, longest: int, out: Path) -> list[str]:
@@ -44,7 +44,7 @@ def write_prompts(files: tuple[str, ...], tokenizer: Any, longest: int, out: Pat
         for ids in document.ids if 0 < len(ids) <= longest
     ]  # fmt: skip
     if not prompts:
-        raise TrainingError(f"--prompts: no record gives a prompt of at most {longest} tokens")
+        raise TrainingError(f"--prompts: no record has a prompt of at most {longest} tokens; give shorter prompts")
     _write(out, itertools.chain.from_iterable(itertools.repeat(prompts, PASSES)))
     return [str(prompt["category"]) for prompt in prompts]
 
@@ -68,7 +68,7 @@ def split(files: list[Path], categories: list[str], longest: int, folder: Path) 
             number = chat["index"] % count if count else chat["index"]
             if number % HELD_OUT:
                 training.append(chat)
-            elif number == chat["index"]:  # one answer a prompt
+            elif number == chat["index"]:  # one answer per prompt
                 category = categories[number] if count else OTHERS
                 held_out.setdefault(category, []).append(_asked(chat) | {"category": category})
     kept = [chat for chat in in_turns(held_out.values()) if len(chat["prompt_token_ids"]) <= longest]

@@ -12,10 +12,10 @@ class FitOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str = Field(description="target: a causal LM folder or hub name that vLLM and transformers can load")
-    out: str = Field(description="heads folder to write; OUT.fit beside it keeps the data, and what a stopped run did")
-    minutes: float = Field(60.0, gt=0, description="what it may take; data, training and calibration are cut to it")
+    out: str = Field(description="heads folder to write; OUT.fit keeps the data and a stopped run's progress")
+    minutes: float = Field(60.0, gt=0, description="time limit; data, training and calibration are sized to fit it")
     prompts: tuple[str, ...] = Field(
-        (), description="files of prompts like those that will be served (default: 300 of the package, and the model's)"
+        (), description="files of prompts like those to be served (default: 300 of the package, and the model's own)"
     )
     seed: int = Field(0, description="seed of the texts and of the training")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")

@@ -36,10 +36,10 @@ def write_page(folder: Path, plan: Plan, parts: CPParts, facts: Mapping[str, Any
         category: {f"draft {n}": share for n, share in enumerate(shares, start=1)}
         for category, shares in on_texts(parts.acceptance, greedy=False).by_category.items()
     }  # fmt: skip
-    title = "Drafts accepted a step by kind of prompt, sampled texts"
+    title = "Drafts accepted per step by kind of prompt, sampled texts"
     write_text(folder / ACCEPTED, bars(title, accepted, stacked=True))
     gains = {f"batch {size}": {"speed-up": value} for size, value in speedups.items()}
-    write_text(folder / GAIN, bars("Predicted tokens a second, in units of vLLM's own", gains, reference=1.0))
+    write_text(folder / GAIN, bars("Predicted tokens per second, relative to vLLM alone", gains, reference=1.0))
     best = None if plan.best is None else plan.best.decoding
     warning = without_gain(str(folder), speedups)
     page = "\n\n".join([
@@ -50,7 +50,7 @@ def write_page(folder: Path, plan: Plan, parts: CPParts, facts: Mapping[str, Any
         table(["batch", *speedups], [["speed-up", *(f"{value:.2f}" for value in speedups.values())]]),
         *([f"{warning[0].upper()}{warning[1:]}."] if warning else []),
         f"![Predicted speed-up by batch]({GAIN})",
-        "Times are the calibration's, without the host's work; `ppd bench decode` measures.",
+        "Times are from the calibration, without the host's work; measure speeds with `ppd bench decode`.",
         "## Serve", f"    {command(plan.target, best, plan.stop_at, '1')}\n",
     ])  # fmt: skip
     write_text(folder / NAME, page)

@@ -14,8 +14,8 @@ from vllm_ppd.heads.progress import Stage
 from vllm_ppd.heads.quote import place, quoted
 
 NAME = "state.json"
-KEPT_EVERY = 2.0  # seconds of a stage
-SHARES = {"data": 0.5, "training": 0.35, "calibration": 0.13, "plan": 0.02}  # of the time
+KEPT_EVERY = 2.0  # seconds between saves within a stage
+SHARES = {"data": 0.5, "training": 0.35, "calibration": 0.13, "plan": 0.02}  # of the time limit
 
 
 class Facts(BaseModel):
@@ -25,8 +25,8 @@ class Facts(BaseModel):
 
     options: dict[str, Any]
     seconds: dict[str, float] = {}  # of each stage so far
-    chosen: dict[str, Any] = {}  # what was decided by measured speeds, before anything was done by it
-    done: list[str] = []  # stages
+    chosen: dict[str, Any] = {}  # decisions by measured speeds, stored before they take effect
+    done: list[str] = []  # finished stages
 
 
 class State:
@@ -53,7 +53,7 @@ class State:
         for name, value in options.items():
             if (before := self.facts.options.get(name)) != value:
                 raise TrainingError(
-                    f"{place(folder)} is of a fit with {name}={quoted(before)}, and this one has {quoted(value)}: give "
+                    f"{place(folder)} is of a fit with {name}={quoted(before)}, but this one has {quoted(value)}; give "
                     "the same options to continue it, or another --out"
                 )
         self._keep("options", self.facts.options)

@@ -22,7 +22,7 @@ from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.locking import writing_file
 from vllm_ppd.heads.quote import place, quoted
 
-SYNC_EVERY = 64  # chats between two waits for the disk
+SYNC_EVERY = 64  # chats between two syncs to disk
 
 
 class Chat(BaseModel):
@@ -33,7 +33,7 @@ class Chat(BaseModel):
     prompt_token_ids: list[int] = Field(min_length=1)
     token_ids: list[int]  # the response, with its end-of-text token if the target wrote one
     finish_reason: Literal["stop", "length"]  # "length": the response was cut off
-    index: int = Field(ge=0)  # of the prompt, or of the attempt at a user turn
+    index: int = Field(ge=0)  # number of the prompt, or of the attempt at a user turn
 
 
 class ChatFile:
@@ -48,7 +48,7 @@ class ChatFile:
 
     def __init__(self, path: Path, essence: dict[str, Any]) -> None:
         self.path, self.tokens = path, 0
-        self.numbers: dict[int, None] = {}  # of the chats in the file, in its order
+        self.numbers: dict[int, None] = {}  # numbers of the chats in the file, in its order
         self._options, self._essence = path.with_name(f".{path.name}.options.json"), essence
         self._is_read = False
 
@@ -131,6 +131,6 @@ class ChatFile:
         for name, ours in self._essence.items():
             if theirs[name] != ours:
                 raise TrainingError(
-                    f"--out {place(self.path)} was written with {name}={quoted(theirs[name])}, and this run has "
+                    f"--out {place(self.path)} was written with {name}={quoted(theirs[name])}, but this run has "
                     f"{quoted(ours)}: give the same options to continue it, or another file"
                 )

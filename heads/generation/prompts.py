@@ -12,8 +12,8 @@ from vllm_ppd.heads.data.prompts import document_prompts
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
 
-STRIDE = 4  # lengths from one prompt of a text to the next
-PLACE = "ppd user turn"  # stands in a rendered chat where the user's words would
+STRIDE = 4  # distance between prompts from a text, in prompt lengths
+PLACE = "ppd user turn"  # placeholder for the user's words in a rendered chat
 
 
 def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
@@ -33,7 +33,7 @@ def read_prompts(options: DataOptions, tokenizer: Any) -> Iterator[list[int]]:
     if not count:
         skips = f" ({documents.skips()})" if documents.skipped else ""
         raise TrainingError(
-            f"--prompts: no record gives a prompt of at most {options.max_length - 1} tokens{skips}; give chats, "
+            f"--prompts: no record has a prompt of at most {options.max_length - 1} tokens{skips}; give chats, "
             f"prompts, or texts of {options.prompt_tokens} tokens"
         )
 
@@ -47,7 +47,7 @@ def beginning(tokenizer: Any) -> list[int]:
     for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if token is not None:
             return [token]
-    raise TrainingError("--model: this tokenizer has no chat template, and no token that begins a text; give --prompts")
+    raise TrainingError("--model: the tokenizer has no chat template, nor a token that begins a text; give --prompts")
 
 
 class UserTurn(NamedTuple):
@@ -55,7 +55,7 @@ class UserTurn(NamedTuple):
 
     prefix: list[int]
     stop_ids: tuple[int, ...]
-    stop_text: str | None  # where the template ends a user turn by plain text
+    stop_text: str | None  # text with which the template ends a user turn, if it is not a token
 
 
 class ChatTemplate:

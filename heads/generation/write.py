@@ -18,7 +18,7 @@ from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.output import Chat, ChatFile
 from vllm_ppd.heads.generation.prompts import ChatTemplate
 
-MOST_REFUSED = 2000  # user turns one after the other
+MOST_REFUSED = 2000  # consecutive user turns
 USER, ASSISTANT = "user", "assistant"
 
 
@@ -40,15 +40,15 @@ class Continuation(NamedTuple):
     """An engine's output for a request."""
 
     key: str
-    ids: list[int]  # the end-of-text or stop token included
-    text: str  # without it; empty where it was not asked for
+    ids: list[int]  # including the end-of-text or stop token
+    text: str  # without that token; empty if not requested
     finish_reason: str  # "stop" or "length"
 
 
 class Engine(Protocol):
     """An engine that computes many requests at once, each with its own end: vLLM's, or one of the tests."""
 
-    generated: int  # tokens so far, those of requests that go on included
+    generated: int  # tokens so far, including unfinished requests
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -72,9 +72,9 @@ class Writer:
     ) -> None:
         self.options, self.engine, self.file, self.report = options, engine, file, report
         self.running = 0  # requests in the engine
-        self.open = 0  # chats that were begun, and are neither written nor dropped
-        self.wanted = 0.0  # chats in the file; report may lower it to those that are written or open
-        self.prompts: deque[tuple[int, list[int]]] = deque()  # to be answered, with their numbers
+        self.open = 0  # chats that are begun but neither written nor dropped
+        self.wanted = 0.0  # chats for the file; report may lower it to the written and open ones
+        self.prompts: deque[tuple[int, list[int]]] = deque()  # prompts to answer, with their numbers
         self._answering: dict[int, list[int]] = {}
 
     def answer(self, prompts: Iterable[list[int]], wanted: float) -> None:
@@ -146,8 +146,8 @@ class ChatWriter(Writer):
         """
         self._template, self._seen, self._beginning = template, seen, template.user_turn()
         self._numbers = (number for number in itertools.count() if number not in self.file.numbers)
-        self._asked: deque[int] = deque()  # user turns that are not known yet, in order
-        self._ended: dict[int, Continuation] = {}  # those of them that have ended
+        self._asked: deque[int] = deque()  # pending user turns, in order
+        self._ended: dict[int, Continuation] = {}  # pending user turns that have ended
         self.refused: Counter[str] = Counter()
         self._refused_in_a_row = 0
         self._write(self._ask, wanted)

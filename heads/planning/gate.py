@@ -7,7 +7,7 @@ from vllm_ppd.heads.in_words import in_words
 from vllm_ppd.heads.planning.predict import Decoding
 from vllm_ppd.heads.quote import quoted
 
-TRAIN = "train them on more and more varied text"
+TRAIN = "train them on more text of more varied kinds"
 
 
 def best_speedups(settings: Sequence[Decoding], sizes: Sequence[int]) -> dict[int, float]:
@@ -25,6 +25,6 @@ def without_gain(name: str, speedups: dict[int, float]) -> str:
     losing = {size: speedup for size, speedup in speedups.items() if speedup <= 1}
     if not losing:
         return ""
-    best = f"at best {max(losing.values()):.2f} of vLLM's tokens a second"
+    best = f"at best {max(losing.values()):.2f} of vLLM's tokens per second"
     where = "every batch size" if len(losing) == len(speedups) else f"batch size{'s' * (len(losing) > 1)}"
     return f"the heads in {quoted(name)} are predicted to gain nothing at {where} ({in_words([*losing])}): {best}"

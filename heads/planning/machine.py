@@ -15,7 +15,7 @@ from vllm_ppd.heads.measured import Timed, Timing
 from vllm_ppd.heads.planning.options import PlanOptions
 from vllm_ppd.heads.planning.timings import ServedSteps, line, served_steps, steps_of
 
-# Of safetensors' types.
+# Bytes per number of safetensors' types.
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1}
 
 
@@ -25,7 +25,7 @@ class Machine(NamedTuple):
     layer: Callable[[float], float]  # rows to seconds of one decoder layer
     lm_head: Callable[[float], float]  # rows to seconds of one read of the whole LM head
     link: float = 0.0  # seconds of one message between pipeline stages
-    served: ServedSteps | None = None  # take the place of layers and LM head where a server measured whole steps
+    served: ServedSteps | None = None  # whole steps measured by a server, used instead of layers and LM head
 
 
 def machine_of(options: PlanOptions, timing: Timing, target: str, num_layers: int) -> Machine:
@@ -78,7 +78,7 @@ def weights_of(folder: str) -> Weights:
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
-        raise HeadsError(f"target {folder!r} has no safetensors on this disk, to count its weights; give --model DIR")
+        raise HeadsError(f"target {folder!r} has no safetensors files on this disk; give --model DIR")
     layers: set[str] = set()
     sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     for file in files:
@@ -88,7 +88,7 @@ def weights_of(folder: str) -> Weights:
                 numbers = math.prod(tensor.get_shape())
                 size = np.array([numbers, numbers * BYTES.get(tensor.get_dtype(), 2)], dtype=float)
                 if ".experts." in name:
-                    raise HeadsError(f"target {folder!r} is a mixture of experts, which a roofline does not know")
+                    raise HeadsError(f"target {folder!r} is a mixture of experts, which is not supported here")
                 before, _, after = name.partition("layers.")
                 if after:
                     layers.add(before + after.split(".")[0])
@@ -98,6 +98,6 @@ def weights_of(folder: str) -> Weights:
                 elif "embed_tokens" in name or "embed_in" in name:
                     sums["embedding"] += size
     if not layers:
-        raise HeadsError(f"target {folder!r} has no decoder layers by the name of layers.N")
+        raise HeadsError(f"target {folder!r} has no decoder layers named layers.N")
     layer, lm_head = sums["layers"] / len(layers), sums["lm_head" if "lm_head" in sums else "embedding"]
     return Weights((float(layer[0]), float(layer[1])), (float(lm_head[0]), float(lm_head[1])))

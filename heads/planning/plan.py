@@ -23,7 +23,7 @@ class Predicted(NamedTuple):
 
     decoding: Decoding
     batch: int  # requests that decode together
-    speedup: float  # of a request's tokens, in units of vLLM's own under the same load
+    speedup: float  # of a request, relative to vLLM alone under the same load
 
 
 class Plan(NamedTuple):
@@ -31,8 +31,8 @@ class Plan(NamedTuple):
 
     target: str
     predicted: list[Predicted]  # best first
-    stop_at: int | None  # from its batch on, the largest size at which the best setting gains (None: all considered)
-    lacks: dict[str, str]  # heads without such a setting, or some without measured steps, and why
+    stop_at: int | None  # largest batch size up to which the best setting gains (None: all considered sizes)
+    lacks: dict[str, str]  # reasons for heads that have no such setting or no measured steps
 
     @property
     def best(self) -> Predicted | None:
@@ -58,13 +58,13 @@ def all_settings(options: PlanOptions) -> tuple[str, list[Decoding]]:
         verifier = options.model or find_target(config.verifier, folder)
         if target not in ("", verifier):
             raise HeadsError(
-                f"{quoted(name)} has heads for {quoted(verifier)}, the others for {quoted(target)}; plan one "
+                f"{quoted(name)} has heads for {quoted(verifier)}, but others are for {quoted(target)}; plan for one "
                 "target, or name it with --target"
             )
         target = verifier
         settings += _settings(name, config, parts, target, options)
     if not settings:
-        raise HeadsError(f"no setting of {', '.join(options.heads)} can be planned for; see --stages and --candidates")
+        raise HeadsError(f"{', '.join(options.heads)} have no setting to plan for; change --stages or --candidates")
     return target, settings
 
 
@@ -89,7 +89,7 @@ def make_plan(options: PlanOptions) -> Plan:
     predicted = [under for setting in measured if (under := _under_load(setting, options)) is not None]
     if not predicted:
         raise HeadsError(
-            f"{options.rate:g} requests a second of {options.new_tokens} tokens are more than one replica decodes in "
+            f"{options.rate:g} requests per second of {options.new_tokens} tokens are more than a replica decodes in "
             f"batches of up to {options.largest}; give a lower --rate"
         )
     predicted.sort(key=lambda under: -under.speedup)
@@ -121,10 +121,10 @@ def _settings(name: str, config: HeadsConfig, parts: Parts, target: str, options
     machine = machine_of(options, parts.timing, target, depth)
     if options.stages == "2":
         if machine.served is not None:
-            raise HeadsError("--timings: a server measures steps of one stage; give results of `ppd bench decode`")
+            raise HeadsError("--timings: a server's steps have one stage; give results of `ppd bench decode`")
         rates = config.match_rates(parts)
         if rates is None:
-            raise HeadsError(f"{quoted(name)} has {config.kind} heads; a worker group drafts with early heads")
+            raise HeadsError(f"{quoted(name)} has {config.kind} heads; give early heads for a worker group")
         for layer, k, trained, rate in rates:
             if k in options.candidates and (depth + 1) // 2 <= layer < depth:
                 served = {**({"model": name} if trained else {}), "exit_layer": layer, "candidates": k}
@@ -142,6 +142,6 @@ def _under_load(decoding: Decoding, options: PlanOptions) -> Predicted | None:
     ours = next((size for size in sizes if decoding.tokens_a_second(size) >= wanted), None)
     if ours is None:
         return None
-    # Where vLLM alone does not keep up, it is compared at the same batch size.
+    # If vLLM alone does not keep up, compare with it at the same batch size.
     alone = next((size for size in sizes if size / decoding.plain(size) >= wanted), ours)
     return Predicted(decoding, ours, decoding.plain(alone) * decoding.length / decoding.seconds(ours))

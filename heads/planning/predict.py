@@ -16,7 +16,7 @@ class Decoding(ABC):
     """Decoding by a method on a machine; a request gets `length` tokens per step."""
 
     method: str
-    options: dict[str, Any]  # as a server takes them
+    options: dict[str, Any]  # as given to a server
     machine: Machine
     num_layers: int
 
@@ -116,8 +116,8 @@ class Group(Decoding):
 
     split: int  # d_bar
     candidates: int  # k
-    match_rate: float  # p, share of tokens among the k best at the split
-    tokens: int  # l, of a text
+    match_rate: float  # p, share of tokens among the k likeliest at the split
+    tokens: int  # l, tokens of a text
 
     @property
     def length(self) -> float:
@@ -140,6 +140,6 @@ class Group(Decoding):
     def seconds(self, batch: int) -> float:
         """Expected seconds of a token: d - (d - d_bar) p (l - 1) / l layers; candidates run beside the last stage."""
         layer, late = self.machine.layer, self.num_layers - self.split
-        # The candidates' layers are slower than the last stage's, which has as many over fewer rows.
+        # The candidates' layers are slower than the last stage's, which has as many layers but fewer rows.
         last_stage = late * layer(batch * max(1, self.candidates)) + self.machine.lm_head(batch)
         return last_stage + (self.split - self.started * late) * layer(batch) + 2 * self.machine.link

@@ -8,7 +8,7 @@ from vllm_ppd.heads.measured import Parts
 from vllm_ppd.heads.planning.machine import measured
 from vllm_ppd.heads.planning.predict import Drafting
 
-CONSIDERED = 512  # requests; larger batches take what this many take
+CONSIDERED = 512  # requests; larger batches use the number of drafts at this size
 
 
 def recommend(config: HeadsConfig, parts: Parts) -> dict[str, Any]:

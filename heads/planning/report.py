@@ -33,19 +33,19 @@ def command(target: str, decoding: Decoding | None, stop_at: int | None, stages:
 
 def report(plan: Plan, options: PlanOptions) -> str:
     """Markdown: the best settings, then the recommendation and how to serve it."""
-    load = f"{options.rate:g} requests a second of {options.new_tokens} tokens" if options.rate else (
+    load = f"{options.rate:g} requests per second of {options.new_tokens} tokens" if options.rate else (
         f"batch {options.batch or 1}"
     )  # fmt: skip
-    machine = "times of the calibration" if options.timings is None else f"vLLM's own steps in {options.timings}"
+    machine = "the calibration's times" if options.timings is None else f"vLLM's own steps in {options.timings}"
     if options.hardware is not None:
         machine = "a roofline of {:g} GB/s and {:g} TFLOP/s, link {:g} us".format(*options.hardware)
-    left_out = "Prompts, KV reads and the host's work are left out."
+    left_out = "Times exclude prompts, KV reads and the host's work."
     if plan.served is not None:
-        machine = f"steps that a server measured when it started, host time included ({options.timings})"
-        left_out = "Prompts, long contexts and the scheduler are left out."
+        machine = f"a server's step costs, host time included ({options.timings})"
+        left_out = "Times exclude prompts, long contexts and the scheduler."
         if plan.served.engine.runner == "v1":
-            left_out += " Runner V1 schedules no step ahead: where vLLM alone does, its steps take less."
-    header = ["heads", "setting", "tokens a step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
+            left_out += " Runner V1 does not schedule steps ahead; vLLM alone may, and is then faster."
+    header = ["heads", "setting", "tokens per step", "compute", "batch", "speed-up", *(f"b={size}" for size in SHOWN)]
     rows = [
         [
             heads_of(decoding), setting_of(decoding), f"{decoding.length:.3f}", f"{decoding.compute:.2f}", batch,
@@ -55,7 +55,7 @@ def report(plan: Plan, options: PlanOptions) -> str:
     ]  # fmt: skip
     rows += [[name, reason, *["-"] * (len(header) - 2)] for name, reason in plan.lacks.items()]
     texts = options.texts if options.stages == "1" else "greedy"
-    advice, best = "no drafting; no setting of these heads gains under this load", None
+    advice, best = "no drafting, as no setting of these heads gains under this load", None
     if plan.best is not None:
         best = plan.best.decoding
         stop = f"stop drafting above {plan.stop_at} requests" if plan.stop_at else (
@@ -65,8 +65,8 @@ def report(plan: Plan, options: PlanOptions) -> str:
     return "\n\n".join([
         f"Predicted for {plan.target}, {load}, {texts} texts; {machine}",
         table(header, rows),
-        "Speed-up in units of vLLM's own tokens a second on the same machine; compute of a token in its own units; "
-        f"{len(plan.predicted)} settings considered. {left_out}",
+        "Speed-up: tokens per second relative to vLLM alone on the same machine. Compute: that of a token, likewise. "
+        f"{left_out} {len(plan.predicted)} settings were considered.",
         *_warnings(plan, options),
         f"Recommended: {advice}",
         f"    {command(plan.target, best, plan.stop_at, options.stages)}",

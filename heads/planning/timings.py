@@ -45,10 +45,10 @@ def steps_of(file: str, target: str) -> dict[int, float]:
                 seconds[int(turn["batch"])].append(turn["window_seconds"] / turn["steps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HeadsError(
-            f"{file!r} holds no results of `ppd bench decode` and no step costs of a server ({error!r})"
+            f"{file!r} has neither results of `ppd bench decode` nor a server's step costs ({error!r})"
         ) from None
     if not seconds:
-        raise HeadsError(f"{file!r} has no turns of {target}; run `ppd bench decode --model {target}` with that --out")
+        raise HeadsError(f"{file!r} has no results of {target}; run `ppd bench decode --model {target}` on it")
     return {size: statistics.median(values) for size, values in seconds.items()}
 
 
@@ -87,8 +87,8 @@ class StepTable(BaseModel):
 
     sizes: list[int] = Field(min_length=1)  # requests, ascending
     counts: list[int] = Field(min_length=1)  # drafts per request, ascending from 0
-    seconds: list[list[StepSeconds]]  # [sizes, counts], of the fastest round
-    second_fastest: list[list[StepSeconds]] | None = None  # [sizes, counts], of the round after it
+    seconds: list[list[StepSeconds]]  # [sizes, counts], in the fastest round
+    second_fastest: list[list[StepSeconds]] | None = None  # [sizes, counts], in the second fastest round
 
     @model_validator(mode="after")
     def _rectangular(self) -> Self:

@@ -22,10 +22,10 @@ from vllm_ppd.heads.weight_files import COUNTS_NAME
 
 ARCHITECTURES = tuple(f"{name}SpeculatorPreTrainedModel" for name in ("MLP", "ArcticMLP", "ArcticLSTM"))
 GATES = ("forget", "input", "output", "cell")
-PREFIXES = ("", "speculator.")  # of the tensors' names
+PREFIXES = ("", "speculator.")  # prefixes of tensor names
 DTYPES = ("float32", "bfloat16", "float16")
 
-Width = int | str | list[int]  # numbers; "4096" and [4096] stand for layers, of which there is one
+Width = int | str | list[int]  # "4096" and [4096] are widths per layer, for a single layer
 
 
 class PublishedTarget(TargetLayers):
@@ -39,28 +39,28 @@ class RecurrentOptions(FullOptions):
     """`ppd train recurrent`: an MLP speculator in IBM's form, which starts as a linear prediction of states."""
 
     kind: ClassVar[str] = "recurrent"
-    rank: ClassVar[int] = 1  # what CP's recipe asks of its heads
+    rank: ClassVar[int] = 1  # read by CP's recipe
     layers: ClassVar[tuple[int, ...]] = ()
     factorised: ClassVar[bool] = True
     balance: ClassVar[float] = 0.0
     base_start: ClassVar[str] = "trained"
 
     inner_size: int | None = Field(
-        None, ge=1, le=1 << 20, description="width of the state (twice the model's where not set)"
+        None, ge=1, le=1 << 20, description="width of the state (default: twice the model's)"
     )
-    tie_weights: bool = Field(True, description="all heads share their weights, but for the first projection")
-    scale_input: bool = Field(False, description="normalise the target's state first, as some of IBM's heads do")
+    tie_weights: bool = Field(True, description="all heads share their weights except the first projection")
+    scale_input: bool = Field(False, description="normalise the target's state first, as in some of IBM's heads")
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon", description="Muon for projections and AdamW for the others, or AdamW alone"
+        "muon", description="Muon for projections and AdamW for the rest, or AdamW alone"
     )
     start: Literal["ridge", "random"] = Field(
-        "ridge", description="first weights: a ridge regression of the target's later states, or random ones (IBM)"
+        "ridge", description="initial weights: a ridge regression of the target's later states, or random (IBM)"
     )
     decay: float = Field(
-        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the draft before it"
+        0.8, gt=0, le=1, description="weight of a draft's distillation, relative to that of the previous draft"
     )
     train_vocab_size: int = Field(
-        0, ge=0, description="train over the most frequent tokens of the data, and draft from them (0: over all)"
+        0, ge=0, description="train over the most frequent tokens of the data only, and draft from them (0: all tokens)"
     )
 
     @property
@@ -71,7 +71,7 @@ class RecurrentOptions(FullOptions):
 class RecurrentConfig(HeadsConfig):
     """n heads, each with a state computed from the previous state and token."""
 
-    model_config = ConfigDict(extra="allow")  # keys of theirs that nothing here reads stay as they are
+    model_config = ConfigDict(extra="allow")  # keys that are not read here are left unchanged
     kind: ClassVar[str] = "recurrent"
     architecture: ClassVar[str] = ARCHITECTURES[0]
     method: ClassVar[str] = "recurrent"
@@ -83,20 +83,20 @@ class RecurrentConfig(HeadsConfig):
 
     verifier: str = Field(
         "", validation_alias=AliasPath("speculators_config", "verifier", "name_or_path"), max_length=4096,
-        description="name or path of the target, empty where it is not recorded",
+        description="name or path of the target; empty if not recorded",
     )  # fmt: skip
     target: PublishedTarget = Field(validation_alias="transformer_layer_config")
     form: Literal["sum_rnn", "sum_lstm"] = Field("sum_rnn", validation_alias="method", description="MLP or LSTM")
-    n_predict: Drafts = Field(description="heads, the drafts that they were trained for")
+    n_predict: Drafts = Field(description="number of heads, which is the number of drafts they were trained for")
     vocab_size: int = Field(ge=1, le=1 << 26, description="tokens")
     emb_dim: Width = Field(description="width of the target's states (IBM), or of embeddings (Arctic)")
     inner_dim: Width = Field(0, description="width of the state (0: emb_dim)")
     input_hidden_dim: int | None = Field(None, ge=1, description="width of the target's states (Arctic)")
     proj_dim: Width | None = Field(None, description="width of projections (Arctic)")
-    tie_weights: bool = Field(False, description="all heads but the first projection share their weights")
-    tie_lstm_embs: bool = Field(True, description="an embedding serves all gates of an LSTM")
-    scale_input: bool = Field(False, description="the target's state is normalised, and divided by the root of two")
-    token_counts: bool = Field(False, description="tokens of a text are counted, for a draft vocabulary")
+    tie_weights: bool = Field(False, description="all heads share their weights except the first projection")
+    tie_lstm_embs: bool = Field(True, description="all gates of an LSTM share an embedding")
+    scale_input: bool = Field(False, description="the target's state is normalised and divided by sqrt(2)")
+    token_counts: bool = Field(False, description="the heads have token counts of a text, for a draft vocabulary")
 
     @classmethod
     def is_named_in(cls, data: dict[str, Any]) -> bool:
@@ -116,7 +116,7 @@ class RecurrentConfig(HeadsConfig):
         size = "emb_dim" if data.get("input_hidden_dim") is None else "input_hidden_dim"
         for name in ("n_predict", "vocab_size", size):
             if type(data.get(name)) is not int:
-                raise ValueError(f"{name}={quoted(data.get(name))} is no whole number")
+                raise ValueError(f"{name}={quoted(data.get(name))} is not an integer")
         added = {
             "num_speculative_tokens": data["n_predict"],
             "transformer_layer_config": {"hidden_size": data[size], "vocab_size": data["vocab_size"]},
@@ -136,9 +136,9 @@ class RecurrentConfig(HeadsConfig):
             if width is not None and _width(name, width) != self.inner:
                 raise ValueError(f"{name}={quoted(width)} must be inner_dim={self.inner}")
         if (states, self.vocab_size) != (self.target.hidden_size, self.target.vocab_size):
-            raise ValueError("the widths of states and vocabulary are not those of transformer_layer_config")
+            raise ValueError("the widths of states and vocabulary differ from transformer_layer_config")
         if self.form == "sum_lstm" and not self.tie_weights:
-            raise ValueError("an LSTM whose heads have weights of their own is not supported; tie_weights must be true")
+            raise ValueError("an LSTM whose heads do not share weights is not supported; tie_weights must be true")
         return self
 
     @property
@@ -228,7 +228,7 @@ def _width(name: str, value: Width) -> int:
     """
     layers = value if isinstance(value, list) else str(value).split(".")
     if len(layers) != 1:
-        raise ValueError(f"{name}={quoted(value)} stands for {len(layers)} layers; heads with one are supported")
+        raise ValueError(f"{name}={quoted(value)} has {len(layers)} layers; only heads with one layer are supported")
     if not str(layers[0]).isdecimal() or int(layers[0]) > 1 << 20:
-        raise ValueError(f"{name}={quoted(value)} is no width")
+        raise ValueError(f"{name}={quoted(value)} is not a width")
     return int(layers[0])

@@ -24,13 +24,13 @@ from vllm_ppd.heads.recurrent.config import GATES, RecurrentConfig
 from vllm_ppd.heads.training.target import Target, TargetStates
 
 EPSILON = 1e-6
-Read = Callable[[torch.Tensor], torch.Tensor]  # of [rows, in], or of token IDs [rows]: [rows, out]
+Read = Callable[[torch.Tensor], torch.Tensor]  # [rows, in], or token IDs [rows], to [rows, out]
 
 
 class State(NamedTuple):
     """A state between two tokens."""
 
-    output: torch.Tensor  # s [rows, m], of the target's width before the first token
+    output: torch.Tensor  # s [rows, m]; before the first token of the target's width
     cell: torch.Tensor | float = 0.0  # c [rows, m], of an LSTM
 
 
@@ -111,7 +111,7 @@ class RecurrentHead(nn.Module):
         self.settings, self.factors, self.positions = config, config.n_predict, config.n_predict + 1
         weights = {name: tensor for name, tensor in tensors.items() if not config.is_count(name)}
         self.weights = nn.ParameterDict({name.replace(".", "/"): nn.Parameter(weights[name]) for name in weights})
-        self.token_ids: torch.Tensor | None = None  # of the draft vocabulary that is trained; None: all
+        self.token_ids: torch.Tensor | None = None  # the draft vocabulary in training; None: all tokens
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """The parameters by the configuration's names."""

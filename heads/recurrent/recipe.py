@@ -26,7 +26,7 @@ class RecurrentRecipe(CPRecipe):
         inner = options.inner_size or 2 * target.hidden_size
         if options.start == "ridge" and inner != 2 * target.hidden_size:
             raise TrainingError(
-                f"--inner-size {inner}: a ridge regression starts a state of twice the model's width, "
+                f"--inner-size {inner}: a ridge regression needs a state of twice the model's width, "
                 f"{2 * target.hidden_size}; leave it out, or add --start random"
             )
         config = self._config(token_counts=False)
@@ -59,9 +59,9 @@ class RecurrentRecipe(CPRecipe):
 
         gram, product = products(pairs())
         solution = least_squares(gram, product, [0, 1], size)
-        scale = float((solution * (gram @ solution)).sum() / size / count) ** 0.5  # of u, of which the norm makes 1
+        scale = float((solution * (gram @ solution)).sum() / size / count) ** 0.5  # of u, which the norm scales to 1
         first, token = (matrix.to(target.device, torch.float32) for matrix in solution.split(size))
-        later = first.T * (of_start / of_state) ** 0.5  # reads a state of the target's scale
+        later = first.T * (of_start / of_state) ** 0.5  # for a state of the target's scale
         ids = torch.arange(target.vocab_size, device=target.device).split(4096)
         table = torch.cat([target.embed(some).float() @ token for some in ids]) / recurrence.alpha
         starts = {

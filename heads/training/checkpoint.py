@@ -27,10 +27,10 @@ from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
 from vllm_ppd.heads.training.signals import Stopped
 
-WORK = ".training"  # inside the heads folder while a run is unfinished
-STATE, BEST = "state", "best"  # the newest weights of a run, and those of its best evaluation
+WORK = ".training"  # in the heads folder of an unfinished run
+STATE, BEST = "state", "best"  # a run's newest weights, and those of its best evaluation
 FACTS = "facts.json"
-# A run may continue with these changed.
+# A run may continue with these options changed.
 FREE_TO_CHANGE = {"learning_rate", "base_learning_rate", "stem_learning_rate"}
 
 
@@ -43,7 +43,7 @@ class RunFacts(BaseModel):
     step: int = Field(ge=0)
     seconds: float
     before: dict[str, Any]  # the evaluation before the first step
-    smoothed: float  # the loss
+    smoothed: float  # moving average of the loss
     best: float
     tokens: str  # digest of the token files
     held_out: Progress = Progress()
@@ -89,7 +89,7 @@ def _check(out: Path, facts: RunFacts | None, ours: dict[str, Any]) -> None:
     for name in sorted((set(ours) | set(theirs)) - FREE_TO_CHANGE):
         if ours.get(name) != theirs.get(name):
             raise TrainingError(
-                f"--out {str(out)!r} holds an unfinished run with {name}={theirs.get(name)!r}, and this one has "
+                f"--out {str(out)!r} holds an unfinished run with {name}={theirs.get(name)!r}, but this one has "
                 f"{ours.get(name)!r}: give the same options to continue it, or another folder"
             )
 
@@ -102,7 +102,7 @@ def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
     processes.wait_for_everyone()
     try:
         processes.save_state(str(written))
-    except (SafetensorError, RuntimeError) as error:  # of safetensors and torch.save, also where a disk is full
+    except (SafetensorError, RuntimeError) as error:  # from safetensors and torch.save, also if a disk is full
         shutil.rmtree(written, ignore_errors=True)
         raise OSError(f"{place(folder)} cannot be written ({shortened(str(error))})") from error
     processes.wait_for_everyone()
@@ -125,12 +125,12 @@ def load(folder: Path, step: int, processes: Processes) -> None:
     """
     facts = intact_facts(folder)
     if facts is None or facts.step != step:
-        raise _damaged(folder, f"it is not of step {step}")
+        raise _damaged(folder, f"it is not from step {step}")
     try:
         processes.load_state(str(_present(folder)))
     except (RuntimeError, ValueError, KeyError) as error:
         raise TrainingError(
-            f"{place(folder)} is of other heads ({shortened(str(error), 80)}); delete the folder {WORK} there to start "
+            f"{place(folder)} has other heads ({shortened(str(error), 80)}); delete the folder {WORK} there to start "
             "again"
         ) from None
 

@@ -13,8 +13,8 @@ from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.quote import place
 
 NAME = "curve.jsonl"
-LONGEST = 1 << 24  # bytes that are read
-POINTS = 500  # most training losses of a run
+LONGEST = 1 << 24  # bytes of the longest file that is read
+POINTS = 500  # most training losses per run
 
 
 class Point(BaseModel):
@@ -22,10 +22,10 @@ class Point(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    step: int = Field(ge=0, description="optimiser steps that were done")
-    tokens: int = Field(ge=0, description="tokens that these steps read")
+    step: int = Field(ge=0, description="optimiser steps so far")
+    tokens: int = Field(ge=0, description="tokens read by these steps")
     loss: float | None = None
-    rate: float | None = None  # share of the peak learning rates
+    rate: float | None = None  # factor on the peak learning rates
     held_out_loss: float | None = None
     held_out: dict[str, Any] | None = None  # figures by name, as in provenance.json
 
@@ -61,5 +61,5 @@ def read_curve(folder: Path) -> list[Point]:
         try:
             points.append(Point.model_validate_json(line))
         except ValidationError:
-            raise TrainingError(f"{place(path, number)} is damaged; delete the file, or the line") from None
+            raise TrainingError(f"{place(path, number)} is damaged; delete the line or the file") from None
     return points

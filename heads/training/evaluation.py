@@ -17,7 +17,7 @@ from vllm_ppd.heads.training.tokens import TokenStore
 if TYPE_CHECKING:
     from vllm_ppd.heads.training.recipe import Recipe
 
-LEAST = 1e-3  # share by which what decides must improve to count as improving
+LEAST = 1e-3  # least relative improvement of the decisive figure that counts
 
 
 class Evaluation(BaseModel):
@@ -28,7 +28,7 @@ class Evaluation(BaseModel):
     step: int
     loss: float
     figures: dict[str, Any]
-    accepted: float | None = None  # greedy drafts per step, teacher-forced; None where no drafts are counted
+    accepted: float | None = None  # greedy drafts per step, teacher-forced; None if drafts are not counted
 
     def is_better_than(self, other: Evaluation | None) -> bool:
         """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite."""
@@ -46,7 +46,7 @@ class Progress(BaseModel):
 
     best: Evaluation | None = None
     last: Evaluation | None = None
-    stale: int = 0  # evaluations since the best
+    stale: int = 0  # evaluations since the best one
 
     def take(self, evaluation: Evaluation) -> bool:
         """Record an evaluation; returns whether it is better than the best before it."""
@@ -84,7 +84,7 @@ def evaluate(
     if "nan" in str(figures).lower():
         total = math.nan
     by_position = [sums[name] / sums["accepted_of"] for name in sums if name.startswith("accepted.")]
-    # The same in all processes, which must agree on when to stop.
+    # Sum over all processes, which must agree on when to stop.
     totals = torch.tensor([total, sum(by_position)], dtype=torch.float64, device=processes.device)
     loss, accepted = (processes.reduce(totals, "sum") / processes.num_processes).tolist()
     if not by_position:

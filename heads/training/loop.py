@@ -31,8 +31,8 @@ from vllm_ppd.heads.training.states import StatesCache, read_target
 from vllm_ppd.heads.training.target import Target
 from vllm_ppd.heads.training.tokens import Order, TokenStore
 
-DIVERGED = 3.0  # times the best smoothed loss
-TIMED = 2  # steps, the first of which is slower
+DIVERGED = 3.0  # multiple of the best smoothed loss
+TIMED = 2  # steps to time; the first is slower
 MakeRecipe = Callable[[Any, Target], Recipe]
 
 
@@ -51,7 +51,7 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
         TrainingError: on bad input or a diverging loss; the last checkpoint stays on disk.
         Stopped: after Ctrl-C or a termination signal, with the checkpoint written.
     """
-    files = [file.model_dump() for file in data_files(options.data)]  # they may be gone at the end
+    files = [file.model_dump() for file in data_files(options.data)]  # the files may be gone at the end
     processes = Processes(options.device)
     with unfinished_run(options, processes) as work:
         recipe, store = _prepared(options, make or recipe_of(options.kind), processes, work)
@@ -68,9 +68,9 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
 class Speed(NamedTuple):
     """The measured speed of a training."""
 
-    step: float  # seconds of an optimiser step, the target's states at hand where a cache keeps them
-    target: float  # seconds that the target takes for a step's states where a cache lacks them; 0 without a cache
-    steps: float  # of a pass over the data
+    step: float  # seconds of an optimiser step, with the target's states from the cache, if any
+    target: float  # seconds to compute a step's states that the cache lacks; 0 without a cache
+    steps: float  # in a pass over the data
 
 
 def speed_of(options: TrainingOptions) -> Speed:
@@ -105,12 +105,12 @@ def _prepared(
     if processes.is_main_process:
         say(f"vllm-ppd: loading {options.model}")
     full = getattr(options, "recipe", None) == "full"
-    # The full recipe moves the base model by less than bfloat16 can hold.
+    # The full recipe's updates of the base model are too small for bfloat16.
     dtype = torch.float32 if full else getattr(torch, options.precision)
     target = Target(options.model, processes.device, dtype, options.trust_remote_code, trainable=full)
     if target.max_length is not None and options.sequence_length > target.max_length:
         raise TrainingError(
-            f"--sequence-length {options.sequence_length} is over the model's {target.max_length} positions"
+            f"--sequence-length {options.sequence_length} is more than the model's {target.max_length} positions"
         )
     torch.manual_seed(options.seed)
     recipe = make(options, target)
@@ -142,12 +142,12 @@ class _Run:
         self.out = work.parent
         if options.batch_size % (processes.num_processes * options.accumulation):
             raise TrainingError(
-                f"--batch-size {options.batch_size} does not divide into {processes.num_processes} processes "
+                f"--batch-size {options.batch_size} is not divisible by {processes.num_processes} processes "
                 f"x {options.accumulation} accumulated parts"
             )
         if options.patience is not None and options.evaluate_every is None:
             raise TrainingError(
-                f"--patience {options.patience} needs --evaluate-every: give the steps between two evaluations"
+                f"--patience {options.patience} needs --evaluate-every; give the number of steps between evaluations"
             )
         self.steps = options.steps or max(1, math.ceil(options.epochs * store.num_windows() / options.batch_size))
         self.tokens_a_step = options.batch_size * options.sequence_length
@@ -174,11 +174,11 @@ class _Run:
         """Restore a checkpoint."""
         if saved.tokens != self.facts.tokens:
             raise TrainingError(
-                f"{place(self.work / STATE)} was trained on other tokens: the data or the tokenizer has changed; give "
+                f"{place(self.work / STATE)} was trained on other tokens: the data or the tokenizer changed; give "
                 f"the same again, or delete the folder {WORK} there to start again"
             )
         checkpoint.load(self.work / STATE, saved.step, self.processes)
-        # Rates may have been changed.
+        # Learning rates may have been changed.
         groups = self.recipe.groups(self.options.learning_rate)
         for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
             group["peak"] = fresh["peak"]
@@ -203,7 +203,7 @@ class _Run:
                 loss, stops = self._loss_and_gradient(progress, stop)
                 self._watch(loss)
                 facts.seconds = time.monotonic() - started
-                # Saved before the update, with a loss that says that these weights are good.
+                # Save before the update, while the loss shows that these weights are good.
                 if stops or (facts.step % options.save_every == 0 and facts.step > self.saved):
                     self._save()
                 if stops:
@@ -243,7 +243,7 @@ class _Run:
         options, processes, step = self.options, self.processes, self.facts.step
         world, rank = processes.num_processes, processes.process_index
         self.module.train()
-        # What a recipe draws is a function of the step, so that a run that continues draws the same.
+        # A recipe's random draws depend on the step only, so that a continued run repeats them.
         torch.manual_seed((options.seed * 1_000_003 + step) * world + rank)
         losses = []
         for batch in self.order.batches(step, options.accumulation * world, rank, world):
@@ -265,7 +265,7 @@ class _Run:
         scale = min((facts.step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * facts.step / self.steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * scale
-            # Each by itself: the heads' first gradients would shrink those of a base model that learns beside them.
+            # Separately: the heads' large first gradients would shrink those of a base model that is also trained.
             torch.nn.utils.clip_grad_norm_(group["params"], self.options.gradient_clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -317,7 +317,7 @@ class _Run:
             facts.smoothed = loss if math.isinf(facts.smoothed) else 0.9 * facts.smoothed + 0.1 * loss
             facts.best = min(facts.best, facts.smoothed)
         if not is_finite or facts.smoothed > DIVERGED * max(facts.best, 1e-3):
-            left = f"the checkpoint of step {self.saved} is kept" if self.saved else "nothing was saved yet"
+            left = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was saved yet"
             raise TrainingError(
                 f"training diverged at step {facts.step}: loss {loss:g} (best {facts.best:g}); {left}: "
                 "run the same command with a lower --learning-rate"

@@ -37,7 +37,7 @@ class Muon(torch.optim.AdamW):
                 self._step_matrices(stacks, group)
                 gradients |= {p: p.grad for p in stacks}
         for parameter in gradients:
-            parameter.grad = None  # AdamW passes over what has none
+            parameter.grad = None  # AdamW skips parameters without a gradient
         super().step()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
@@ -51,7 +51,7 @@ class Muon(torch.optim.AdamW):
             assert stack.grad is not None
             state: dict[str, torch.Tensor] = self.state[stack]
             if "momentum_buffer" not in state:
-                # AdamW expects a count of steps of all parameters when it loads.
+                # AdamW expects a step count for every parameter when it loads.
                 state |= {"step": torch.zeros(()), "momentum_buffer": torch.zeros_like(stack)}
             tensors = (stack.detach(), stack.grad, state["momentum_buffer"])
             stacked = (t.flatten(0, -3) if t.dim() > 2 else t[None] for t in tensors)

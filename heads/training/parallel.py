@@ -77,7 +77,7 @@ def over_ray(train: Callable[..., Any], options: Any) -> None:
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS"), include_dashboard=False)
     use_gpu = options.device != "cpu" and ray.cluster_resources().get("GPU", 0) >= options.ray_workers
-    # Workers run elsewhere: what is a path here must be one there.
+    # Workers run in other folders, so paths must be absolute.
     paths = {"out": os.path.abspath(options.out), "data": tuple(map(os.path.abspath, options.data))}
     if options.states_cache is not None:
         paths["states_cache"] = os.path.abspath(options.states_cache)
@@ -89,5 +89,5 @@ def over_ray(train: Callable[..., Any], options: Any) -> None:
     )
     try:
         trainer.fit()
-    except TrainingFailedError as error:  # it quotes the workers' tracebacks; their own errors are one line
+    except TrainingFailedError as error:  # it quotes the workers' tracebacks; our own errors are one line
         raise next(iter(getattr(error, "worker_failures", {}).values()), error) from error

@@ -22,8 +22,8 @@ from vllm_ppd.heads.files import first_problem, named, read_json_object
 
 NAME = "provenance.json"
 LONGEST = 16 << 20  # bytes
-END = 1 << 20  # bytes of a data file that are hashed at either end: files of many gigabytes take no time
-MOST_FILES = 4096  # of the data that are named
+END = 1 << 20  # bytes hashed at each end of a data file, so that large files are quick
+MOST_FILES = 4096  # most data files that are named
 PACKAGES = ("vllm-ppd", "vllm", "torch", "transformers", "safetensors", "pydantic", "accelerate", "ray")
 
 

@@ -21,7 +21,7 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
-Counts = dict[str, torch.Tensor]  # raw sums, so that they add up over batches and processes
+Counts = dict[str, torch.Tensor]  # sums that can be added over batches and processes
 
 
 def accepted_counts(right: torch.Tensor) -> Counts:
@@ -40,7 +40,7 @@ class Recipe(nn.Module, ABC):
         super().__init__()
         self._outside = (options, target)  # a tuple: the target must not become a submodule
 
-        self.cache: StatesCache | None = None  # set by the loop where states are kept
+        self.cache: StatesCache | None = None  # set by the loop if states are cached
 
     @property
     def target(self) -> Target:

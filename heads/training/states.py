@@ -24,7 +24,7 @@ from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
-FORMAT = 2  # raised when the same target and tokens would give other files
+FORMAT = 2  # incremented when the same target and tokens give different files
 DESCRIPTION = "states.json"
 GB = 1e9
 
@@ -32,9 +32,9 @@ GB = 1e9
 class Reads(NamedTuple):
     """What a kind of heads reads of the target in addition to the final states."""
 
-    exits: tuple[int, ...] = ()  # layer counts after which the normed state is wanted
-    stem: bool = False  # the call of the last decoder layer
-    top_k: int = 0  # likeliest next tokens and their log-probabilities, as targets of distillation
+    exits: tuple[int, ...] = ()  # layer counts after which the normed state is needed
+    stem: bool = False  # whether the last decoder layer's arguments are needed
+    top_k: int = 0  # number of likeliest next tokens whose log-probabilities are distilled
 
 
 class _Column(NamedTuple):
@@ -76,7 +76,7 @@ class StatesCache:
 
     def __init__(self, folder: Path, target: Target, store: TokenStore, reads: Reads, most_bytes: int) -> None:
         if target.trainable:
-            raise TrainingError("--states-cache keeps states of a frozen target, and --recipe full trains it: omit one")
+            raise TrainingError("--states-cache needs a frozen target, but --recipe full trains it; omit one of them")
         self.target, self.store, self.reads = target, store, reads
         self.layers = tuple(sorted({*reads.exits, *((target.num_layers - 1,) if reads.stem else ())}))
         names = ["final", *(f"layer-{layer}" for layer in self.layers)]
@@ -101,7 +101,7 @@ class StatesCache:
         Returns:
             Final states and exits [rows, hidden] in the target's dtype and on the batch's device, and top-k targets.
         """
-        # Checked as copies, since a run on other data that begins alike may write the same window meanwhile.
+        # Check copies: another run whose data begins alike may write the same window meanwhile.
         copies = {column.name: self._files[batch.split, column.name][0][list(batch.windows)] for column in self.columns}
         tokens = _token_sums(batch)
         missing = [at for at in range(len(batch.windows)) if not self._is_whole(batch, at, copies, tokens[at])]
@@ -160,7 +160,7 @@ class StatesCache:
                 if not self._has_warned:
                     where = place(self.folder / f"{batch.split}.{column.name}")
                     tqdm.write(
-                        f"vllm-ppd: {where} is damaged, or of other data; computing its windows again", file=sys.stderr
+                        f"vllm-ppd: {where} is damaged or from other data; computing its windows again", file=sys.stderr
                     )
                 self._has_warned = True
                 return False
@@ -187,15 +187,15 @@ class StatesCache:
                 written += 512 * path.stat().st_blocks if is_ours else 0
         if needed + others > most_bytes:
             raise TrainingError(
-                f"--states-cache needs {needed / GB:.2f} GB beside the {others / GB:.2f} GB it holds, and "
-                f"--states-cache-gb allows {most_bytes / GB:g}: raise it, or delete old folders in {place(folder)}"
+                f"--states-cache needs {needed / GB:.2f} GB besides the {others / GB:.2f} GB it holds, but "
+                f"--states-cache-gb allows {most_bytes / GB:g}; raise it, or delete old folders in {place(folder)}"
             )
         there = next(path for path in (folder, *folder.resolve().parents) if path.is_dir())
         free = shutil.disk_usage(there).free
         if needed - written > free:
             raise TrainingError(
-                f"--states-cache needs {(needed - written) / GB:.2f} GB more, and the disk of {place(folder)} has "
-                f"{free / GB:.2f} GB free: give another folder, or leave the cache out"
+                f"--states-cache needs {(needed - written) / GB:.2f} GB more, but the disk of {place(folder)} has "
+                f"{free / GB:.2f} GB free; give another folder, or leave the cache out"
             )
 
 

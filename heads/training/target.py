@@ -21,19 +21,19 @@ from vllm_ppd.kernels.unembedding_loss import token_log_probs
 
 LAYER_NAMES = ("layers", "h")
 NORM_NAMES = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
-SAMPLED_VALUES = 1024  # of each parameter, in a digest
+SAMPLED_VALUES = 1024  # per parameter, for the digest
 
 
 @dataclass
 class TargetStates:
     """The results of one forward pass for the heads. A row is a token: [rows, hidden]."""
 
-    final: torch.Tensor  # after the final norm: what the LM head reads
-    exits: dict[int, torch.Tensor] = field(default_factory=dict)  # after that many layers and the final norm
-    layers: dict[int, torch.Tensor] = field(default_factory=dict)  # after that many layers, before the norm
+    final: torch.Tensor  # after the final norm; the LM head's input
+    exits: dict[int, torch.Tensor] = field(default_factory=dict)  # after each number of layers and the final norm
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)  # after each number of layers, before the norm
     top_ids: torch.Tensor | None = None  # [rows, k] int64: the target's likeliest next tokens
     top_log_probs: torch.Tensor | None = None  # [rows, k] float32
-    stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # what the last decoder layer was called with
+    stem: tuple[tuple[Any, ...], dict[str, Any]] | None = None  # arguments of the last decoder layer
 
 
 class Target:
@@ -79,7 +79,7 @@ class Target:
         self.layers: nn.ModuleList = _module(self.base, LAYER_NAMES, name)
         self.norm: nn.Module = _module(self.base, NORM_NAMES, name)
         self.has_sinks = any(hasattr(module, "sinks") for module in model.modules())
-        if self.has_sinks:  # gpt-oss: no other attention reads them
+        if self.has_sinks:  # gpt-oss: only this attention reads them
             self.model.set_attn_implementation("eager")
         config = self.model.config.get_text_config()
         for cap in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -155,8 +155,8 @@ class Target:
         """
         states = TargetStates(final=torch.empty(0))
         with ExitStack() as undo:
-            # The model's own forward pass makes masks and rotary embeddings. Its layers hand on these states, not what
-            # they are given: some families scale embeddings first (Granite).
+            # The model's forward pass makes masks and rotary embeddings. Its layers pass on these states instead of
+            # their input, as some families scale embeddings first (Granite).
             embeddings = hidden.view(*batch.input_ids.shape, -1).to(self.dtype)
             for layer in self.layers:
                 layer.forward = lambda *_, **__: embeddings
@@ -169,7 +169,7 @@ class Target:
     def _places(self, batch: Batch) -> dict[str, Any]:
         """Arguments for the tokens' positions, for a forward pass without a KV cache."""
         places: dict[str, Any] = {"position_ids": batch.position_ids, "use_cache": False}
-        if self.has_sinks:  # transformers makes gpt-oss's masks without the positions, so that documents see each other
+        if self.has_sinks:  # transformers ignores positions in gpt-oss's masks, so documents would see each other
             places["attention_mask"] = packed_masks(self.config, batch.position_ids, self.dtype)
         return places
 
@@ -233,7 +233,7 @@ def _module(base: nn.Module, names: Sequence[str], model: str) -> Any:
     for name in names:
         if hasattr(base, name):
             return getattr(base, name)
-    raise TrainingError(f"model {model!r} ({type(base).__name__}) has none of {', '.join(names)}: cannot attach heads")
+    raise TrainingError(f"model {model!r} ({type(base).__name__}) has none of {', '.join(names)}; heads need it")
 
 
 def _catch(caught: dict[int, torch.Tensor], layer: int) -> Any:

@@ -25,10 +25,10 @@ from vllm_ppd.heads.quote import place
 
 SPLITS = ("train", "held_out")
 FILES = tuple(f"{split}.tokens" for split in SPLITS)
-TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; first of a document
-NAME = "tokens.json"  # which data the token files beside it are of, and what they hash to
-SHIFT = 7919  # tokens that an epoch's windows lie after those of the epoch before
-FORMAT = 4  # of the tokens: raised when the same data would be stored otherwise
+TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; document's first
+NAME = "tokens.json"  # describes the data of the token files next to it, with their hashes
+SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
+FORMAT = 4  # of token files: incremented when the same data is stored differently
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Batch:
 
     input_ids: torch.Tensor  # [windows, length] int64
     position_ids: torch.Tensor  # [windows, length] int64
-    split: str = ""  # of the store that they are from
-    windows: tuple[int, ...] = ()  # their numbers in it; empty for windows that are not on its grid
-    counted: torch.Tensor | None = None  # [windows, length] bool: tokens whose prediction is in the loss; None: all
+    split: str = ""  # split of the store that has them
+    windows: tuple[int, ...] = ()  # their numbers in the split; empty if not on its grid
+    counted: torch.Tensor | None = None  # [windows, length] bool: tokens counted in the loss; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +80,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    key: str  # of the data, the split and the tokenizer
+    key: str  # hash of the data, the split and the tokenizer
     files: dict[str, FileDigest]
     documents: int
     skipped: dict[str, int]  # records by reason
@@ -125,18 +125,18 @@ class TokenStore:
             write_text(folder / NAME, manifest.model_dump_json())
         self.manifest: Manifest = manifest
         self.tokens: dict[str, np.ndarray] = {}  # of each split, [tokens] TOKEN
-        self.starts: dict[str, np.ndarray] = {}  # of each split, [documents] place of the first token
+        self.starts: dict[str, np.ndarray] = {}  # of each split, [documents] index of the first token
         for split, file in zip(SPLITS, FILES, strict=True):
             path, words = folder / file, split.replace("_", "-")
             tokens = np.memmap(path, TOKEN, "r") if path.stat().st_size else np.empty(0, TOKEN)
             if len(tokens) < length + 1:
                 raise TrainingError(
-                    f"the data holds {len(tokens)} {words} tokens, and a window takes {length}: "
+                    f"the data holds {len(tokens)} {words} tokens, but a window needs {length}; "
                     "give more data, or a smaller --sequence-length"
                 )
             if not tokens["counted"].any():
                 raise TrainingError(
-                    f"no {words} token is of a response; give data with responses, or --train-on-prompts"
+                    f"no {words} token belongs to a response; give data with responses, or --train-on-prompts"
                 )
             self.tokens[split], self.starts[split] = tokens, np.flatnonzero(tokens["begins"])
 
@@ -188,7 +188,7 @@ class TokenStore:
             progress = Bar(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
             for number, document in enumerate(progress):
                 ids = document.ids or []
-                # What was cut off goes on; many chat templates write a line break after the end of a turn.
+                # A cut-off document has no end; many chat templates write a line break after a turn's end.
                 has_end = end is None or document.cut_off or end in ids[-2:]
                 ids = ids if has_end else [*ids, end]
                 check_vocabulary(ids, vocab_size)
@@ -203,7 +203,7 @@ class TokenStore:
             raise TrainingError(
                 f"the data is empty ({len(documents.files)} files, no text{skips}); give .jsonl or text files with text"
             )
-        if held_back <= self.length:  # too little was held out whole: take the training tokens' tail as well
+        if held_back <= self.length:  # too few whole documents were held out: add the training tokens' tail
             cut = TOKEN.itemsize * (trained - min(trained // 2, self.length + 1))
             tail = np.fromfile(train, TOKEN, offset=cut)
             tail["begins"][:1] = True

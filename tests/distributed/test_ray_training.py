@@ -52,4 +52,4 @@ def test_what_a_worker_refuses_is_a_single_line(
 ) -> None:
     assert main([*command, "--batch-size", "3", "--out", str(tmp_path / "out"), "--ray-workers", "2"]) == 2
     error = capfd.readouterr().err.splitlines()[-1]
-    assert error == "ppd: error: --batch-size 3 does not divide into 2 processes x 1 accumulated parts"
+    assert error == "ppd: error: --batch-size 3 is not divisible by 2 processes x 1 accumulated parts"

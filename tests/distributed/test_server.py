@@ -135,7 +135,7 @@ def refused(model: Path, *args: str) -> str:
         ),
         pytest.param(
             ["-sc", '{"method": "ppd", "model": "./no-heads"}'],
-            "vllm-ppd: error: heads folder './no-heads' does not exist; give a folder with config.json, or no heads",
+            "vllm-ppd: error: heads folder './no-heads' does not exist; give a folder with config.json, or omit",
             marks=pytest.mark.full,
         ),
     ],

@@ -222,7 +222,7 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     assert "--ppd-step-costs measure" in warning and len(warning) <= 300
 
 
-STAYS_OFF = "tokens a second; drafting stays off there by itself"
+STAYS_OFF = "tokens per second; drafting stays off there by itself"
 CHEAP, DEAR = [1.0, 1.1, 1.2], [1.0, 3.0, 9.0]  # seconds of steps with 0, 1 and 2 drafts
 
 

@@ -95,7 +95,7 @@ def test_categories_are_decoded_apart(options: Callable[..., AcceptanceOptions],
     text = run(options(temperatures=(0.0,)))
     (measured,) = stored(Path(options().out))
     assert [turn["category"] for turn in measured.run["turns"]] == ["even", "odd", "odd"] * 2
-    assert cells_of(by_category(measured)) == [["accepted a step", "even", "odd"], ["ngram", "1.00", "1.00"]]
+    assert cells_of(by_category(measured)) == [["accepted per step", "even", "odd"], ["ngram", "1.00", "1.00"]]
     assert by_category(measured) in text
 
 

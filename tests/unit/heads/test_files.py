@@ -66,5 +66,5 @@ def test_json_reader(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"a": [1, 2]}')
     assert read_json_object(path, 13) == {"a": [1, 2]}
-    with pytest.raises(HeadsError, match=r"a\.json .* has 13 bytes, more than the 12 that are read; do this"):
+    with pytest.raises(HeadsError, match=r"a\.json .* has 13 bytes, more than the limit of 12; do this"):
         read_json_object(path, 12, "do this")

@@ -80,7 +80,7 @@ def test_weights_that_are_not_finite(refused_by_all: Factory, kind: str, name: s
         ("dynamo", tensor("cooccurrence.3.keys", lambda t: t.clamp(max=1)), "3.keys are not ascending keys of 3-grams"),
         ("dynamo", tensor("cooccurrence.2.keys", with_value(1 << 40, 3)), "2.keys are not ascending keys of 2-grams"),
         ("dynamo", tensor("cooccurrence.2.counts", with_value(-1, 0)), "'cooccurrence.2.counts' are negative"),
-        ("dynamo", tensor("cooccurrence.2.counts", with_value(1 << 30, 0)), "2-grams are negative, or more than"),
+        ("dynamo", tensor("cooccurrence.2.counts", with_value(1 << 30, 0)), "are negative, or their sum is more than"),
         (
             "dynamo",
             tensor("cooccurrence.unigram", lambda counts: counts[:300]),
@@ -92,8 +92,8 @@ def test_weights_that_are_not_finite(refused_by_all: Factory, kind: str, name: s
         ("dynamo", edited("layer_tensors", "mlp.more.weight", value=[64]), "has 'mlp.more.weight'|has no tensor"),
         ("dynamo", edited("layer_tensors", "mlp.up_proj.weight", value=[0, 64]), "greater than or equal to 1"),
         ("dynamo", edited("layer_tensors", "", value=[64]), "String should match pattern"),
-        ("dynamo", edited("layer_tensors", value={"norm": [65]}), "has no tensor of the hidden size 64"),
-        ("dynamo", edited("cooccurrence_entries", value={"2": 4}), "must count n-grams of orders 2 to 3, or none"),
+        ("dynamo", edited("layer_tensors", value={"norm": [65]}), "has no tensor of hidden size 64"),
+        ("dynamo", edited("cooccurrence_entries", value={"2": 4}), "must have n-grams of orders 2 to 3, or be empty"),
     ],
 )  # fmt: skip
 def test_dtypes_layers_and_counts(refused_by_all: Factory, kind: str, damage: Damage, message: str) -> None:
@@ -140,7 +140,7 @@ def damaged_weights(change: Callable[[bytes], bytes]) -> Damage:
         (damaged_weights(lambda _: b"\x80\x04 not safetensors"), "truncated or not safetensors"),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "'pytorch_model.bin', a pickle, which is never loaded",
+            "a pickle, 'pytorch_model.bin', which is not loaded",
         ),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
         (tensor("cp.gate", lambda gate: gate[:, :32]), r"'cp.gate' has shape \[2, 32\], expected \[2, 64\]"),

@@ -104,9 +104,9 @@ def test_matching_target_is_accepted(heads_folder: Factory, tiny_model: Factory)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 128}, "hidden_size is 64 there and 128 in this model"),
-        ({"vocab_size": 32_000}, "vocab_size is 320 there and 32000"),
-        ({"num_hidden_layers": 8}, "num_hidden_layers is 6 there and 8"),
+        ({"hidden_size": 128}, "hidden_size is 64 there, but 128 in this model"),
+        ({"vocab_size": 32_000}, "vocab_size is 320 there, but 32000"),
+        ({"num_hidden_layers": 8}, "num_hidden_layers is 6 there, but 8"),
         ({"fingerprint": TargetFingerprint(tokenizer="0" * 64)}, "the hash of its tokenizer differs"),
         ({"fingerprint": TargetFingerprint(lm_head="0" * 64)}, "the hash of its lm_head differs"),
     ],
@@ -125,9 +125,9 @@ def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
         assert decoder_layer(config) == {name: list(t.shape) for name, t in layers[-1].state_dict().items()}
     heads = heads_folders.config_of("dynamo", tiny_model())
     check_layers(heads, tmp_path, configs["llama"])
-    with pytest.raises(HeadsError, match=r"layer_tensors lacks 'self_attn\.k_norm\.weight'"):
+    with pytest.raises(HeadsError, match=r"layer_tensors does not have 'self_attn\.k_norm\.weight'"):
         check_layers(heads, tmp_path, configs["qwen3"])
-    with pytest.raises(HeadsError, match=r"'input_layernorm.weight' has shape \[64\], and \[128\] in the target"):
+    with pytest.raises(HeadsError, match=r"'input_layernorm.weight' has shape \[64\], but \[128\] in the target"):
         check_layers(heads, tmp_path, type(configs["llama"])(**configs["llama"].to_dict() | {"hidden_size": 128}))
 
 

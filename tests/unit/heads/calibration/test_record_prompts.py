@@ -42,10 +42,10 @@ def test_calibration_answers_the_records_prompts(tmp_path: Path, target: Target,
 
 def test_prompts_that_are_too_few_or_not_the_models(tmp_path: Path, target: Target) -> None:
     path = chats(tmp_path / "a.jsonl")
-    with pytest.raises(TrainingError, match="holds 4 prompts of up to 20 tokens, and 5 are needed"):
+    with pytest.raises(TrainingError, match="has 4 prompts of up to 20 tokens, but 5 are needed"):
         record_prompts([path], target, 5, longest=20)
     assert record_prompts([path, write(tmp_path / "b.jsonl", {"text": "some text"})], target, 6, longest=99) is None
-    with pytest.raises(TrainingError, match="the data has token id 9999, and the model knows 320"):
+    with pytest.raises(TrainingError, match="the data has token id 9999, but the model has 320"):
         record_prompts([write(tmp_path / "c.jsonl", {"prompt_token_ids": [9999]})], target, 1, longest=99)
 
 

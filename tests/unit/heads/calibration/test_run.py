@@ -218,7 +218,7 @@ def test_stopped_calibration_goes_on(heads: Factory, data: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--prompts", "100000"), "and 100000 are needed"),
+        (("--prompts", "100000"), "but 100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
         (("--temperature", "0"), "--temperature 0: input should be greater than 0"),
     ],
@@ -234,5 +234,5 @@ def test_bad_input(heads: Factory, data: Path, capsys: Any, more: tuple[str, ...
 def test_heads_of_another_target(heads: Factory, tiny_model: Factory, data: Path) -> None:
     from vllm_ppd.heads.errors import HeadsError
 
-    with pytest.raises(HeadsError, match="hidden_size is 64 there and 128"):
+    with pytest.raises(HeadsError, match="hidden_size is 64 there, but 128"):
         open_calibration(options(heads("early"), data, model=str(tiny_model("qwen2"))))

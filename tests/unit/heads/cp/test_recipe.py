@@ -243,7 +243,7 @@ def test_from_scratch(tiny_model: Factory) -> None:
         ({"factorised": False}, "condition 'token' needs factorised heads; use 'none'"),
         (
             {"condition": "chain", "positions": 2, "num_speculative_tokens": 1},
-            "needs 3 positions at least; use 'token'",
+            "needs at least 3 positions; use 'token'",
         ),
         ({"num_speculative_tokens": 4}, "num_speculative_tokens=4 needs 5 positions, not 4"),
     ],

@@ -88,7 +88,7 @@ def test_too_few_prompts_are_told_before_a_model_is_loaded(capsys: pytest.Captur
     data = write("a.jsonl", GOOD, {"prompt": "x"}, {"messages": [{"role": "user", "content": "x"}]})
     assert main(["calibrate", str(HEADS), "--data", data]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "a.jsonl holds 3 prompts, and 64 are needed: give more data, or smaller --prompts" in line
+    assert "a.jsonl holds 3 prompts, but 64 are needed; give more data, or smaller --prompts" in line
     write("b.jsonl", {"text": "a text has any number of prompts"})
     check_data([data, "b.jsonl"], prompts=64)
 
@@ -125,5 +125,5 @@ def test_calibrating_on_training_data_warns_in_one_line(by: str, capsys: pytest.
         return [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
 
     (line,) = said(data, other)
-    assert "these heads were trained on a.jsonl: what is measured on it flatters them" in line
+    assert "these heads were trained on a.jsonl: measurements on it flatter these heads" in line
     assert not said(other)

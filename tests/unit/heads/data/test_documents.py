@@ -148,11 +148,11 @@ def test_byte_order_marks(tmp_path: Path, plain: Any) -> None:
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"text": "a\ud800b"}, "a lone surrogate in the text, which is no Unicode character"),
+        ({"text": "a\ud800b"}, "a lone surrogate in the text, which is not a Unicode character"),
         ({"messages": [{"role": "user", "content": "\udc00"}]}, "a lone surrogate in the text"),
-        ({"messages": CHAT[1:]}, "the chat template refuses it (Roles must alternate)"),
-        ({"messages": [SYSTEM, *CHAT]}, "the chat template refuses it (System role not supported)"),
-        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [3]}]}, "the chat template refuses it ("),
+        ({"messages": CHAT[1:]}, "the chat template rejects it (Roles must alternate)"),
+        ({"messages": [SYSTEM, *CHAT]}, "the chat template rejects it (System role not supported)"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": [3]}]}, "the chat template rejects it ("),
         ({"messages": []}, "a chat without messages"),
         ({"messages": [{"role": "user", "content": None}]}, "a message without content"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a message with content that is not text"),
@@ -204,10 +204,10 @@ def test_many_reasons(tmp_path: Path, capsys: Any) -> None:
         ('{"messages": [{"role": 3, "content": "x"}]}', "a.jsonl:2: 'messages' must be a list"),
         ('{"conversations": [["hi"]]}', "a.jsonl:2: 'conversations' must be a list"),
         ('{"messages": [{"role": "user", "content": {"a": 1}}]}', "a.jsonl:2: a message's content is of type dict"),
-        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "a.jsonl:2: a part of a message's content"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "a.jsonl:2: a content part of a message"),
         ('{"prompt_token_ids": [1, -1]}', "a.jsonl:2: no list of token ids"),
         ('{"prompt_token_ids": [1, true]}', "a.jsonl:2: no list of token ids"),
-        (json.dumps({"messages": CHAT}), "a.jsonl:2 is a chat, and this model's tokenizer has no chat template"),
+        (json.dumps({"messages": CHAT}), "a.jsonl:2 is a chat, but this model's tokenizer has no chat template"),
         ('{"' + "x" * 1000 + '": 1}', "a.jsonl:2 has 'xxx"),
         ('{"a": ' + "[" * 100_000, "a.jsonl:2 is not JSON .nested too deeply"),
     ],
@@ -245,7 +245,7 @@ def test_bad_files(tmp_path: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) 
             read(tmp_path / name, plain)
         assert len(str(caught.value)) <= 300
     monkeypatch.setattr(files, "LONGEST_RECORD", 50)
-    with pytest.raises(TrainingError, match=r"i.jsonl:2 is over 50 characters"):
+    with pytest.raises(TrainingError, match=r"i.jsonl:2 is longer than 50 characters"):
         read(write_texts(tmp_path / "i.jsonl", ["a", "b" * 60]), plain)
 
 

@@ -83,5 +83,5 @@ def test_prompts_of_every_kind_of_record(tmp_path: Path) -> None:
     texts = [words(text)["input_ids"] for text in ("abcd", "qrst")]
     assert prompts == [*expected, [7, 8], *texts]
     path.write_text(json.dumps({"prompt_token_ids": [3] * 60}))
-    with pytest.raises(TrainingError, match="--prompts: no record gives a prompt of at most 59 tokens"):
+    with pytest.raises(TrainingError, match="--prompts: no record has a prompt of at most 59 tokens"):
         list(read_prompts(options(prompts=(str(path),), max_length=60), words))

@@ -246,7 +246,7 @@ def test_files_of_other_options_and_damaged_ones(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write_prompts(path, FakeEngine(), 5)
     assert len(chats_of(path, number=9, batch=1, precision="float32")) == 5
-    with pytest.raises(TrainingError, match=r"was written with temperature=0\.8, and this run has 0\.5: give the same"):
+    with pytest.raises(TrainingError, match=r"was written with temperature=0\.8, but this run has 0\.5: give the same"):
         chats_of(path, temperature=0.5)
     good = path.read_bytes()
     path.write_bytes(good.replace(b'"stop"', b'"what"', 1))

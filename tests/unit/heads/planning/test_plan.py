@@ -213,7 +213,7 @@ def test_heads_that_gain_nothing_are_named_beside_others(folder: Factory, early:
     ("speedups", "said"),
     [
         ({1: 1.5, 4: 1.01}, ""),
-        ({1: 1.5, 4: 0.834, 16: 0.5}, "gain nothing at batch sizes (4, 16): at best 0.83 of vLLM's tokens a second"),
+        ({1: 1.5, 4: 0.834, 16: 0.5}, "gain nothing at batch sizes (4, 16): at best 0.83 of vLLM's tokens per second"),
         ({1: 1.5, 4: 1.0}, "gain nothing at batch size (4): at best 1.00 of vLLM's"),
         ({1: 0.9, 4: 0.8}, "gain nothing at every batch size (1, 4): at best 0.90 of vLLM's"),
     ],
@@ -230,7 +230,7 @@ def test_rate_gives_the_batch_size(early: str) -> None:
     for predicted in fast.predicted:
         assert predicted.decoding.tokens_a_second(predicted.batch) >= 200
         assert predicted.batch == 1 or predicted.decoding.tokens_a_second(predicted.batch - 1) < 200
-    with pytest.raises(HeadsError, match="more than one replica decodes in batches of up to 512; give a lower --rate"):
+    with pytest.raises(HeadsError, match="more than a replica decodes in batches of up to 512; give a lower --rate"):
         plan(early, rate=1e6)
 
 
@@ -256,7 +256,7 @@ def test_weights_are_counted() -> None:
     assert weights.layer[0] == attention + 3 * d * inner + 2 * d
     assert weights.layer[1] == weights.layer[0] * 2  # bfloat16
     assert weights.lm_head[0] == config["vocab_size"] * d
-    with pytest.raises(HeadsError, match="has no safetensors on this disk, to count its weights; give --model DIR"):
+    with pytest.raises(HeadsError, match="has no safetensors files on this disk; give --model DIR"):
         weights_of("no/such")
 
 
@@ -264,12 +264,12 @@ def test_weights_are_counted() -> None:
     ("arguments", "message"),
     [
         (["--batch", "0"], "--batch 0: input should be greater than or equal to 1"),
-        (["--batch", "2", "--rate", "3"], "--rate 3: a batch size says the load, too; give one of them"),
-        (["--hardware", "4800,990"], "--hardware 4800,990: give GB/s, TFLOP/s and microseconds, as 4800,990,10"),
+        (["--batch", "2", "--rate", "3"], "--rate 3: --batch already describes the load; give only one of"),
+        (["--hardware", "4800,990"], "--hardware 4800,990: give GB/s, TFLOP/s and microseconds, such as 4800,990,10"),
         (["--hardware", "0,990,1"], "--hardware 0,990,1: bandwidth and TFLOP/s must be above 0"),
-        (["--hardware", "4800,990,1"], "target 'the/target' has no safetensors on this disk"),
-        (["--hardware", "4800,990,1", "--timings", "x"], "--timings x: a roofline says the machine, too; give one of"),
-        (["--timings", "nowhere.json"], "'nowhere.json' holds no results of `ppd bench decode`"),
+        (["--hardware", "4800,990,1"], "target 'the/target' has no safetensors files on this disk"),
+        (["--hardware", "4800,990,1", "--timings", "x"], "--timings x: --hardware already describes the machine; give"),
+        (["--timings", "nowhere.json"], "'nowhere.json' has neither results of `ppd bench decode`"),
     ],
 )
 def test_bad_options_are_one_line(
@@ -283,10 +283,10 @@ def test_bad_options_are_one_line(
 def test_refuses_what_cannot_be_planned(folder: Factory, early: str) -> None:
     with pytest.raises(HeadsError, match="no finished calibration; run `ppd calibrate"):
         plan(folder(early_config(), early_parts(0.5), finished=False))
-    with pytest.raises(HeadsError, match="has heads for 'another', the others for 'the/target'"):
+    with pytest.raises(HeadsError, match="has heads for 'another', but others are for 'the/target'"):
         plan(early, folder(early_config("another"), early_parts(0.5)))
     cp = folder(cp_config(token_counts=False), cp_parts(1))
-    with pytest.raises(HeadsError, match="has cp heads; a worker group drafts with early heads"):
+    with pytest.raises(HeadsError, match="has cp heads; give early heads for a worker group"):
         plan(cp, stages="2")
 
 
@@ -321,7 +321,7 @@ def test_steps_that_a_benchmark_timed_are_shared_out(early: str, tmp_path: Path)
     # As TIMES has it: a millisecond a layer, and an LM head worth two.
     assert best.machine.layer(1) == pytest.approx(1e-3)
     assert best.machine.lm_head(8) == pytest.approx(4e-3)
-    with pytest.raises(HeadsError, match="has no turns of the/target; run `ppd bench decode --model the/target`"):
+    with pytest.raises(HeadsError, match="has no results of the/target; run `ppd bench decode --model the/target`"):
         plan(early, timings=decoded(tmp_path / "other.json", "another", {1: [1e-3]}))
 
 
@@ -346,8 +346,8 @@ def test_an_h200_whose_host_was_too_slow_is_told_not_to_draft(folder: Factory, t
     # A single draft has as many launches as two.
     assert [under.speedup for under in planned.predicted] == pytest.approx([1.54 * 3.0 / 4.8, 1.36 * 3.0 / 4.8])
     text = report(planned, options)
-    assert "no drafting; no setting of these heads gains" in text
-    assert "steps that a server measured when it started, host time included" in text
+    assert "no drafting, as no setting of these heads gains" in text
+    assert "a server's step costs, host time included" in text
     assert "host's work" not in text
 
 
@@ -407,7 +407,7 @@ def test_early_steps_are_of_a_single_exit(early: str, tmp_path: Path) -> None:
     assert planned.lacks.keys() == {early, "none"} and "no heads" in planned.lacks["none"]
     with pytest.raises(HeadsError, match="has no steps of these settings"):
         plan(early, timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[2, 6], **exit_at))
-    with pytest.raises(HeadsError, match="a server measures steps of one stage"):
+    with pytest.raises(HeadsError, match="a server's steps have one stage"):
         plan(early, stages="2", timings=measured_costs(tmp_path, [[3e-3, 4e-3]], exit_layer=[6], **exit_at))
 
 

@@ -41,7 +41,7 @@ def test_published_speculators_are_taken(
     config = load_config(folder)
     assert config.num_speculative_tokens == LAYOUTS[layout]["n_predict"] and not config.names_target
     for name in (SERVE, "calibrate"):
-        assert "do not say which model is their target" in str(readers.refusal(name, str(folder))), name
+        assert "do not name their target" in str(readers.refusal(name, str(folder))), name
     command("inspect", str(folder), "--target", readers.model)
     assert main(["inspect", str(folder)]) == 0
     assert "it does not name its target, so it was not compared" in capsys.readouterr().out
@@ -61,25 +61,25 @@ def test_published_speculators_are_taken(
         ("ibm", tensor(HEAD, lambda head: head.to(torch.float8_e4m3fn)), "is of f8_e4m3, expected float32 or bfloat16"),
         ("ibm", edited("n_predict", value=4), "has no tensor 'proj.3.weight'; write"),
         ("ibm", edited("n_predict", value=0), "num_speculative_tokens.*greater than or equal to 1|n_predict"),
-        ("ibm", edited("n_predict", value=...), "n_predict=None is no whole number"),
-        ("ibm", edited("emb_dim", value=True), "emb_dim=True is no whole number"),
-        ("ibm", edited("emb_dim", value=128), r"'speculator.proj.0.weight' has shape|hidden_size is 128 there and 64"),
-        ("ibm", edited("vocab_size", value=640), "vocab_size is 640 there and 320|has shape"),
-        ("ibm", edited("inner_dim", value=-1), "inner_dim=-1 is no width"),
-        ("ibm", edited("inner_dim", value=10**9), "inner_dim=1000000000 is no width"),
+        ("ibm", edited("n_predict", value=...), "n_predict=None is not an integer"),
+        ("ibm", edited("emb_dim", value=True), "emb_dim=True is not an integer"),
+        ("ibm", edited("emb_dim", value=128), r"'speculator.proj.0.weight' has shape|hidden_size is 128 there, but 64"),
+        ("ibm", edited("vocab_size", value=640), "vocab_size is 640 there, but 320|has shape"),
+        ("ibm", edited("inner_dim", value=-1), "inner_dim=-1 is not a width"),
+        ("ibm", edited("inner_dim", value=10**9), "inner_dim=1000000000 is not a width"),
         ("ibm", edited("tie_weights", value="yes"), "tie_weights: Input should be a valid boolean"),
-        ("arctic-mlp", edited("inner_dim", value="24.24"), "inner_dim='24.24' stands for 2 layers; heads with one are"),
-        ("arctic-lstm", edited("inner_dim", value=[24, 24]), r"inner_dim=\[24, 24\] stands for 2 layers"),
+        ("arctic-mlp", edited("inner_dim", value="24.24"), "inner_dim='24.24' has 2 layers; only heads with one"),
+        ("arctic-lstm", edited("inner_dim", value=[24, 24]), r"inner_dim=\[24, 24\] has 2 layers"),
         ("arctic-lstm", edited("emb_dim", value="32"), "emb_dim='32' must be inner_dim=24"),
-        ("arctic-lstm", edited("tie_weights", value=False), "an LSTM whose heads have weights of their own is not"),
+        ("arctic-lstm", edited("tie_weights", value=False), "an LSTM whose heads do not share weights is not"),
         ("arctic-lstm", edited("method", value="sum_gru"), "method: Input should be 'sum_rnn' or 'sum_lstm'"),
         ("arctic-lstm", tensor("speculator.state_ln.0.bias", lambda bias: bias[:3]), "state_ln.0.bias' has shape"),
         (
             "arctic-lstm",
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "'pytorch_model.bin', a pickle, which is never loaded; save the heads as model.safetensors",
+            "a pickle, 'pytorch_model.bin', which is not loaded; save the heads as model.safetensors",
         ),
-        ("ibm", config_text(b'{"model_type": "mlp_speculator"}'), "n_predict=None is no whole number"),
+        ("ibm", config_text(b'{"model_type": "mlp_speculator"}'), "n_predict=None is not an integer"),
     ],
 )
 def test_what_cannot_be_drafted_with_is_refused(
@@ -96,8 +96,8 @@ def test_what_cannot_be_drafted_with_is_refused(
     ("places", "message"),
     [
         ({}, "has no weight_map; copy or write the heads again"),
-        ({"weight_map": {"emb.0.weight": "../model.safetensors"}}, "names '../model.safetensors', no safetensors file"),
-        ({"weight_map": {"emb.0.weight": "weights.bin"}}, "names 'weights.bin', no safetensors file"),
+        ({"weight_map": {"emb.0.weight": "../model.safetensors"}}, "names '../model.safetensors', not a safetensors"),
+        ({"weight_map": {"emb.0.weight": "weights.bin"}}, "names 'weights.bin', not a safetensors file"),
         ({"weight_map": {"emb.0.weight": "model-00009-of-00009.safetensors"}}, "has no model-00009-of-00009.safetens"),
     ],
 )

@@ -58,5 +58,5 @@ def test_what_is_saved_has_the_keys_and_tensors_of_ibm(tiny_model: Factory, tmp_
 
 
 def test_a_ridge_start_needs_a_state_of_twice_the_width(tiny_model: Factory) -> None:
-    with pytest.raises(TrainingError, match=r"--inner-size 100: a ridge regression starts a state of twice .*, 128;"):
+    with pytest.raises(TrainingError, match=r"--inner-size 100: a ridge regression needs a state of twice .*, 128;"):
         recipe_of(tiny_model(), inner_size=100)

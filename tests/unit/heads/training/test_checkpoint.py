@@ -92,9 +92,9 @@ def test_facts_of_another_shape_are_refused(tmp_path: Path, facts: str) -> None:
 def test_a_checkpoint_of_other_heads_or_of_another_step_is_refused(tmp_path: Path) -> None:
     save(tmp_path / STATE, RUN, prepared()[0])
     others, _, _ = prepared(width=1)  # the weights could be broadcast
-    with pytest.raises(TrainingError, match="is of other heads"):
+    with pytest.raises(TrainingError, match="has other heads"):
         load(tmp_path / STATE, 3, others)
-    with pytest.raises(TrainingError, match="it is not of step 4"):
+    with pytest.raises(TrainingError, match="it is not from step 4"):
         load(tmp_path / STATE, 4, prepared()[0])
 
 
@@ -109,7 +109,7 @@ def test_changed_data_and_damaged_state_end_with_one_line(
     write_texts(data, patterned_texts(61, 6))
     capsys.readouterr()
     assert main(words) == 2
-    assert "was trained on other tokens: the data or the tokenizer has changed" in capsys.readouterr().err
+    assert "was trained on other tokens: the data or the tokenizer changed" in capsys.readouterr().err
     state = work / STATE / "model.safetensors"
     good = state.read_bytes()
     state.write_bytes(good[: len(good) // 2])

@@ -168,5 +168,5 @@ def test_betas_reach_the_optimiser(train: Train, monkeypatch: Any) -> None:
 def test_bad_options(train: Train) -> None:
     with pytest.raises(TrainingError, match=re.escape("--patience 2 needs --evaluate-every")):
         train(patience=2)
-    with pytest.raises(ValueError, match="both must be from 0 to below 1"):
+    with pytest.raises(ValueError, match="both must be at least 0 and below 1"):
         train(betas="0.9,1")

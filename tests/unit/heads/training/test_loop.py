@@ -212,8 +212,8 @@ BAD = [
     (("--rank", "0"), "--rank 0: input should be greater than or equal to 1"),
     (("--exit-layers", "6"), "--exit-layers 6 is outside 1..5: this model has 6 layers"),
     (("--exit-layers", "a"), "--exit-layers a: input should be a valid integer"),
-    (("--sequence-length", "4096"), "--sequence-length 4096 is over the model's 512 positions"),
-    (("--batch-size", "3", "--accumulation", "2"), "--batch-size 3 does not divide"),
+    (("--sequence-length", "4096"), "--sequence-length 4096 is more than the model's 512 positions"),
+    (("--batch-size", "3", "--accumulation", "2"), "--batch-size 3 is not divisible"),
     (("--model", "/nowhere"), "cannot load model '/nowhere'"),
     (("--data", "/nowhere.jsonl"), "data file '/nowhere.jsonl' does not exist"),
     (("--device", "cuda:7"), "no CUDA device is available"),
@@ -246,7 +246,7 @@ def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pyte
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(step=0, loss=1.0, figures={}))
     with pytest.raises(OSError, match="gone"):
         train()
-    with pytest.raises(TrainingError, match="holds an unfinished run with batch_size=4, and this one has 2"):
+    with pytest.raises(TrainingError, match="holds an unfinished run with batch_size=4, but this one has 2"):
         train(batch_size=2)
 
 

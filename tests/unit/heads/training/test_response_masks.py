@@ -96,7 +96,7 @@ def test_windows_have_the_mask_and_may_train_on_prompts(tmp_path: Path) -> None:
     assert torch.equal(batch.counted, torch.isin(batch.input_ids, torch.tensor([66, 67, 68, 0])))
     assert torch.equal(batch.chosen([1]).counted, batch.counted[1:])
     assert store(tmp_path, record, train_on_prompts=True).batch("train", [1, 0]).counted is None
-    with pytest.raises(TrainingError, match="no train token is of a response"):
+    with pytest.raises(TrainingError, match="no train token belongs to a response"):
         store(tmp_path, record | {"token_ids": [], "finish_reason": "length"})
 
 

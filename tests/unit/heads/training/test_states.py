@@ -151,7 +151,7 @@ def test_damaged_windows_are_computed_again(
     after = StatesCache(tmp_path / "cache", load(tiny_model), store, reads, ROOM).states(batch)
     assert torch.equal(after.final, before.final) and torch.equal(after.exits[2], before.exits[2])
     lost = name.endswith("crc") and change is not flip  # a window without a checksum was never written
-    assert ("is damaged, or of other data; computing its windows again" in capsys.readouterr().err) != lost
+    assert ("is damaged or from other data; computing its windows again" in capsys.readouterr().err) != lost
 
 
 def test_a_kill_between_values_and_checksum_loses_the_window_only(
@@ -168,7 +168,7 @@ def test_a_kill_between_values_and_checksum_loses_the_window_only(
 
 def test_bounds(tiny_model: Factory, tmp_path: Path, store: TokenStore, monkeypatch: Any) -> None:
     target, folder = load(tiny_model), tmp_path / "cache"
-    message = r"--states-cache needs 0\.00 GB beside the 0\.00 GB it holds, and --states-cache-gb allows 1e-05"
+    message = r"--states-cache needs 0\.00 GB besides the 0\.00 GB it holds, but --states-cache-gb allows 1e-05"
     with pytest.raises(TrainingError, match=message) as caught:
         StatesCache(folder, target, store, Reads(), 10_000)
     assert len(str(caught.value)) <= 300 and not folder.exists()
@@ -218,5 +218,5 @@ def test_the_full_recipe_has_no_cache(tiny_model: Factory, tmp_path: Path) -> No
         model=str(tiny_model()), data=(str(data),), out=str(tmp_path / "out"), recipe="full", device="cpu",
         sequence_length=32, states_cache=str(tmp_path / "cache"),
     )  # fmt: skip
-    with pytest.raises(TrainingError, match="--states-cache keeps states of a frozen target, and --recipe full"):
+    with pytest.raises(TrainingError, match="--states-cache needs a frozen target, but --recipe full"):
         loop.train(options)

@@ -84,8 +84,8 @@ def test_one_document_is_held_out_by_its_tail(tmp_path: Path, tokenizer: Any) ->
     [
         ([], {}, "the data is empty"),
         ([""], {}, "the data is empty .1 files, no text; skipped 1: 1 the text is empty"),
-        (["short"], {}, "tokens, and a window takes 16"),
-        (["some text"] * 9, {"vocab_size": 50}, "the data has token id .*, and the model knows 50 tokens"),
+        (["short"], {}, "tokens, but a window needs 16"),
+        (["some text"] * 9, {"vocab_size": 50}, "the data has token id .*, but the model has 50 tokens"),
     ],
 )
 def test_bad_data(tmp_path: Path, tokenizer: Any, texts: list[str], changes: dict, message: str) -> None:

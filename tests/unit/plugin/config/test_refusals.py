@@ -204,8 +204,8 @@ def test_targets_that_cannot_give_the_states_of_layers(
         ("dynamo", {"verify": False, "prompt_lookup_min": 2}, {}, "prompt_lookup_min=2 is not supported with verify"),
         ("cp", {"method": "dynamo"}, {}, "holds heads of kind 'cp'; expected kind 'dynamo'"),
         ("dynamo", {"method": "ppd"}, {}, "holds heads of kind 'dynamo'; expected kind 'early'"),
-        ("cp", {}, {"num_hidden_layers": 7}, "num_hidden_layers is 7 there and 6 in this model"),
-        ("dynamo", {}, {"vocab_size": 300}, "vocab_size is 300 there and 320 in this model"),
+        ("cp", {}, {"num_hidden_layers": 7}, "num_hidden_layers is 7 there, but 6 in this model"),
+        ("dynamo", {}, {"vocab_size": 300}, "vocab_size is 300 there, but 320 in this model"),
     ],
 )  # fmt: skip
 def test_heads_that_do_not_fit(
@@ -223,7 +223,7 @@ def test_exits_that_heads_do_not_have(tiny_model: Factory, heads_folder: Factory
     early = str(heads_folder(exit_layers=(2,)))
     with refused(r"have no exit in 3\.\.5, where a worker group's stages can be split"):
         from_dict(tiny_model(), {"model": early}, pipeline_parallel_size=2)
-    with refused("hidden_size is 64 there and 128 in this model"):
+    with refused("hidden_size is 64 there, but 128 in this model"):
         from_dict(tiny_model("qwen2"), {"method": "ppd", "model": folder})
 
 
