@@ -33,16 +33,16 @@ PPD = ["-m", "vllm_ppd.vllm_plugins.cli.main", "bench"]
 TARGET, INFLATED, DEMO = "build/smollm/model", "build/inflated", "benchmarks/demo/model"
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive": False}
 DRIVER = "a GPU, or a driver that counts (benchmarks/gpu/README.md)"
-GROUP_SPEED_UP = 1.5  # at three candidates, over the same stages
+GROUP_SPEED_UP = 1.5  # at three candidates, relative to the same stages
 
 
 class Part(NamedTuple):
     """A file of results, and the commands that write it."""
 
     minutes: int
-    commands: list[list[str]]  # words after `python`; each adds to the file
-    check: Callable[[Path], Iterator[str]] = lambda path: iter(())  # further faults of the file
-    gpu: bool = False  # counts calls of a GPU's driver
+    commands: list[list[str]]  # words after `python`; each command adds to the file
+    check: Callable[[Path], Iterator[str]] = lambda path: iter(())  # yields further faults of the file
+    gpu: bool = False  # whether it counts calls of a GPU's driver
 
     @property
     def lacks(self) -> list[str]:
@@ -138,7 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="build/data", metavar="FOLDER", help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
-    parser.add_argument("--list", action="store_true", help="say what each part would do, and measure nothing")
+    parser.add_argument("--list", action="store_true", help="only show what each part would do")
     args = parser.parse_args()
     bad = 0
     for name, part in parts(args.data).items():
@@ -163,7 +163,7 @@ def main() -> int:
         codes = [subprocess.run([sys.executable, *words, "--out", str(out)], check=False).returncode
                  for words in part.commands]  # fmt: skip
         if 130 in codes:
-            print("stopped; the same command goes on")
+            print("stopped; the same command continues")
             return 130
         lacking = [f"a command ended with code {code}" for code in codes if code] + faults(out, part)
         if lacking:

@@ -10,7 +10,7 @@ ENGINE = "vllm_ppd.vllm_plugins.engine"
 class GroupSpec:
     """A worker group over two pipeline stages."""
 
-    proposer: str  # what vLLM starts on the last stage
+    proposer: str  # class that vLLM starts on the last stage
     runner: str  # mixin over vLLM's V1 runner, on both stages
     scheduler: str
 
@@ -19,21 +19,21 @@ class GroupSpec:
 class MethodSpec:
     """A drafting method."""
 
-    title: str  # as the start-up line has it
-    drafter: str  # its Drafter
+    title: str  # as in the start-up log line
+    drafter: str  # Drafter class
     proposer: str = f"{ENGINE}.v1.proposer.Proposer"  # drives the drafter on vLLM's runner V1
-    speculator: str | None = None  # drives it on runner V2; None: the method runs on V1 alone
-    heads: str | None = None  # the kind of heads folder that it reads
+    speculator: str | None = None  # drives the drafter on runner V2; None: the method runs on V1 only
+    heads: str | None = None  # kind of heads that the method reads
     needs_heads: bool = False
-    looks_up_alone: bool = False  # makes no drafts beside those that stand in the requests' own texts
-    cuts: bool = False  # runs parts of the target by themselves, so its family must have an adapter
-    adds_layers: bool = False  # adds layers to the target, which not every family takes
+    looks_up_alone: bool = False  # drafts only from the requests' own texts
+    cuts: bool = False  # runs parts of the target separately, so the family needs an adapter
+    adds_layers: bool = False  # adds layers to the target, which some families do not support
     writes_ahead: bool = False  # writes KV of drafted positions before they are scheduled
-    options: tuple[str, ...] = ()  # options that other methods do not have
-    request_options: tuple[str, ...] = ()  # the same, of a single request
-    group: GroupSpec | None = None  # runs it as a worker group over two pipeline stages
-    parallel: str | None = None  # in place of proposer with schedule: parallel
-    several_exits: str | None = None  # in place of proposer with more than one exit layer
+    options: tuple[str, ...] = ()  # options of this method only
+    request_options: tuple[str, ...] = ()  # the same for request options
+    group: GroupSpec | None = None  # for worker groups over two pipeline stages
+    parallel: str | None = None  # replaces proposer with schedule: parallel
+    several_exits: str | None = None  # replaces proposer with more than one exit layer
 
     @property
     def proposers(self) -> set[str]:

@@ -7,9 +7,9 @@ import signal
 import sys
 from typing import Any, get_args
 
-ENDS_WITH = "PPD_ENDS_WITH"  # id of the process whose engine must not outlive it, also where that is killed
+ENDS_WITH = "PPD_ENDS_WITH"  # id of the process with which its engine must end, even if that is killed
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux; it lasts through exec
-GATE = 0.01  # of a GPU's memory, which vLLM wants free before it starts; the KV cache's size is given apart from it
+GATE = 0.01  # share of a GPU's memory that must be free before vLLM starts; the KV cache's size is set separately
 
 
 def end_with_parent() -> None:

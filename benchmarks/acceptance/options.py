@@ -16,17 +16,17 @@ class AcceptanceOptions(DecodeOptions):
     benchmark = "acceptance"
     apart = DecodeOptions.apart - {"batch_sizes", "drafts"}
 
-    drafts: int = Field(3, ge=1, le=16, description="drafts a step of every contender; drafts are made in every step")
+    drafts: int = Field(3, ge=1, le=16, description="drafts per step of every contender, made in every step")
     temperatures: Annotated[tuple[float, ...], COMMAS] = Field((0.0, 0.8), description="measure at each of these")
     new_tokens: int = Field(64, ge=8, description="tokens each request generates")
-    prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer ones are left out")
-    prompts: int | None = Field(None, ge=1, description="prompts at most, of all categories in turns (none: all)")
+    prompt_tokens: int = Field(1536, ge=1, description="most tokens of a prompt; longer prompts are skipped")
+    prompts: int | None = Field(None, ge=1, description="most prompts, from all categories in turn (default: all)")
     batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
         (16,), min_length=1, max_length=1, description="requests decoded together"
     )
     dtype: Dtype = Field("float32", description="arithmetic")
     eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
-    out: str = Field("acceptance.json", description="results; a stopped run goes on")
+    out: str = Field("acceptance.json", description="file of results; a stopped run continues there")
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def task_of(options: AcceptanceOptions) -> Task:
         BenchError, TrainingError: if the file is missing or malformed, or holds no prompt of up to --prompt-tokens.
     """
     if len(options.data) != 1:
-        raise BenchError("--data: give one file of chats, prompts or texts")
+        raise BenchError("--data: give a single file of chats, prompts or texts")
     (name, path), longest = named(options.data[0]), options.prompt_tokens
     tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     by_category: dict[str, list[list[int]]] = defaultdict(list)

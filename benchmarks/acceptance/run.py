@@ -35,8 +35,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "contender": lambda row: str(row["contender"]),
     "prompts": lambda row: str(row["prompts"]),
     "same as vLLM": lambda row: "-" if row["same"] is None else f"{row['same']} of {row['prompts']}",
-    "accepted a step (interval)": lambda row: str(row["accepted"].text()),
-    "drafted a step": lambda row: number(row["drafted"], "{:.3f}"),
+    "accepted per step (interval)": lambda row: str(row["accepted"].text()),
+    "drafted per step": lambda row: number(row["drafted"], "{:.3f}"),
     "rate": lambda row: number(row["rate"], "{:.3f}"),
     "length": lambda row: number(row["length"], "{:.3f}"),
     "repeated 4-grams": lambda row: number(row["repeated"], "{:.3f}"),
@@ -44,9 +44,9 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 LEGEND = """\
 same as vLLM: prompts whose text equals that of vLLM without speculation, token for token (greedy).
-accepted, drafted a step: drafts, of every step after the prompt's; interval at 90 %, by parts of the prompts.
+accepted, drafted: drafts per step after the prompt's; 90 % interval, estimated over parts of the prompts.
 rate, length: accepted / drafted, 1 + accepted / steps with drafts.
-cost: weights that the drafts of a step read, over those that a pass of the target reads (counted)."""
+cost: weights read for the drafts of a step, relative to those read by a pass of the target (counted)."""
 
 
 def run(options: AcceptanceOptions) -> str:
@@ -65,7 +65,7 @@ def run(options: AcceptanceOptions) -> str:
         for contender in everyone:
             _measure(contender, options, runs, batches)
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; what was decoded is kept in {options.out}, the same command goes on there") from None
+        raise Stopped(f"stopped; results are kept in {options.out}; the same command continues there") from None
     counted = costs(everyone, options.model, options.trust_remote_code)
     for results in runs:
         results.finish(costs=counted)
@@ -85,7 +85,7 @@ def _measure(
 ) -> None:
     """Decode the batches that no run has decoded yet, at every temperature."""
     name = contender.name
-    # Every temperature of a batch in a row: the second finds the prompts' KV in the prefix cache.
+    # All temperatures of a batch in a row, so that later ones find the prompts' KV in the prefix cache.
     missing = [(results, at) for at in range(len(batches)) for results in runs if at not in _turns(results, name)]
     if not missing:
         return
@@ -168,7 +168,7 @@ def by_category(results: Measured) -> str:
         [name, *(f"{_accepted(row[category]):.2f}" if category in row else "-" for category in categories)]
         for name, row in rows.items()
     ]
-    return markdown(["accepted a step", *categories], accepted)
+    return markdown(["accepted per step", *categories], accepted)
 
 
 def _accepted(turns: list[Turn]) -> float:
@@ -201,7 +201,7 @@ def table(results: Measured) -> str:
 
 def headline(runs: Sequence[Measured]) -> str:
     """Markdown: accepted drafts per step by temperature, and their cost, a row per contender."""
-    columns: dict[str, dict[str, str]] = {}  # by temperature: a contender may lack some
+    columns: dict[str, dict[str, str]] = {}  # by temperature, as a contender may lack some
     costs: dict[str, str] = {}
     for results in runs:
         temperature = results.run["options"]["temperature"]

@@ -11,7 +11,7 @@ from vllm_ppd.heads.early.config import EarlyConfig
 from vllm_ppd.heads.io import load_config
 
 STAGES = {"pipeline_parallel_size": 2}
-MICRO_STEPS = 8  # of a step: the most tokens that a request gets from it
+MICRO_STEPS = 8  # per step: the most tokens that a request gets from a step
 
 
 def contenders(options: DecodeOptions) -> list[Contender]:
@@ -21,7 +21,7 @@ def contenders(options: DecodeOptions) -> list[Contender]:
         BenchError, HeadsError: if the heads are not early heads, or more than one folder is given.
     """
     if len(options.heads) > 1:
-        raise BenchError("--heads: a worker group reads one folder of early heads")
+        raise BenchError("--heads: give a single folder of early heads for a worker group")
     config: dict[str, Any] = {"method": "ppd", "num_speculative_tokens": options.drafts or MICRO_STEPS - 1}
     if options.heads:
         load_config(options.heads[0], EarlyConfig)
@@ -61,7 +61,7 @@ class Matched(NamedTuple):
     """A group's counts of its candidates, beside the theorem."""
 
     rate: float  # p_correct
-    layers: float | None  # that ran for a token, candidates that were thrown away included (None: not counted)
+    layers: float | None  # run per token, including discarded candidates (None: not counted)
     paper: Theorem
 
 
@@ -74,7 +74,7 @@ def matched(row: Row, num_layers: int, split: int, candidates: int, tokens: int)
     rate = ours["group_hits"] / tried
     ran = [ours[name] for name in ("group_first_stage_layers", "group_last_stage_layers") if name in ours]
     layers = sum(ran) / ours["group_tokens"] if len(ran) == 2 else None
-    # The group makes all tokens but the first, which is the prompt's own.
+    # The group makes all tokens except the first, which comes from the prompt.
     return Matched(rate, layers, theorem(num_layers, split, candidates, rate, tokens - 1))
 
 

@@ -20,16 +20,16 @@ class DecodeOptions(BenchOptions):
     batch_sizes: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
         (1, 2, 4, 8, 16), min_length=1, description="requests decoded together"
     )
-    prompt_tokens: int = Field(64, ge=1, description="most tokens a prompt")
-    new_tokens: int = Field(128, ge=8, description="tokens each request generates")
-    top_p: float = Field(1.0, gt=0, le=1, description="top-p of what is sampled")
+    prompt_tokens: int = Field(64, ge=1, description="most tokens of a prompt")
+    new_tokens: int = Field(128, ge=8, description="tokens that each request generates")
+    top_p: float = Field(1.0, gt=0, le=1, description="top-p of sampling")
     turn_steps: int | None = Field(
-        None, ge=1, description="steps of a turn, after which the next engine goes on with its batch, until a request "
-        "ends: the machine's speed drifts less within so short a round (none: a turn is a whole batch)"
+        None, ge=1, description="steps of a turn after which the next engine continues with its batch until a request "
+        "ends; the machine's speed drifts less in a short round (default: turns of a whole batch)"
     )  # fmt: skip
     group: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
-        (), description="preset: worker groups with so many candidates each, and two tensor-parallel ranks, beside "
-        "vLLM's own two pipeline stages, which are the base; --heads is the groups' folder of early heads"
+        (), description="preset: worker groups with these numbers of candidates, and two tensor-parallel ranks, over "
+        "vLLM's two pipeline stages as the base; --heads is the groups' folder of early heads"
     )  # fmt: skip
 
     @model_validator(mode="after")

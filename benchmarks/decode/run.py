@@ -17,7 +17,7 @@ from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Session
 
-WARM_UP_TOKENS = 48  # enough for adaptive drafting to have timed its steps, which a server does once
+WARM_UP_TOKENS = 48  # enough for adaptive drafting to time its steps
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 
 
@@ -59,16 +59,16 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
         Stopped: on Ctrl-C.
     """
     runs = all_runs(options, everyone)
-    others = max(options.batch_sizes)  # to warm up with: other texts than what is measured, of the same kind
+    others = max(options.batch_sizes)  # for warm-up: other texts of the same kind
     wanted = options.rounds * sum(options.batch_sizes)
-    skipped = others + wanted * max(len(results.earlier) for results in runs)  # a further run takes further prompts
+    skipped = others + wanted * max(len(results.earlier) for results in runs)  # a further run uses further prompts
     prompts = read_prompts(
         options.data, options.model, options.prompt_tokens, skipped + wanted, options.trust_remote_code
     )
     for results in runs:
         results.run["distinct_prompts"] = min(len(prompts), wanted)
     if len(prompts) < wanted:
-        print(f"{len(prompts)} prompts for {wanted} requests: they come again, which flatters suffix decoding")
+        print(f"{len(prompts)} prompts for {wanted} requests: they repeat, which favours suffix decoding")
     batches: dict[tuple[int, int], list[list[int]]] = {}  # by size and round
     for size in options.batch_sizes:
         for number in range(options.rounds):
@@ -109,7 +109,7 @@ class _Decoding(Session[EngineProcess, Load]):
         room = running.facts["kv_cache_tokens"]
         if room < needed:
             raise BenchError(
-                f"{running.name}: {self.options.kv_cache_gib} GiB of KV cache hold {room:,} of {needed:,} tokens; "
+                f"{running.name}: {self.options.kv_cache_gib} GiB of KV cache hold only {room:,} of {needed:,} tokens; "
                 "give more with --kv-cache-gib"
             )
 

@@ -26,15 +26,14 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 LEGEND = """\
-tokens/s: of all requests together while all decode, without prefill and the tail of a batch.
-speed-up: over vLLM without speculation, whose turn is in the same round.
-Theorem 4.1: the speed-up that PPD's theorem expects of a worker group, from its measured match rate.
+tokens/s: of all requests together while all of them decode, without prefill and the tail of a batch.
+speed-up: over vLLM without speculation in the same round.
+Theorem 4.1: the speed-up that PPD's theorem predicts for a worker group from its measured match rate.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
-same tokens: equal to vLLM's without speculation at their place (greedy); "vLLM, again" is what numerics alone change.
-verify, draft, host: the worker but for drafting (forward pass over base token and drafts, DynaMo's layers within it,
-sampling), drafting, and the rest of the step (scheduling, output); of the host's time, "-" where workers are
-processes of their own.
-memory: the most that was held, of the GPU where there is one, else by the processes with their libraries."""
+same tokens: greedy tokens equal to vLLM's without speculation, by position; "vLLM, again" shows the effect of numerics.
+verify, draft, host: the worker except drafting (forward pass over base token and drafts, with DynaMo's layers, and
+sampling), drafting, and the rest of the step (scheduling, output); "-" if the workers are separate processes.
+memory: peak, of the GPU if there is one, otherwise of the processes with their libraries."""
 
 
 def rows_of(measured: Measured) -> list[Row]:

@@ -77,5 +77,5 @@ def by_kind(calls: Counter[str]) -> dict[str, int]:
             kinds["copies"] += count
         elif not name.startswith(("cuda", "cu", "aten::", "Memset")):
             on_device += count
-    # What ran and the host did not ask for was in a graph.
+    # What the host did not launch ran in a graph.
     return kinds | {"nodes": max(0, on_device - kinds["launches"] - kinds["copies"])}

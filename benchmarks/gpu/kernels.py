@@ -28,7 +28,7 @@ from vllm_ppd.kernels.paged_copy import copy_blocks
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.unembed_topk import unembed_topk
 
-PAYS = 0.8  # of torch's time
+PAYS = 0.8  # share of torch's time
 
 
 class Case(NamedTuple):
@@ -101,15 +101,15 @@ def verdict(reference: float, triton: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the CPU: proves that everything runs")
+    parser.add_argument("--cpu", action="store_true", help="run tiny sizes on the CPU, to check that everything runs")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--only", default="", help="kernels whose name has this in it")
+    parser.add_argument("--only", default="", help="only kernels whose name contains this")
     parser.add_argument("--vocab", type=int, default=128_256)
     parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--positions", type=int, default=4, help="positions of the CP head, the first one included")
+    parser.add_argument("--positions", type=int, default=4, help="positions of the CP head, including the first")
     parser.add_argument("--rank", type=int, default=3, help="experts of the CP head")
     parser.add_argument("--top-k", type=int, default=50, help="of each DynaMo head")
-    parser.add_argument("--layers", type=int, default=32, help="whose KV entries are copied")
+    parser.add_argument("--layers", type=int, default=32, help="layers whose KV entries are copied")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"))
     args = parser.parse_args()
     if args.cpu:
@@ -127,7 +127,7 @@ def main() -> None:
                     rows.append(measure(case, batch, device))
                     write_rows(
                         args.out, "kernels", rows, [], settings=settings
-                    )  # what is measured outlives a stopped run
+                    )  # keep measurements if the run is stopped
     names = ["kernel", "batch", "torch", "Triton", "GB/s", "verdict"]
     print(table(names, [[row.get(name, "-") for name in names] for row in rows]))
 

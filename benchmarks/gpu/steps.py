@@ -60,11 +60,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--contender", action="append", required=True, metavar="NAME=JSON", help="speculative_config")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="requests (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="decode steps a round (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100, help="decode steps per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--engine", default="{}", metavar="JSON", help="more settings of the engines")
+    parser.add_argument("--engine", default="{}", metavar="JSON", help="further settings of the engines")
     args = parser.parse_args()
     settings = {**SETTINGS, "model": args.model, **json.loads(args.engine)}
     engines: list[EngineProcess] = []

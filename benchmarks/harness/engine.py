@@ -60,7 +60,7 @@ class Engine:
         self._count_drafts(core.scheduler)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         worker = getattr(getattr(core.model_executor, "driver_worker", None), "worker", None)
-        self._timed = worker is not None  # not where workers are processes of their own
+        self._timed = worker is not None  # not if workers are separate processes
         self._time(worker, "execute_model", "worker")
         self._time(worker, "sample_tokens", "worker")
         self._time(getattr(worker, "model_runner", None), "propose_draft_token_ids", "draft")
@@ -187,7 +187,7 @@ class Engine:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         if not batch.steps:
-            raise BenchError(f"{len(batch.tokens)} requests never decoded together; give more new tokens")
+            raise BenchError(f"{len(batch.tokens)} requests never all decoded together; give more new tokens")
         counted, ours = batch.counted
         return {
             "window_tokens": batch.window_tokens,

@@ -8,11 +8,11 @@ import psutil
 import torch
 
 HUGE_PAGES = {
-    "THP_MEM_ALLOC_ENABLE": "1",  # torch's own
-    # What vLLM packs: memory of its own for each matrix, and none that was another's before.
+    "THP_MEM_ALLOC_ENABLE": "1",  # read by torch
+    # For matrices that vLLM packs: separate memory for each, never reused.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=65536:glibc.malloc.mmap_max=1000000",
 }
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # the engine core beside its caller
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}  # engine core in the caller
 
 
 def huge_pages() -> dict[str, str]:

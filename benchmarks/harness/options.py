@@ -14,8 +14,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Temperature = Annotated[float, Field(ge=0)]
 NONE = BeforeValidator(lambda value: () if value == "none" else value)  # 'none' is an empty list
 PLAIN = (
-    "contenders that need no checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding where "
-    "arctic-inference is installed; 'none' leaves all out"
+    "contenders without a checkpoint: ppd without heads, vLLM's n-gram, and its suffix decoding if "
+    "arctic-inference is installed; 'none' omits all"
 )
 
 
@@ -29,8 +29,8 @@ class BenchOptions(BaseModel):
     """Options for the contenders, the prompts, and the number of turns."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-    benchmark: ClassVar[str]  # its name in files of results
-    # What turns that are summarised together need not share.
+    benchmark: ClassVar[str]  # the benchmark's name in files of results
+    # Options that may differ between turns that are summarised together.
     apart: ClassVar[frozenset[str]] = frozenset({
         "heads", "plain", "medusa", "eagle", "draft_model", "also", "drafts", "rounds", "temperatures", "alive",
         "together", "out",
@@ -40,7 +40,7 @@ class BenchOptions(BaseModel):
     data: tuple[str, ...] = Field(
         min_length=1, description="prompts: .jsonl or .json with text, chats or prompt_token_ids; plain text; folders"
     )
-    heads: tuple[str, ...] = Field((), description="heads folders, a contender each")
+    heads: tuple[str, ...] = Field((), description="heads folders, each of them a contender")
     plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field(("ppd", "ngram", "suffix"), description=PLAIN)
     medusa: str | None = Field(None, description="checkpoint of Medusa heads, for vLLM's method medusa")
     eagle: str | None = Field(
@@ -48,30 +48,30 @@ class BenchOptions(BaseModel):
     )
     draft_model: str | None = Field(None, description="small model, for vLLM's method draft_model")
     also: tuple[str, ...] = Field(
-        (), description="further contenders, NAME={speculative config as JSON}; its keys 'engine' and 'environment' "
+        (), description="further contenders, NAME={speculative config as JSON}; the keys 'engine' and 'environment' "
         "hold engine arguments and environment variables"
     )  # fmt: skip
     drafts: int | None = Field(
-        None, ge=1, le=16, description="drafts a step of every contender (none: what heads recommend, else 3)"
+        None, ge=1, le=16, description="drafts per step of every contender (default: what heads recommend, else 3)"
     )
     rounds: int = Field(5, ge=1, description="turns of each contender at each load")
     temperature: Temperature = Field(0.0, description="0 decodes greedily")
     temperatures: Annotated[tuple[Temperature, ...], COMMAS] = Field(
-        (), description="measure at each of these with the same engines, instead of at one temperature; a run each"
+        (), description="measure at each of these temperatures with the same engines; each is a run"
     )
-    dtype: Dtype = Field("auto", description="arithmetic")
-    eager: bool = Field(False, description="without compilation, which starts faster and runs slower")
-    kv_cache_gib: float = Field(1.0, gt=0, description="KV cache of each engine")
+    dtype: Dtype = Field("auto", description="dtype of the engines")
+    eager: bool = Field(False, description="run without compilation, which starts faster and runs slower")
+    kv_cache_gib: float = Field(1.0, gt=0, description="GiB of KV cache per engine")
     engine: Json[dict[str, Any]] = Field({}, description="further engine arguments of all contenders, as JSON")
     alive: int | None = Field(
-        None, ge=2, description="engines alive at once (none: as many as memory allows); only one computes at a time"
+        None, ge=2, description="engines alive at once (default: as many as fit in memory); only one computes at a time"
     )
     together: bool = Field(
-        False, description="start the engines that are alive at once together, where cores and memory suffice; those "
-        "that time their steps then do so beside the others' start"
+        False, description="start engines that are alive at once together, if cores and memory suffice; engines "
+        "that time their steps then do so during the others' start"
     )  # fmt: skip
-    seed: int = Field(0, ge=0, description="seed of the engines, and of what is drawn")
-    out: str = Field("bench.json", description="results; a run adds to those that are there")
+    seed: int = Field(0, ge=0, description="seed of the engines and of random choices")
+    out: str = Field("bench.json", description="file of results; a run adds to its results")
     trust_remote_code: bool = Field(False, description="run code that comes with the model")
 
     @field_validator("temperatures")
@@ -84,7 +84,7 @@ class BenchOptions(BaseModel):
     @model_validator(mode="after")
     def _room_is_known(self) -> Self:
         if self.together and self.alive is None:
-            raise ValueError("--together needs --alive: how many engines fit is not known before one has started")
+            raise ValueError("--together needs --alive, as it is not known in advance how many engines fit")
         return self
 
     @property

@@ -56,7 +56,7 @@ class EngineProcess:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the Engine and return its result; raises BenchError if the engine fails."""
-        with contextlib.suppress(BrokenPipeError):  # what is received says why
+        with contextlib.suppress(BrokenPipeError):  # the received message says why
             self.pipe.send((method, arguments))
         return self._receive()
 
@@ -93,7 +93,7 @@ def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], lo
         from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_workers_to_come
 
         if current_platform.is_cpu():
-            # vLLM's own methods sample wrongly on this backend; compared is what they are without that mistake.
+            # vLLM's methods sample wrongly on this backend; compare them without that mistake.
             mend_workers_to_come()
         engine = Engine(contender, arguments)
         pipe.send(engine.facts)

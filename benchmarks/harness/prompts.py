@@ -8,7 +8,7 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.prompts import document_prompts, from_the_middle, in_turns
 
-STRIDE = 4  # prompts' lengths from one prompt to the next in a long document: what they lead to should differ
+STRIDE = 4  # distance between prompts in a long document, in prompt lengths: continuations should differ
 SHORTEST = 4  # tokens
 
 

@@ -48,7 +48,7 @@ class Measured:
         neighbours = []
         for run in self.runs_of(name):
             there = [turn for turn in run["turns"] if all(turn[key] == value for key, value in place.items())]
-            # The base has a turn in each group of a round; the last before a contender's is its neighbour.
+            # The base has a turn in each group of a round; a contender is compared with the last one before it.
             base = {(turn["group"], turn["round"]): turn for turn in there if turn["contender"] == BASE}
             neighbours += [(turn, base[turn["group"], turn["round"]]) for turn in there if turn["contender"] == name]
         return neighbours

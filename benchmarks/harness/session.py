@@ -18,7 +18,7 @@ from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.options import BenchOptions
 from vllm_ppd.benchmarks.harness.results import Results, Turn
 
-MEMORY_SHARE = 0.8  # of what is free, for further engines
+MEMORY_SHARE = 0.8  # share of the free memory for further engines
 
 
 class Stopped(KeyboardInterrupt):
@@ -92,7 +92,7 @@ class Session(ABC, Generic[Running, Load]):
                 for results in self.results:
                     results.write()  # a write may have been stopped
                 turns, out = sum(len(results.run["turns"]) for results in self.results), self.options.out
-                raise Stopped(f"stopped; {turns} turns are kept in {out}, the same command adds to them") from None
+                raise Stopped(f"stopped; {turns} turns are kept in {out}; the same command adds to them") from None
             finally:
                 self._close()
         for results in self.results:

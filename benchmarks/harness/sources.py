@@ -16,12 +16,12 @@ from vllm_ppd.heads.io import load_config
 from vllm_ppd.vllm_plugins.registry import METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = {  # by what a file of results has under "benchmark"
+BENCHMARKS = {  # by the value of "benchmark" in a file of results
     "decode": "benchmarks/decode/run.py", "acceptance": "benchmarks/acceptance/run.py",
     "serve": "benchmarks/serve/run.py", "soak": "benchmarks/soak/run.py", "rows": "benchmarks/gpu/steps.py",
     "kernels": "benchmarks/gpu/kernels.py",
 }  # fmt: skip
-# How turns are summed up and shown, lists of methods and kinds, and what `ppd data` runs: no result depends on them.
+# Summaries, lists of methods and kinds, and what `ppd data` runs do not influence results.
 LEFT_OUT = (
     "/table.py", "/estimates.py", "/results.py", "/sources.py", "/in_words.py", "/provenance.py", "/registry.py",
     "/kinds.py", "/engine/generation.py",

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.heads.files import replaced
 
-DIGITS = 16  # of a prompt's digest
+DIGITS = 16  # digits of a prompt's digest
 
 
 class PackOptions(BaseModel):

@@ -109,7 +109,7 @@ def rule_of(name: str, rules: Mapping[str, str] = RULES) -> str:
     for suffix, rule in rules.items():
         if f".{weight}".endswith(f".{suffix}"):
             return rule if weight == name else rule[:1]
-    raise BenchError(f"tensor {name!r} is not one of the Llama family ({', '.join(FAMILIES)}); give such a model")
+    raise BenchError(f"tensor {name!r} does not belong to a Llama-like family; give a model of {', '.join(FAMILIES)}")
 
 
 def inflate_model(model: Path, out: Path, times: int) -> None:
@@ -196,7 +196,7 @@ def _copy_calibration(folder: Path, out: Path) -> None:
     result["finished"] = False
     result["parts"].pop("timing", None)
     result["digests"] = {name: digest_of_value(measured) for name, measured in result["parts"].items()}
-    result.pop("recommendation", None)  # it weighs acceptance against seconds
+    result.pop("recommendation", None)  # depends on seconds, which change
     _write_json(out / path.name, result)
 
 

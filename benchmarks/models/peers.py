@@ -60,7 +60,7 @@ class ModelRecipe(Recipe):
 class PeerOptions(ModelOptions):
     """Training options of a peer."""
 
-    batch_size: int = Field(8, ge=1, description="windows a step")
+    batch_size: int = Field(8, ge=1, description="windows per step")
     sequence_length: int = Field(512, ge=8, description="tokens of a window")
     position_share: float = Field(1.0, gt=0, le=1, description="share of positions in losses over the vocabulary")
 
@@ -137,7 +137,7 @@ class Eagle(Peer):
     and a tenth of the cross-entropy to the target's distribution; uniform noise on the states, as in the paper.
     """
 
-    NOISE = 0.1  # states get noise from [-NOISE, NOISE]
+    NOISE = 0.1  # uniform noise from [-NOISE, NOISE] is added to states
     CLASSIFICATION = 0.1  # weight of the cross-entropy
 
     def __init__(self, options: EagleOptions, target: Target) -> None:
@@ -298,7 +298,7 @@ class DraftModel(Peer):
         output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
         logits = output.logits.float().flatten(0, 1)
         loss, counts = self.imitation(logits, self.logits(final).flatten(0, 1))
-        if not self.training:  # a later draft is read one token on
+        if not self.training:  # a later draft is read one token later
             drafted = [logits.argmax(-1).roll(-draft) for draft in range(1, self.DRAFTS + 1)]
             counts |= self.accepted(batch, final, torch.stack(drafted, dim=1))
         return loss, counts

@@ -12,7 +12,7 @@ from vllm_ppd.benchmarks.harness.results import Row, stored
 from vllm_ppd.heads.in_words import table
 
 HOLDS = {True: "yes", False: "no", None: "not decided"}
-THEOREM_SHARE = 0.92  # of Theorem 4.1's speed-up that a worker group must reach
+THEOREM_SHARE = 0.92  # share of Theorem 4.1's speed-up that a worker group must reach
 EARLY = "ppd early"
 
 
@@ -84,9 +84,9 @@ def early_speed(results: Results) -> Ours:
     cost = early["cost"] / early["drafted"] if early["cost"] else 0.0
     first = results.matches["acceptance"]["greedy"]["Y"][str(layer)][0]["rate"]
     why = (
-        f"a draft at layer {layer} reads {cost:.2f} of the target's weights, a large LM head among them, and is right "
-        f"{first:.0%} of the time; it gains where the second number is the greater: heads at a smaller share of more "
-        "and wider layers, or better heads"
+        f"a draft at layer {layer} reads {cost:.2f} of the target's weights, including a large LM head, and is right "
+        f"{first:.0%} of the time; drafting gains if the second number is larger, as for models with more and wider "
+        "layers and a relatively smaller LM head, or with better heads"
     )
     text = ", ".join(f"{row['speed_up'][0]:.2f}x" for row in rows)
     return Ours(text, _above_one([row["speed_up"] for row in rows]), why)
@@ -98,7 +98,7 @@ def early_output(results: Results) -> Ours:
     text = (
         f"{row['same']} of {row['prompts']} texts in float32, {shares[0]:.0%} to {shares[-1]:.0%} in bfloat16, by token"
     )
-    return Ours(text, row["same"] == row["prompts"], "bfloat16 rounds near-ties otherwise between two stacks of layers")
+    return Ours(text, row["same"] == row["prompts"], "bfloat16 rounds near-ties differently in two stacks of layers")
 
 
 def rank(results: Results) -> Ours:
@@ -107,14 +107,14 @@ def rank(results: Results) -> Ours:
     texts = (f"{1 + rank.value:.2f} ({1 + rank.low:.2f} to {1 + rank.high:.2f})" for rank in (low, high))
     holds = high.low > low.high or None if high.value > low.value else False
     reading = 1 + rows["cp chain-r1"]["accepted"].value
-    return Ours(" and ".join(texts), holds, f"what a head reads matters more: the drafts, too, {reading:.2f} at rank 1")
+    return Ours(" and ".join(texts), holds, f"what a head reads matters more: {reading:.2f} at rank 1 with drafts")
 
 
 def dynamo_speed(results: Results) -> Ours:
     name = "smollm_decode" if "dynamo" in results.decoded("smollm_decode") else "decode"
     greedy, sampled = (results.decoded(name, temperature)["dynamo"][0]["speed_up"] for temperature in (0.0, 0.8))
     text = f"{greedy[0]:.2f}x greedily, {sampled[0]:.2f}x at T 0.8"
-    return Ours(text, _above_one([greedy, sampled]), "verified n-grams, and a frozen target; the paper trains it along")
+    return Ours(text, _above_one([greedy, sampled]), "verified n-grams and a frozen target, which the paper trains")
 
 
 def _above_one(speed_ups: list[Sequence[float]]) -> bool | None:
@@ -124,15 +124,15 @@ def _above_one(speed_ups: list[Sequence[float]]) -> bool | None:
 
 
 CLAIMS: tuple[tuple[str, str, str, Callable[[Results], Ours]], ...] = (
-    ("PPD, Table 3", "Latency over that of greedy decoding", "0.91 to 0.94 at k = 1, 0.91 to 0.92 at k = 3",
+    ("PPD, Table 3", "Latency relative to greedy decoding", "0.91 to 0.94 at k = 1, 0.91 to 0.92 at k = 3",
      group_latency),
-    ("PPD, Theorem 4.1", "Share of the theorem's speed-up that is reached", "0.93 at k = 1, 0.84 to 0.86 at k = 3",
+    ("PPD, Theorem 4.1", "Share of the theorem's speed-up reached", "0.93 at k = 1, 0.84 to 0.86 at k = 3",
      group_theorem),
     ("PPD, Table 2", "Training the classifier raises the match rate, and so does k",
      "layer 20 of 40, SQUAD: 39%, 54%, 60% and 53%, 68%, 74% at k = 1, 3, 5", match_rates),
     ("ParaDecode, Table 1", "Faster than ordinary decoding", "1.15x to 1.53x", early_speed),
-    ("ParaDecode, Table 2", "The output is ordinary decoding's", "93% to 98% of tokens", early_output),
-    ("CP heads, Table 2", "Rank 3 gets more drafts accepted a step than rank 1 (the token itself counted)",
+    ("ParaDecode, Table 2", "The output equals that of ordinary decoding", "93% to 98% of tokens", early_output),
+    ("CP heads, Table 2", "Rank 3 has more tokens accepted per step than rank 1 (including the first)",
      "1.52 and 1.64", rank),
     ("DynaMo, Table 4", "Faster at the same quality", "2.06x to 3.00x", dynamo_speed),
 )  # fmt: skip

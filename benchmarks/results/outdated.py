@@ -55,7 +55,7 @@ def note(path: Path, commits: dict[str, dict[str, Any]]) -> str:
     return " ".join(
         f"**Older than the code**: measured at commit {commit}"
         + f" ({'; '.join(of_commit['contenders'])})" * (set(of_commit["contenders"]) < everyone)
-        + f", since when {of_commit['changed']} source files of what ran have changed."
+        + f"; {of_commit['changed']} source files of what ran have changed since."
         for commit, of_commit in commits.items()
     )
 

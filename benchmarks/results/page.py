@@ -28,7 +28,7 @@ from vllm_ppd.heads.in_words import table as markdown
 RESULTS = Path(__file__).resolve().parent
 ROOT = RESULTS.parent.parent
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-Section = Callable[[Path, dict[str, Any]], str]  # Markdown of a file and what it holds
+Section = Callable[[Path, dict[str, Any]], str]  # Markdown from a file's path and content
 
 
 def page(folder: Path, introduction: str) -> str:
@@ -92,7 +92,7 @@ def _cell(value: Any) -> Any:
     return "-" if value is None else with_quartiles(value, 2) if isinstance(value, list) else value
 
 
-# By what a file has under "benchmark".
+# By the value of "benchmark" in a file.
 SECTIONS: dict[str, Section] = {
     "decode": _runs(decode_table.body, decode_table.LEGEND),
     "serve": _runs(serve_table.body, serve_table.LEGEND),

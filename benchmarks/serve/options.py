@@ -16,12 +16,12 @@ SHORTEST = 8  # tokens of an answer
 class Load(NamedTuple):
     """How requests arrive: at random with a mean rate, or as fast as a limit of concurrent requests allows."""
 
-    rate: float | None  # requests per second (None: all are there at the start)
-    concurrency: int | None  # requests at once, the others wait at the client (None: any number)
+    rate: float | None  # requests per second (None: all at the start)
+    concurrency: int | None  # requests at once, while others wait at the client (None: no limit)
 
     def __str__(self) -> str:
         return "all at once" if self == (None, None) else (
-            f"{self.rate:g} a second" if self.rate is not None else f"{self.concurrency} at once"
+            f"{self.rate:g} per second" if self.rate is not None else f"{self.concurrency} at once"
         )  # fmt: skip
 
 
@@ -34,24 +34,24 @@ class ServeOptions(BenchOptions):
     plain: Annotated[tuple[Plain, ...], COMMAS, NONE] = Field(("ppd",), description=PLAIN)
     rates: Annotated[tuple[PositiveFloat, ...], COMMAS, NONE] = Field(
         (1.0, 2.0, 4.0, math.inf),
-        description="requests a second, a load each (Poisson arrivals; inf: all at once); 'none' leaves them out",
+        description="requests per second, each a load (Poisson arrivals; inf: all at once); 'none' omits these loads",
     )
     concurrencies: Annotated[tuple[PositiveInt, ...], COMMAS, NONE] = Field(
-        (1, 4, 16), description="requests at once, a load each: the next is sent when one ends; 'none' leaves them out"
+        (1, 4, 16), description="concurrent requests, each a load; the next is sent when one ends; 'none' omits these"
     )
-    requests: int = Field(32, ge=2, description="requests of a turn")
+    requests: int = Field(32, ge=2, description="requests per turn")
     context: int = Field(
-        1024, ge=64, description="most tokens of a request, half of them for the prompt and half for the answer"
+        1024, ge=64, description="most tokens of a request, half for the prompt and half for the answer"
     )
     new_tokens: int = Field(
-        128, ge=SHORTEST, description="median of the tokens that a request generates, whose number is log-normal"
+        128, ge=SHORTEST, description="median number of tokens that a request generates (log-normal)"
     )
     new_spread: float = Field(0.8, ge=0, description="standard deviation of the logarithm of the tokens generated")
     dataset: str | None = Field(
         None, description="let `vllm bench serve` read --data itself, as its --dataset-name (spec_bench, sharegpt, "
-        "custom, ...), with answers of --new-tokens (none: prompts are what our readers find in the data)"
+        "custom, ...), with answers of --new-tokens (default: read it as other commands do)"
     )  # fmt: skip
-    out: str = Field("serve.json", description="results; a run adds to those that are there")
+    out: str = Field("serve.json", description="file of results; a run adds to its results")
 
     @field_validator("concurrencies")
     @classmethod
@@ -64,7 +64,7 @@ class ServeOptions(BenchOptions):
     @classmethod
     def _a_single_file(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and len(info.data.get("data", ())) > 1:
-            raise ValueError("vLLM reads a single file or folder; give one --data, or leave --dataset out")
+            raise ValueError("vLLM reads a single file or folder; give a single --data, or leave --dataset out")
         return value
 
     @property

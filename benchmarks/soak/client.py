@@ -16,8 +16,8 @@ from tqdm import tqdm
 from vllm_ppd.benchmarks.serve.server import Server
 from vllm_ppd.benchmarks.soak.workload import Request
 
-EVERY = 100  # answers between two samples
-LAST_TOKENS = 2  # that are generated after all answers
+EVERY = 100  # answers between two samples of memory
+LAST_TOKENS = 2  # generated after all answers
 END_SECONDS = 60  # until all processes of a server that is told to end have done so
 COUNTED = re.compile(r"(vllm|ppd):\w*(?<!_created)(?<!_bucket)$")
 Record = dict[str, Any]

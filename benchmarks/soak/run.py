@@ -212,7 +212,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("stopped; the same command goes on", file=sys.stderr)
+        print("stopped; the same command continues", file=sys.stderr)
         sys.exit(130)
     except (BenchError, HeadsError) as error:
         sys.exit(f"error: {error}")

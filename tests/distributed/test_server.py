@@ -69,7 +69,7 @@ def test_request_switch(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe' is not a truth value"),
+        ({"vllm_xargs": {"ppd_draft": "maybe"}}, "vllm_xargs['ppd_draft']='maybe' is not a boolean"),
         ({"vllm_xargs": {"ppd_drafts": False}}, "vllm_xargs has no key 'ppd_drafts'; did you mean 'ppd_draft'?"),
         ({"min_p": 0.2, "temperature": 1.0}, "min_p"),
         ({"prompt": "x" * 1000}, "maximum context length"),

@@ -75,7 +75,7 @@ def test_damaged_heads_change_nothing(
         with counting(llm) as seen:
             assert worst(sample(llm), expected) > LEVEL
             assert generate(llm, prompts(3), greedy(12)) == generate(engine(), prompts(3), greedy(12))
-    warnings = [message for message in caplog.messages if "not a distribution" in message]
+    warnings = [message for message in caplog.messages if "NaN or infinite logits" in message]
     if options.get("schedule") == "parallel":  # what the exits predict is never a draft: the final layer's tokens are
         assert seen["early_predictions"] == seen["early_rejections"] > 1000
         assert seen["drafted"] > 1000

@@ -217,12 +217,12 @@ def test_costs_of_a_busy_machine_serve_a_single_start(
     with our_log(logging.INFO) as messages:
         worker.set_draft_length(drafter)
     assert path.read_bytes() == written and drafter.planner.controller is not None
-    assert "are measured again" in messages[0] and any("measured once more" in message for message in messages)
-    (warning,) = (message for message in messages if "this start alone" in message)
+    assert "again, as they are" in messages[0] and any("again, as the machine" in message for message in messages)
+    (warning,) = (message for message in messages if "this start only" in message)
     assert "--ppd-step-costs measure" in warning and len(warning) <= 300
 
 
-STAYS_OFF = "tokens per second; drafting stays off there by itself"
+STAYS_OFF = "tokens per second; drafting stays off there automatically"
 CHEAP, DEAR = [1.0, 1.1, 1.2], [1.0, 3.0, 9.0]  # seconds of steps with 0, 1 and 2 drafts
 
 
@@ -234,7 +234,7 @@ CHEAP, DEAR = [1.0, 1.1, 1.2], [1.0, 3.0, 9.0]  # seconds of steps with 0, 1 and
         (True, [CHEAP, DEAR], logging.INFO, f"at batch size (4): at best 0.53 of vLLM's {STAYS_OFF}"),
         (True, [DEAR, DEAR], logging.WARNING, f"every batch size (1, 4): at best 0.53 of vLLM's {STAYS_OFF}"),
         (False, [CHEAP, DEAR], logging.WARNING, "leave it out, or set disable_by_batch_size to 1"),
-        (False, [DEAR, DEAR], logging.WARNING, "drafts all the same, which costs; leave it out, or train them"),
+        (False, [DEAR, DEAR], logging.WARNING, "drafts regardless, at a loss; leave it out, or train them"),
     ],
 )
 def test_heads_that_are_predicted_to_gain_nothing_are_named_at_start(

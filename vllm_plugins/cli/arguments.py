@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
     help: str
     description: str
-    run: Callable[[Any], int]  # takes the options, returns the exit code
+    run: Callable[[Any], int]  # maps the options to the exit code
     options: str | type[BaseModel]  # the model, or "MODULE:CLASS" within vllm_ppd
     positional: str | None = None  # the field that takes no flag
     hidden: frozenset[str] = frozenset()  # fields that cannot be set
@@ -47,7 +47,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**settings)
         self._add_arguments = add_arguments
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # how argparse runs a subparser, too
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # also how argparse runs a subparser
         add_arguments, self._add_arguments = self._add_arguments, None
         if add_arguments is not None:
             add_arguments(self)
@@ -91,7 +91,7 @@ def _add_fields(command: Command, parser: argparse.ArgumentParser) -> None:
             settings |= {"choices": get_args(field.annotation), "metavar": None}
         if name == command.positional:
             parser.add_argument(name, **settings | {"metavar": name.upper()})
-            # argparse would put it last in the usage, where it would be one more FILE.
+            # argparse would put it last in the usage, where it would look like another FILE.
             required.insert(0, name.upper() + (" ..." if "nargs" in settings else ""))
             continue
         if "nargs" in settings:

@@ -18,13 +18,13 @@ def commands() -> dict[str, Command]:
             "Decode batches with vLLM alone, with heads, and with vLLM's own speculative methods, in turns.",
         ),
         "serve": _command(
-            "serve.options:ServeOptions", "serve.run:run", "real servers under load",
-            "Put vLLM's own servers, alone and with heads, under requests at several rates and numbers at once by "
+            "serve.options:ServeOptions", "serve.run:run", "servers under load",
+            "Load vLLM's servers, alone and with heads, with requests at several rates and concurrencies from "
             "`vllm bench serve`, in turns.", "temperatures",
         ),
         "acceptance": _command(
             "acceptance.options:AcceptanceOptions", "acceptance.run:run",
-            "whether greedy text is vLLM's own on all of a file's prompts, and how many drafts are accepted",
+            "whether greedy text equals vLLM's on all prompts of a file, and how many drafts are accepted",
             "Decode a file's chats with one contender after the other, drafting in every step.",
             "temperature", "rounds", "alive", "together", "group", "turn_steps",
         ),
@@ -39,7 +39,7 @@ def _command(options: str, function: str, summary: str, description: str, *hidde
 def run(function: str, options: Any) -> int:
     """Check the data, measure, and print the function's text; None if nothing was measured."""
     check_data(getattr(options, "files", ()))
-    with writing_file(options.out):  # runs add to what earlier ones have left there
+    with writing_file(options.out):  # runs add to the results of earlier runs
         text = resolve_name(f"vllm_ppd.benchmarks.{function}")(options)
     print("nothing was measured" if text is None else f"{text}\n\nwrote {options.out}")
     return int(text is None)

@@ -43,7 +43,7 @@ def train(options: TrainingOptions) -> int:
         over_ray(loop.train, options)
     else:
         facts = loop.train(options)
-        if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start as many of us as there are GPUs
+        if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start a process per GPU
             return 0
         trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
         print(f"{trained}; held out, before -> after:")
@@ -111,4 +111,4 @@ def _plugin() -> str:
         return "not registered: install vllm-ppd into the environment that runs vLLM"
     chosen = os.environ.get("VLLM_PLUGINS")
     off = chosen is not None and "vllm_ppd" not in chosen.split(",")
-    return "switched off by VLLM_PLUGINS" if off else "registered"
+    return "disabled by VLLM_PLUGINS" if off else "registered"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm_ppd.heads.generation.write import Engine, Writer
     from vllm_ppd.vllm_plugins.engine.generation import OfflineEngine
 
-NUMBER = 1000  # chats where neither a number nor prompts are given
+NUMBER = 1000  # chats to write if neither a number nor prompts are given
 
 
 def run(options: DataOptions) -> int:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.state import State
 
 LENGTH, RESPONSE = 2048, 512  # most tokens of a chat, and of a response
-STATES_GB = 20.0  # that are kept on disk, and at most half of what is free
+STATES_GB = 20.0  # most on disk, and at most half of the free space
 PRECISION = {True: "bfloat16", False: "float32"}
 
 
@@ -30,7 +30,7 @@ def run(options: FitOptions) -> int:
     """Run the stages that are not done, and print the page."""
     check_data(options.prompts)
     for name, value in {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}.items():
-        os.environ.setdefault(name, value)  # other lines would cut the stages'
+        os.environ.setdefault(name, value)  # other output would break the stages' lines
 
     from vllm_ppd.heads.fitting.page import NAME
     from vllm_ppd.heads.fitting.state import SHARES, State
@@ -91,7 +91,7 @@ class Fit:
             "batch": choices.batch_of(options.minutes, torch.cuda.is_available()),
         })  # fmt: skip
         engine_of = cache(lambda: vllm_engine(shared))
-        # What a base model begins is nearer to what it was trained on than prompts of chats.
+        # A base model's own texts are closer to its training data than chat prompts.
         answered = 1.0 if options.prompts else 0.5 if getattr(tokenizer, "chat_template", None) else 0.25
         parts = {"answers": (answered, (str(prompts),)), "others": (1.0, ())}
         for name, (share, files) in [*parts.items()][: 1 if options.prompts else 2]:
@@ -102,7 +102,7 @@ class Fit:
             })  # fmt: skip
             try:
                 enough.choose(write_chats(given, lambda _: engine_of(), enough).count)
-            except TrainingError as error:  # some models do not write usable user turns; the answers are left
+            except TrainingError as error:  # some models write no usable user turns; the answers remain
                 if files:
                     raise
                 print(f"vllm-ppd: fitting to answers alone: {error}", file=sys.stderr)
@@ -120,13 +120,13 @@ class Fit:
         from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
         from vllm_ppd.heads.training.provenance import provenance_of
 
-        if not (self.out / PROVENANCE).exists():  # which is written last
+        if not (self.out / PROVENANCE).exists():  # the file that is written last
             chosen = self.state.choose("training", self._training)
             loop.train(CPOptions(**chosen | {"license": self.options.license}))
         shutil.rmtree(self.out / WORK, ignore_errors=True)
         facts = provenance_of(self.out)
         accepted = facts.held_out_after["accepted_a_step"]
-        self.stage.status = f"{facts.steps:,} steps; held out {accepted:.3f} greedy drafts accepted a step"
+        self.stage.status = f"{facts.steps:,} steps; held out {accepted:.3f} greedy drafts accepted per step"
 
     def _training(self) -> dict[str, Any]:
         """Options of the training that fits the time, by measured speeds."""
@@ -193,4 +193,4 @@ class Fit:
             "figures": f"on {chosen['prompts']} held-out prompts",
             "time": f"{minutes:.1f} of {self.options.minutes:g} minutes on {machine()}",
         })  # fmt: skip
-        self.stage.status = f"{accepted_a_step(parts):.3f} drafts accepted a step, sampled texts"
+        self.stage.status = f"{accepted_a_step(parts):.3f} drafts accepted per step, sampled texts"

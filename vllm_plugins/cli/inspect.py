@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel, Field
 from vllm_ppd.vllm_plugins.cli.commands import print_aligned
 
 UNKNOWN = "not recorded"
-UNREAD = "; the numbers of the weights are read when they are fetched (`hf download`)"
+UNREAD = "; weights are checked after they are fetched (`hf download`)"
 
 
 class InspectOptions(BaseModel):
@@ -21,7 +21,7 @@ class InspectOptions(BaseModel):
     target: str | None = Field(
         None,
         validation_alias=AliasChoices("target", "model"),
-        description="target to check against (none: the one that the heads name)",
+        description="target to check against (default: the one that the heads name)",
     )
 
 
@@ -67,8 +67,8 @@ def _check(config: Any, folder: str, target: str) -> str:
     if check_on_disk(config, folder, target):
         return f"yes, with {target}"
     if not target:
-        return "the folder is sound; it does not name its target, so it was not compared (give --target DIR)"
-    return f"the folder is sound; target {target!r} is not on this disk, so it was not compared (give --target DIR)"
+        return "the folder is valid; it does not name its target, so it was not compared (give --target DIR)"
+    return f"the folder is valid; target {target!r} is not on this disk, so it was not compared (give --target DIR)"
 
 
 def _if_there(name: str, read: Callable[[str], str], folder: str) -> dict[str, str]:

@@ -13,20 +13,20 @@ from vllm_ppd.vllm_plugins.cli.arguments import Command, CommandParser, Group, a
 
 COMMANDS: dict[str, Command | Group] = {
     "fit": Command(
-        "make heads for a model in given minutes",
-        "Write data, train and calibrate heads, and plan with them, as well as this machine can in so many minutes; a "
+        "make heads for a model within a time limit",
+        "Write data, then train, calibrate and plan heads, as well as this machine can within a time limit; a "
         "stopped run goes on with the same command.",
         fit.run, "heads.fitting.options:FitOptions", positional="model",
     ),
     "data": Command(
         "let the target write training data",
-        "Let the target answer prompts, or write user turns and answer them; token ids are kept.",
+        "Let the target answer prompts, or write user turns and answer them; stores token IDs.",
         data.run, "heads.generation.options:DataOptions",
     ),
     "train": Group("train heads", "Train heads for a target model.", commands.kinds),
     "calibrate": Command(
         "measure heads and recommend a setting",
-        "Measure match rates, likelihoods, expected acceptance and seconds a layer of a heads folder.",
+        "Measure match rates, likelihoods, expected acceptance and seconds per layer for a heads folder.",
         commands.calibrate, "heads.calibration.options:CalibrationOptions", positional="heads",
     ),
     "plan": Command(
@@ -47,7 +47,7 @@ COMMANDS: dict[str, Command | Group] = {
 
 
 def make_parser(table: Mapping[str, Command | Group] = COMMANDS, prog: str = "ppd") -> argparse.ArgumentParser:
-    description = "Train, measure, plan and look at heads for vllm-ppd." if table is COMMANDS else None
+    description = "Train, measure, plan and inspect heads for vllm-ppd." if table is COMMANDS else None
     parser = CommandParser(prog=prog, description=description)
     add_commands(table, parser)
     return parser

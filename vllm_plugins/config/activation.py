@@ -58,11 +58,11 @@ def required_config(vllm_config: Any, holder: object) -> DraftingConfig:
     """
     config = active_config(vllm_config)
     if config is None:
-        raise RuntimeError(f"{type(holder).__name__} is started by vllm-ppd's own configuration: use method 'ppd'")
+        raise RuntimeError(f"{type(holder).__name__} is started by vllm-ppd itself; give method 'ppd' instead")
     return config
 
 
-_parsed = lru_cache(DraftingConfig.model_validate_json)  # every request and every step asks
+_parsed = lru_cache(DraftingConfig.model_validate_json)  # called for every request and every step
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConf
     """
     with hub.token(args.hf_token):
         asked = _asked(args)
-        # The same arguments may be used a second time.
+        # The same arguments may be used twice.
         config = active_config(args) if is_proposer(asked.get("model")) else None
         if config is None and asked and is_ours(asked):
             config = _resolved(parse_options(with_method(asked)), args, model_config, parallel_config)
@@ -106,7 +106,7 @@ def activate(args: Any, model_config: ModelConfig, parallel_config: ParallelConf
             for key in asked:
                 if key in flag_fields() and not platform.is_speculative_option(key):
                     raise OptionError(
-                        f"{flag_name(key)} belongs to vllm-ppd; it needs --speculative-model ppd or a heads folder"
+                        f"{flag_name(key)} is an option of vllm-ppd; add --speculative-model ppd or a heads folder"
                     )
     if config is not None:
         parallel_config.worker_cls = config.worker
@@ -134,7 +134,7 @@ def _asked(args: Any) -> dict[str, Any]:
             asked[name], sources[name] = value, source
         elif value is not None and method_named(asked[name]) != method_named(value):
             both = f"{sources[name]}={quoted(asked[name])} and {source}={quoted(value)}"
-            conflicts.append(({name: value}, f"{both} differ; give one of them"))
+            conflicts.append(({name: value}, f"{both} differ; give only one of them"))
     for other, message in conflicts:
         if is_ours(asked) or is_ours(asked | other):
             raise OptionError(message)
@@ -199,7 +199,7 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
         "method": "custom_class",
         "model": config.proposer,
         "num_speculative_tokens": config.num_speculative_tokens,
-        # On V2 vLLM would allocate q(x), which nothing reads there; on V1 it compiles the sampler that reads ours.
+        # On V2 vLLM would allocate an unused q(x); on V1 it compiles the sampler that reads ours.
         "draft_sample_method": "greedy" if config.runner == "v2" else config.draft_sample_method,
         **config.choice_of_drafts(),
     }

@@ -25,7 +25,7 @@ logger = logging.getLogger("vllm.vllm_ppd")
 LONGEST_CONFIG = 16 << 20  # bytes of any model's config.json
 ARCHITECTURES = {config.architecture for config in KINDS.values()}
 TENSORS = re.compile("|".join(config.tensor_names for config in KINDS.values()))
-VLLMS = re.compile(r"ngram|\[ngram\]|.*://.*|.*\.gguf|[^\W\d]\w*(\.[^\W\d]\w*)+")  # its words, files, a user's class
+VLLMS = re.compile(r"ngram|\[ngram\]|.*://.*|.*\.gguf|[^\W\d]\w*(\.[^\W\d]\w*)+")  # keywords, files, classes of users
 
 
 def is_ours(speculative_config: dict[str, Any]) -> bool:
@@ -88,7 +88,7 @@ def _names_heads(model: str) -> bool:
             raise OptionError(f"speculative model folder {quoted(model)} has no {CONFIG_NAME}; give a heads folder")
         return is_heads_folder(path)
     if os.path.exists(path) and not model.endswith(".gguf"):
-        wrong = "is a file, not the folder that it lies in"
+        wrong = "is a file; give its folder"
     elif model.startswith(("./", "../", "/", "~")):
         wrong = "does not exist"
     elif VLLMS.fullmatch(model):
@@ -99,7 +99,7 @@ def _names_heads(model: str) -> bool:
         wrong = "is neither a method nor a folder" if model.strip() else "is empty"
     raise OptionError(
         f"speculative model {quoted(model)} {wrong}; give a method ({', '.join(METHODS)}), a heads folder, or "
-        "ORGANISATION/NAME on the Hub (for a draft model of vLLM's, its method, too)"
+        "ORGANISATION/NAME on the Hub (for a draft model, also vLLM's method)"
     )
 
 
@@ -129,7 +129,7 @@ def _is_on_hub(model: str, serving: bool = False) -> bool:
         raise
     if not ours and name.revision is not None:
         raise OptionError(
-            f"speculative model {quoted(model)} holds no heads; give the revision of a draft model as revision in "
+            f"speculative model {quoted(model)} has no heads; give a draft model's revision as revision in "
             "--speculative-config"
         )
     return ours
@@ -180,7 +180,7 @@ def served_heads(
     if _is_on_hub(model, serving=True):
         if revision is not None:
             raise OptionError(
-                f"{quoted(model)} are heads, and --revision is the target's; name theirs as ORGANISATION/NAME@REVISION "
+                f"{quoted(model)} are heads, but --revision is the target's; name them as ORGANISATION/NAME@REVISION "
                 "and serve TARGET with --speculative-model"
             )
         return _served(pinned(model, CONFIG_NAME), given)
@@ -200,12 +200,12 @@ def _served(model: str, given: dict[str, Any] | None) -> tuple[str, dict[str, An
     spec = METHODS.get(method_named(method)) if isinstance(method, str) else None
     if spec is None or spec.heads != config.kind:
         raise OptionError(
-            f"speculative_config: method={quoted(method)} does not draft with {config.kind} heads, as {quoted(model)} "
+            f"speculative_config: method={quoted(method)} does not support {config.kind} heads, which {quoted(model)} "
             "holds; leave it out"
         )
     if asked.get("model") not in (None, model):
         raise OptionError(
-            f"{quoted(model)} are heads, and speculative_config has another model; serve the target, or leave one out"
+            f"{quoted(model)} are heads, but speculative_config has another model; serve the target, or leave one out"
         )
     another = "vllm serve TARGET --speculative-model HEADS"
     target = find_target(config.verifier, folder_of(model, CONFIG_NAME))

@@ -16,11 +16,11 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 # Where our resolved options travel inside VllmConfig.additional_config.
 CONFIG_KEY = "vllm_ppd"
 
-PREFIX = "ppd_"  # of argparse's destinations of our flags, beside those of vLLM's arguments
+PREFIX = "ppd_"  # prefix of our flags' argparse destinations, which vLLM's arguments do not have
 FLAGS_OF_VLLM = {"method": "--spec-method", "model": "--spec-model", "num_speculative_tokens": "--spec-tokens"}
 
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
-LARGEST = 2**31 - 1  # of counts that have no other bound
+LARGEST = 2**31 - 1  # bound of counts without a lower one
 LONGEST_NAME = 64  # characters that are compared with the options' names
 
 
@@ -45,23 +45,23 @@ class DraftingOptions(BaseModel):
         "ppd",
         description="drafting method: "
         + ", ".join(f"{name} ({spec.title})" for name, spec in METHODS.items())
-        + "; ppd without heads and without an option of early drafting, such as exit_layer, is lookup",
+        + "; without heads or an option of early drafting such as exit_layer, ppd means lookup",
     )
     model: str | None = Field(
         None,
-        description="heads folder, or heads on the Hub (ORGANISATION/NAME[@REVISION]); early drafting does without: "
-        "the exit is then read through the target's own final norm and LM head",
+        description="heads folder, or heads on the Hub (ORGANISATION/NAME[@REVISION]); early drafting needs none: "
+        "the exit is then read through the target's final norm and LM head",
     )
     num_speculative_tokens: Drafts = Field(
         3,
         description="drafts per request and step (default 3, or what the heads recommend; 5 with method lookup); with "
-        "pipeline parallelism the worker group emits up to one token more than this a step",
+        "pipeline parallelism the worker group emits up to one token more per step",
     )
     exit_layer: tuple[int, ...] | None = Field(
         None,
-        description="layer after which drafts are read, or several such layers: the earliest whose confidence "
-        "exceeds gamma is taken (default: what the heads recommend, or the middle of the model, on a GPU a quarter); "
-        "with pipeline parallelism the layer at which the stages are split, from the middle on",
+        description="layer after which drafts are read, or several: the earliest layer whose confidence "
+        "exceeds gamma drafts (default: what the heads recommend, or half of the layers, on a GPU a quarter); "
+        "with pipeline parallelism, the layer at which the stages are split, at least half of the layers",
     )
     gamma: Share = Field(
         0.0, lt=1, description="confidence a draft must exceed (ParaDecode, eq. 1); at 0 every draft is made"
@@ -69,74 +69,74 @@ class DraftingOptions(BaseModel):
     schedule: Literal["deferred", "parallel"] = Field(
         "deferred",
         description="deferred: drafts run through the shallow layers, and the next step's pass completes their deeper "
-        "ones; parallel: ParaDecode's own, a token's deep layers and the next token's shallow ones in the same batched "
-        "products, verified and restarted within the step (fewer launches, not fewer bytes)",
+        "ones; parallel: ParaDecode's schedule, a token's deep layers and the next token's shallow ones in one batched "
+        "product, with verification and restarts within the step (fewer launches, not fewer bytes)",
     )
     eps_b: Share | None = Field(
         None,
         le=1,
         description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
-        "what the heads recommend); a request may set its own with vllm_xargs ppd_eps_b",
+        "what the heads recommend); requests may set their own with vllm_xargs ppd_eps_b",
     )
     verify: bool = Field(
-        True, description="false emits n-grams unverified, as DynaMo's paper decodes; this is NOT the target's output"
+        True, description="false emits n-grams unverified, as in DynaMo's paper; this is NOT the target's output"
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = Field(
         "probabilistic",
-        description="how drafts of sampling requests are drawn: the drafter's best token (greedy), or a sample: on "
-        "runner V2 with the random numbers that the target draws with, on V1 from a distribution q(x) that the "
-        "rejection sampler is given; the output distribution is the target's either way",
+        description="how drafts of sampling requests are drawn: the likeliest token (greedy), or a sample: on "
+        "runner V2 with the target's random numbers, on V1 from a distribution q(x) that is given to the "
+        "rejection sampler; in both cases the output distribution is the target's",
     )
     draft_vocab_size: Count | None = Field(
         None,
         ge=16,
-        description="draft only so many tokens, those most frequent in the heads' training data: drafting then reads "
-        "that part of the LM head alone (default: what the heads recommend; the vocabulary's own size is all of it)",
+        description="draft only this many tokens, the most frequent in the heads' training data; drafting then reads "
+        "only their part of the LM head (default: what the heads recommend; the vocabulary's size: all tokens)",
     )
     candidates: int = Field(
         1,
         ge=1,
         le=8,
-        description="candidates for the next token that idle pipeline stages start at once (PPD's k); a batch of r "
+        description="candidates for the next token that an idle pipeline stage starts (PPD's k); a batch of r "
         "requests computes r * candidates rows",
     )
     adaptive: bool = Field(
         True,
-        description="draft as many tokens as pay, down to none and back, by the acceptance that the engine counts and "
+        description="draft as many tokens as pay off, or none, judged by the engine's acceptance counts and by "
         "step costs measured at start-up; on runner V2 all or none. false always drafts num_speculative_tokens, or on "
-        "V2 the number by batch size that the heads were calibrated for",
+        "V2 the calibrated number for the batch size",
     )
     adaptive_verification: bool = Field(
         False,
-        description="vLLM's adaptive verification on runner V2, in place of adaptive: it leaves out the drafts that "
-        "the drafter is least sure of (needs whole-model CUDA graphs)",
+        description="vLLM's adaptive verification on runner V2, instead of adaptive: it drops the drafts of which "
+        "the drafter is least certain (needs whole-model CUDA graphs)",
     )
     step_costs: Literal["cached", "measure"] = Field(
         "cached",
-        description="cached: step costs (adaptive) are measured at the first start with a model, settings and machine, "
-        "and kept beside vLLM's compile cache for later starts; measure: measure them anew, as after a change that "
+        description="cached: measure step costs (for adaptive) at the first start with a model, settings and machine, "
+        "and keep them next to vLLM's compile cache; measure: measure them again, for instance after a change that "
         "makes the machine faster or slower",
     )
     prompt_lookup_min: Count | None = Field(
         None,
         le=LONGEST_LOOKUP,
-        description="look first in each request's own prompt and output: where its last so many tokens, or more, have "
-        "stood before, what followed them is the draft; on runner V2 of each request that has such a place, on V1 of "
-        "each for which it is expected to be accepted more often than the method's drafts (default: no lookup, try 2; "
+        description="look first in each request's prompt and output: if at least this many of its last tokens have "
+        "occurred there before, the tokens after them are the draft; on runner V2 for each such request, on V1 "
+        "if it is expected to be accepted more often than the method's drafts (default: no lookup, try 2; "
         "with method lookup 3)",
     )
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
-        description="vLLM's model runner: auto takes V2 where vLLM would and the method runs on it, else V1 (on the "
+        description="vLLM's model runner: auto uses V2 if vLLM would and the method supports it, else V1 (on the "
         "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, "
         "early drafting with prompt lookup)",
     )
     max_drafting_requests: Count | None = Field(
-        None, description="soft batch cut-off on runner V1: only the first so many requests of a batch draft"
+        None, description="soft batch cut-off on runner V1: only this many requests of a batch draft, the first ones"
     )
     disable_by_batch_size: Count | None = Field(
         None,
-        description="hard batch cut-off: in batches of more requests than this none drafts, and decode steps skip "
+        description="hard batch cut-off: in larger batches no request drafts, and decode steps skip "
         "dynamo's heads unless verify is false (default: none; 8 with pipeline parallelism)",
     )
 
@@ -155,13 +155,13 @@ class DraftingOptions(BaseModel):
             return None
         layers = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
         try:
-            if not all(type(layer) in (int, str) for layer in layers):  # True is an int, too
+            if not all(type(layer) in (int, str) for layer in layers):  # True is also an int
                 raise TypeError
             ascending = tuple(sorted({int(layer) for layer in layers}))
         except (TypeError, ValueError):
             raise ValueError("must be a layer number or a list of layer numbers, such as 6 or 4,8") from None
         if not ascending or ascending[0] < 1:
-            raise ValueError("layers count from 1; the exit lies after that many layers")
+            raise ValueError("must be at least 1, a number of layers after which the exit lies")
         return ascending
 
 
@@ -184,7 +184,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         dest="spec_model",
         default=argparse.SUPPRESS,
         help=f"a drafting method ({', '.join(METHODS)}), heads (a folder, or ORGANISATION/NAME[@REVISION] on the "
-        "Hub), or any draft model vLLM knows",
+        "Hub), or any draft model that vLLM supports",
     )
     method = parser._option_string_actions.get("--spec-method")
     if method is not None and method.choices is not None:
@@ -257,7 +257,7 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
         methods = methods_of(key)
         if value is not None and parsed.method not in methods:
             raise OptionError(
-                f"speculative_config: {key} belongs to method {' and '.join(methods)}; "
+                f"speculative_config: {key} is an option of method {' and '.join(methods)}; "
                 f"leave it out with method {parsed.method!r}"
             )
     return parsed

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
     from vllm_ppd.heads.base import HeadsConfig
 
-# Of a configuration: each changes a layer of Llama's build, so that layers cannot be stacked.
+# Fields of a model's configuration that change Llama's layers, so that layers cannot be stacked.
 NOT_STACKABLE = ("ada_rms_norm_t_cond", "llama_4_scaling", "dual_chunk_attention_config")
 
-Refusals = Iterator[Any]  # each a message, or a false value where nothing is refused
+Refusals = Iterator[Any]  # of messages, or false values where nothing is refused
 
 
 def refuse(refusals: Refusals) -> None:
@@ -53,46 +53,46 @@ def of_target(
     yield options.model in METHODS and (
         f"model={options.model!r} is a method name; leave model out, or give a heads folder")
     yield options.model is None and method.needs_heads and (
-        f"method {options.method!r} drafts with heads; give model=DIR, a folder that `ppd train {method.heads}` wrote")
+        f"method {options.method!r} needs heads; give model=DIR, a folder written by `ppd train {method.heads}`")
     if cuts:
         yield from of_cut(model, title)
         adapter = adapter_path(model.architectures)
     yield method.adds_layers and adapter == TRANSFORMERS and (
         f"{family} is served by vLLM's Transformers backend, in which {title} cannot add layers; use early or CP heads")
     yield method.adds_layers and family in NO_TOKEN_HEADS and (
-        f"{family} is not supported with {title}: nobody has added layers to this family yet; use early or CP heads")
+        f"{family} is not supported with {title}: this family cannot get layers yet; use early or CP heads")
     yield not platform.is_supported() and (
         f"platform {platform.device_name()!r} is not supported with {title}; use CUDA, ROCm or CPU")
     yield parallel.data_parallel_size > 1 and model.is_moe and (
-        f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's CPU build has none "
-        "(all_gatherv), so it was never run; use --tensor-parallel-size")
+        f"data parallelism of mixture-of-experts models is not supported with {title}: vLLM's CPU build does not "
+        "support it (all_gatherv), so it is untested; use --tensor-parallel-size")
     yield model.has_inner_state and (
         f"models with a recurrent state (Mamba, gated delta nets) are not supported with {title}: vLLM's CPU build "
-        "keeps rejected drafts in it or needs bfloat16, so no output could be compared")
+        "keeps rejected drafts in it or needs bfloat16, so outputs could not be compared")
     yield on_cpu and model.use_mla and (
-        f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's build lacks the operator for tokens "
+        f"latent attention (MLA) is not supported with {title} on a CPU: vLLM's build has no operator for tokens "
         "behind cached ones (gather_and_maybe_dequant_cache)")
     yield getattr(parallel, "decode_context_parallel_size", 1) > 1 and (
-        f"decode context parallelism is not supported with {title}: vLLM's CPU build has none, so it was never run; "
+        f"decode context parallelism is not supported with {title}: vLLM's CPU build has none, so it is untested; "
         "use --tensor-parallel-size")
     yield parallel.use_ubatching and f"micro-batching (--enable-dbo) is not supported with {title}"
     yield model.enable_prompt_embeds and (
-        f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such a prompt has no token IDs to "
+        f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such prompts have no token IDs to "
         "draft from")
     yield model.logits_processors and (
-        "custom logits processors are not supported while drafting: vLLM applies none to drafted positions")
+        "custom logits processors are not supported with drafting: vLLM does not apply them to drafted positions")
     yield model.runner_type != "generate" and "pooling models do not decode; start without a speculative model"
     yield parallel.worker_cls not in ("auto", *WORKERS.values()) and (
-        f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which brings its own")
+        f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which needs its own")
     yield args.watermark_config and "watermarking (--watermark-config) is not supported with vllm-ppd"
     yield cuts and args.enable_lora and (
-        f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM has set no adapter; "
+        f"LoRA (--enable-lora) is not supported with {title}: its passes run tokens for which vLLM sets no adapter; "
         "merge the adapter first, or use CP heads")
 
-    if options.schedule == "parallel":  # layers are views of one storage and run in one product
+    if options.schedule == "parallel":  # layers share a storage and run in one product
         instead = "with schedule 'parallel'; use 'deferred'"
         odd = [key for key in NOT_STACKABLE if getattr(model.hf_text_config, key, None)]
-        yield family not in STACKABLE and f"{family} is not supported {instead}; it runs {', '.join(STACKABLE)}"
+        yield family not in STACKABLE and f"{family} is not supported {instead}; supported: {', '.join(STACKABLE)}"
         yield model.quantization and f"quantised weights ({model.quantization}) are not supported {instead}"
         yield parallel.tensor_parallel_size > 1 and f"tensor parallelism is not supported {instead}"
         yield odd and f"{', '.join(odd)} in the model's configuration is not supported {instead}"
@@ -110,7 +110,7 @@ def of_target(
             "--pipeline-parallel-size 2 with --tensor-parallel-size N")
         yield options.gamma > 0 and (
             f"gamma={options.gamma:g} is not supported with pipeline parallelism: an idle stage loses nothing by "
-            "starting an unsure token; leave it out")
+            "starting an uncertain token; leave it out")
         yield options.max_drafting_requests is not None and (
             "max_drafting_requests is not supported with pipeline parallelism; use disable_by_batch_size")
         yield adapter == TRANSFORMERS and (
@@ -120,7 +120,7 @@ def of_target(
             f"{family} has no residual beside its hidden states, which the stages of a worker group exchange; "
             f"{instead}")
         yield model.is_multimodal_model and (
-            f"multimodal models are not supported with a worker group, whose stages exchange token IDs alone; {instead}"
+            f"multimodal models are not supported with a worker group, whose stages exchange only token IDs; {instead}"
         )
         yield parallel.data_parallel_size > 1 and "data parallelism is not supported with a worker group"
         yield executor == "external_launcher" and (
@@ -131,14 +131,14 @@ def of_target(
         yield transfer and f"KV connectors (--kv-transfer-config) are {within}"
         yield args.kv_offloading_size and f"KV offloading (--kv-offloading-size) is {within}"
         yield args.enable_sleep_mode and (
-            f"sleep mode (--enable-sleep-mode) is not supported with a worker group: its stages keep states of their "
-            f"own; {instead}")
+            f"sleep mode (--enable-sleep-mode) is not supported with a worker group: its stages keep their own "
+            f"states; {instead}")
         yield args.scheduler_cls not in (None, method.group.scheduler) and (
             f"--scheduler-cls {shortened(str(args.scheduler_cls), LONGEST_VALUE)} cannot be combined with a worker "
-            "group, which brings its own")
+            "group, which needs its own")
     yield cuts and transfer and platform.connector_works_by_layers(transfer) and (
-        f"this KV connector moves KV a layer at a time, which is not supported with {title}: not every layer runs in "
-        "every step; use a connector of blocks, or CP heads")
+        f"this KV connector moves KV layer by layer, which is not supported with {title}: not every layer runs in "
+        "every step; use a connector that moves blocks, or CP heads")
 
 
 def of_cut(model: ModelConfig, cutting: str) -> Refusals:
@@ -177,9 +177,9 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
             f"{drafted} is more than the model's vocabulary of {all_tokens}")
         instead = "leave it out" if heads.names_target else "run `ppd calibrate` on them first"
         yield config.draft_vocab_size and heads.counts_tensor is None and (
-            f"{drafted} needs token counts, which the heads in {folder} lack; {instead}")
+            f"{drafted} needs token counts, which the heads in {folder} do not have; {instead}")
         yield config.draft_vocab_size and not config.verify and (
-            f"{drafted} limits what is drafted, and unverified drafts are the output; leave it out")
+            f"{drafted} would limit the output, as drafts are not verified; leave it out")
 
     outside = [layer for layer in exits if not 1 <= layer <= last]
     yield outside and (
@@ -188,7 +188,7 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
     headless = [layer for layer in exits if layer not in with_head]
     yield headless and "exit_layer" not in given and (
         f"the heads in {folder} have no exit in {half}..{last}, where a worker group's stages can be split; train one "
-        "there or leave the heads out")
+        "there, or leave the heads out")
     yield headless and (
         f"exit_layer={quoted(headless[0])} has no head in {folder}, which has heads for layers "
         f"{', '.join(map(str, with_head))}")
@@ -196,19 +196,19 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
         f"exit_layer={','.join(map(str, exits))} cannot split two pipeline stages; give one layer in {half}..{last}")
 
     yield config.runner == "v2" and "max_drafting_requests" in given and (
-        f"max_drafting_requests={options.max_drafting_requests} is of no use with runner V2, where all requests of a "
+        f"max_drafting_requests={options.max_drafting_requests} has no effect with runner V2, where all requests of a "
         "step draft, or none; leave it out, or give runner v1")
-    # A group's tokens are final, and so are unverified ones.
+    # Tokens of a group and unverified tokens are final.
     final = "pipeline parallelism" if config.stages > 1 else None if config.verify else "verify: false"
     yield final and options.adaptive and "adaptive" in given and (
-        f"adaptive is of no use with {final}: no token is drafted in vain there; leave it out")
+        f"adaptive has no effect with {final}: no drafted token is rejected there; leave it out")
     yield final and "draft_sample_method" in given and (
-        f"draft_sample_method is of no use with {final}, which verifies no draft; leave it out")
+        f"draft_sample_method has no effect with {final}, which verifies no draft; leave it out")
     without_lookup = final or ("schedule: parallel" if options.schedule == "parallel" else None)
     yield without_lookup and options.prompt_lookup_min is not None and (
         f"prompt_lookup_min={options.prompt_lookup_min} is not supported with {without_lookup}; leave it out")
     yield config.stages == 1 and options.candidates > 1 and (
-        f"candidates={options.candidates} needs pipeline stages that wait; give --pipeline-parallel-size 2, or leave "
+        f"candidates={options.candidates} needs pipeline stages; give --pipeline-parallel-size 2, or leave "
         "candidates out")
 
 
@@ -216,7 +216,7 @@ def of_runner(options: DraftingOptions, needs_v1: str | None, has_triton: bool) 
     """Refusals of runner V2 for options that need V1."""
     asking = "runner=v2" if options.runner == "v2" else "VLLM_USE_V2_MODEL_RUNNER=1"
     yield needs_v1 and f"{asking} is not supported with {needs_v1}, which needs runner V1; leave out one of them"
-    yield not has_triton and f"{asking} needs Triton, which vLLM does not find here; leave it out"
+    yield not has_triton and f"{asking} needs Triton, which vLLM did not find; leave it out"
 
 
 def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
@@ -242,5 +242,5 @@ def of_candidates(config: DraftingConfig, max_num_seqs: int | None) -> Refusals:
         requests = min(config.disable_by_batch_size or 1, max_num_seqs)
         needed = config.candidates * requests
         yield needed > max_num_seqs and (
-            f"candidates={config.candidates} for {requests} requests take --max-num-seqs {needed}, not {max_num_seqs}; "
+            f"candidates={config.candidates} for {requests} requests need --max-num-seqs {needed}, not {max_num_seqs}; "
             "raise it, or lower candidates or disable_by_batch_size")

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 DRAFT, EPS_B = "ppd_draft", "ppd_eps_b"
 OPTIONS, PREFIX = (DRAFT, EPS_B), "ppd"
-NEAR = 0.85  # difflib's ratio from which a key without our prefix is one of ours, misspelt
-LONGEST_NAME = 32  # characters that are compared
+NEAR = 0.85  # difflib ratio above which a key without our prefix counts as a misspelt key of ours
+LONGEST_NAME = 32  # characters compared
 _TEXTS = {"true": True, "false": False}
 
 
@@ -37,7 +37,7 @@ def drafting_allowed(extra_args: Mapping[str, Any] | None) -> bool:
     truth = _TEXTS.get(value.lower(), value) if isinstance(value, str) else value
     if isinstance(truth, int) and truth in (0, 1):
         return bool(truth)
-    raise ValueError(f"vllm_xargs[{DRAFT!r}]={quoted(value)} is not a truth value; use true or false")
+    raise ValueError(f"vllm_xargs[{DRAFT!r}]={quoted(value)} is not a boolean; use true or false")
 
 
 def back_off_threshold(extra_args: Mapping[str, Any] | None) -> float | None:
@@ -103,11 +103,11 @@ def check(params: Any, config: DraftingConfig) -> None:
         drafting_allowed(extra_args)
         if back_off_threshold(extra_args) is not None and "eps_b" not in config.spec.request_options:
             methods = " and ".join(repr(name) for name, spec in METHODS.items() if "eps_b" in spec.request_options)
-            raise ValueError(f"vllm_xargs[{EPS_B!r}] belongs to method {methods}; this server drafts with another")
+            raise ValueError(f"vllm_xargs[{EPS_B!r}] is an option of method {methods}, not of this server's; omit it")
     except ValueError as error:
         raise platform.invalid_request(shortened(str(error)), parameter="vllm_xargs") from None
     if not config.verify and getattr(params, "structured_outputs", None) is not None:
         raise platform.invalid_request(
-            "structured outputs need verified tokens, and this server emits unverified ones (verify: false)",
+            "structured outputs need verified tokens, but this server emits unverified ones (verify: false)",
             parameter="structured_outputs",
         )

@@ -14,19 +14,19 @@ from vllm_ppd.vllm_plugins.registry import METHODS
 if TYPE_CHECKING:
     from vllm_ppd.heads.base import HeadsConfig
 
-# Requests up to which a worker group runs unless told otherwise: from there on the pipeline has batches of its own.
+# Default number of requests up to which a worker group runs; larger loads fill the pipeline with batches.
 GROUP_CUT_OFF = 8
-# Of prompt lookup alone, unless told otherwise: tokens that must agree, and drafts.
+# Defaults of prompt lookup alone: tokens that must agree, and drafts.
 LOOKUP_FROM, LOOKUP_DRAFTS = 3, 5
 
 
 class Runners(NamedTuple):
     """The model runners that vLLM and the platform choose or support."""
 
-    asked: str | None = None  # by VLLM_USE_V2_MODEL_RUNNER
-    default: str = "v1"  # of a method that runs on both
-    has_triton: bool = False  # V2 is made of Triton kernels
-    device: str = ""  # its name, which calibrations hold for
+    asked: str | None = None  # set by VLLM_USE_V2_MODEL_RUNNER
+    default: str = "v1"  # for a method that runs on both
+    has_triton: bool = False  # V2 needs Triton
+    device: str = ""  # name by which calibrations are matched
 
     @classmethod
     def of_platform(cls) -> Runners:
@@ -67,7 +67,7 @@ def resolve(
     if heads is not None:
         values |= {name: value for name, value in heads.recommended.items() if name not in given}
         values["heads_summary"] = heads.describe()
-        unverified = not options.verify and "draft_vocab_size" not in given  # the output, of the whole vocabulary
+        unverified = not options.verify and "draft_vocab_size" not in given  # output needs the whole vocabulary
         if unverified or values["draft_vocab_size"] == heads.target.vocab_size:
             values["draft_vocab_size"] = None
     if "exit_layer" in method.options and (stages > 1 or values["exit_layer"] is None) and "exit_layer" not in given:
@@ -106,10 +106,10 @@ def resolve(
 
 
 def _default_exit(num_layers: int, heads: HeadsConfig | None, stages: int, runners: Runners) -> int:
-    if stages > 1:  # where the stages are split, d_bar, from d/2 up (PPD, Theorem 4.1)
+    if stages > 1:  # the stages' split d_bar, at least d/2 (PPD, Theorem 4.1)
         half = (num_layers + 1) // 2
         return min((layer for layer in getattr(heads, "exit_layers", ()) if layer >= half), default=half)
-    # A shallow pass on a GPU is bound by its launches, of which fewer layers have fewer.
+    # On a GPU a shallow pass is bound by launches, and fewer layers have fewer launches.
     return max(1, num_layers // (4 if runners.default == "v2" else 2))
 
 

@@ -10,7 +10,7 @@ from vllm_ppd.vllm_plugins.config.options import DraftingOptions
 from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 from vllm_ppd.vllm_plugins.registry import METHODS
 
-PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's own variable for layers per stage
+PARTITION = "VLLM_PP_LAYER_PARTITION"  # vLLM's variable for layers per stage
 WORKERS = {version: f"{ENGINE}.{version}.worker.DraftingWorker" for version in ("v1", "v2")}
 
 
@@ -20,7 +20,7 @@ class DraftingConfig(DraftingOptions):
     num_layers: int
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
     heads_summary: str = ""
-    v1_because: str | None = None  # what keeps it on runner V1
+    v1_because: str | None = None  # reason for runner V1
     drafts_by_batch_size: list[list[int]] = Field(default_factory=list)  # on runner V2, by the heads' calibration
 
     @property
@@ -50,7 +50,7 @@ class DraftingConfig(DraftingOptions):
         if self.runner != "v2":
             return {}
         limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
-        if self.adaptive:  # what vLLM captures graphs for; ScheduledDrafts then takes the table's place
+        if self.adaptive:  # vLLM captures graphs for these; ScheduledDrafts then replaces the table
             ranges = [(1, 1, self.num_speculative_tokens), (2, LARGEST_BATCH, 0)]
         elif limit is not None:
             ranges = ranges or [(1, LARGEST_BATCH, self.num_speculative_tokens)]
@@ -85,7 +85,7 @@ class DraftingConfig(DraftingOptions):
         about_heads, because = (f" ({text})" if text else "" for text in (self.heads_summary, self.v1_because))
         without = "no heads (final norm and LM head of the target)"
         if self.spec.looks_up_alone:
-            without = "no heads (train some, or give exit_layer for early drafting without)"
+            without = "no heads (train some, or set exit_layer for early drafting without heads)"
         parts = (
             where,
             f"heads {self.model}{about_heads}" if self.model else without,

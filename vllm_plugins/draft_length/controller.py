@@ -19,12 +19,12 @@ import numpy as np
 
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 
-MEMORY = 64  # drafts of a request that count, at each position
-PRIOR_MEMORY = 256  # and of all requests together
-PRIOR_WEIGHT = 8.0  # a request's own drafts that weigh as much as the prior
-KINDS = 2  # of the method's drafts
-GUESS, GUESS_WEIGHT = 0.6, 6.0  # acceptance before any draft was verified, and the drafts that it counts for
-DECAY = 0.5, 0.8  # of a request's counts and of all requests', when they may no longer hold
+MEMORY = 64  # drafts per request and position that count
+PRIOR_MEMORY = 256  # the same for all requests together
+PRIOR_WEIGHT = 8.0  # number of a request's drafts that weigh as much as the prior
+KINDS = 2  # kinds of the method's drafts
+GUESS, GUESS_WEIGHT = 0.6, 6.0  # prior acceptance, and the number of drafts for which it counts
+DECAY = 0.5, 0.8  # factors on a request's and on all requests' counts when they may be out of date
 
 
 class Acceptance:
@@ -41,7 +41,7 @@ class Acceptance:
         self.hits = np.zeros((0, most))  # [rows, N] accepted drafts by position
         self.trials = np.zeros((0, most))  # [rows, N] drafts whose predecessors were accepted
         self.kinds = np.zeros(0, dtype=np.int64)  # [rows] kind of each row's drafts
-        # [kinds, N] the same over all requests
+        # [kinds, N] trials of all requests
         self.prior_trials = np.full((kinds, most), GUESS_WEIGHT)
         self.prior_hits = GUESS * self.prior_trials
         self._req_ids: list[str] = []
@@ -69,7 +69,7 @@ class Acceptance:
             accepted: [rows] how many of them were accepted.
         """
         position = np.arange(self.most)
-        # Drafts behind a rejected one were not tried.
+        # Drafts after a rejected one were not tried.
         trials = (position < drafts[:, None]) & (position <= accepted[:, None])
         hits = trials & (position < accepted[:, None])
         kept = 1 - trials / MEMORY
@@ -115,10 +115,10 @@ def reordered(old: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 FIRST_WAIT = 16  # steps in OFF before an exploration step
-EXPLORED = 1 / 256  # of the time in OFF, in the long run
+EXPLORED = 1 / 256  # share of the time in OFF, in the long run
 FOREVER = 1 << 30  # steps
 EXPLORE_LONGER = 128  # steps in DRAFTING
-STARTS = 1.03  # expected speed-up at which drafting begins; it ends below 1
+STARTS = 1.03  # expected speed-up at which drafting starts; it stops below 1
 
 
 class State(Enum):
@@ -133,9 +133,9 @@ class Choice(NamedTuple):
 
     number: int  # n, at least 1
     gain: float  # expected speed-up
-    cost: float  # of the step, in units of a step without drafts
-    allowed: np.ndarray  # [rows] drafts that each request may have; it may be fewer than n
-    drafts: np.ndarray  # [rows] those of them that are expected to pay
+    cost: float  # of the step, relative to a step without drafts
+    allowed: np.ndarray  # [rows] drafts allowed for each request, which may be fewer than n
+    drafts: np.ndarray  # [rows] allowed drafts that are expected to pay off
 
 
 class DraftLengthController:
@@ -165,13 +165,13 @@ class DraftLengthController:
         self.acceptance = Acceptance(costs.most, kinds)
         self.state = State.WARMUP
         self.gain = 1.0  # expected speed-up of the last choice; infinite for an exploration step
-        self.suppressed = 0  # drafts that the last choice left out
-        self._drafts = np.zeros(0, dtype=np.int64)  # [rows] of the step that runs now
-        self._tried: set[int] = set()  # kinds of which drafts were verified
-        self._steps = self._explored = 0  # steps so far; the step of the last exploration
-        self._wait, self._cost = first_wait, 1.0  # steps before the next exploration, and what it costs
-        self._paid = False  # whether the exploration step that ended paid for itself
-        self._free = True  # whether anyone may draft
+        self.suppressed = 0  # drafts suppressed by the last choice
+        self._drafts = np.zeros(0, dtype=np.int64)  # [rows] in the current step
+        self._tried: set[int] = set()  # kinds with verified drafts
+        self._steps = self._explored = 0  # steps so far, and the step of the last exploration
+        self._wait, self._cost = first_wait, 1.0  # steps until the next exploration, and its cost
+        self._paid = False  # whether the last exploration step paid off
+        self._free = True  # whether any request may draft
 
     @property
     def drafting(self) -> bool:
@@ -272,7 +272,7 @@ class DraftLengthController:
         accepted = np.where(np.arange(self.costs.most) < allowed[:, None], accepted, 0)
         if self.counts is None:
             counts = np.arange(1, int(allowed.max()) + 1)
-            # A step's cost is there however many requests draft: a draft must bring in half of its share.
+            # A step costs the same however many requests draft, so a draft must gain half of its share.
             floor = (relative[counts] - 1) / (2 * counts)  # [n]
         else:
             counts = np.array(self.counts)

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from vllm_ppd.heads.planning.timings import Engine, StepTable
 
-LIMIT = 0.25  # of a step; a wrong number of drafts loses no more than the error of the costs that it follows
+LIMIT = 0.25  # of a step; a wrong number of drafts loses at most the error of the costs
 
 
 class CostTable(StepTable):
@@ -46,7 +46,7 @@ class MeasuredCosts(BaseModel):
 
     method: CostTable
     lookup: CostTable | None = None
-    engine: Engine | None = None  # whose steps they are, for `ppd plan --timings`
+    engine: Engine | None = None  # the measured engine, for `ppd plan --timings`
 
     def implausible(self) -> str:
         """The first reason of any of the tables."""

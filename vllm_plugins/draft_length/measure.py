@@ -12,9 +12,9 @@ from vllm_ppd.vllm_plugins.draft_length.costs import CostTable
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-GROWTH = 4  # from one measured batch size to the next
-LEAST_ROUNDS, ROUNDS, ROUND_SECONDS = 2, 5, 0.5  # of a batch size; no more than the least begin after so many seconds
-SECONDS, LEAST_SIZES = 2.0, 3  # no batch size begins after so many seconds, once so many were measured
+GROWTH = 4  # factor between measured batch sizes
+LEAST_ROUNDS, ROUNDS, ROUND_SECONDS = 2, 5, 0.5  # per batch size; no further rounds start after these seconds
+SECONDS, LEAST_SIZES = 2.0, 3  # no batch size starts after this time if this many are measured
 
 
 def counts_of(most: int) -> list[int]:
@@ -56,7 +56,7 @@ def measure_table(
         size = min(size * GROWTH, largest) if size < largest else largest + 1
     table = _table(sizes, counts, from_first_rank(np.array(measured)))
     if reason := table.implausible():
-        logger.info("vllm-ppd: step costs are measured once more, as the machine seems to have been busy: %s", reason)
+        logger.info("vllm-ppd: measuring step costs again, as the machine seems to have been busy: %s", reason)
         again = np.concatenate([measured, [two_fastest(size) for size in sizes]], axis=1)
         table = _table(sizes, counts, from_first_rank(np.sort(again, axis=1)))
     return table

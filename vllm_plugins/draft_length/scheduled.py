@@ -13,14 +13,14 @@ from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, DraftLengthCont
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 
-# Counters of steps without drafts, by reason: drafts are not expected to pay; no request has a draft to look up; there
-# are more requests than disable_by_batch_size.
+# Counters of steps without drafts, by reason: drafts are not expected to pay off; no request has a lookup match;
+# more requests than disable_by_batch_size.
 COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF = tuple(
     f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
 )
-CYCLE = 3  # steps: a draft is made behind one, verified in the next, and known when the third is scheduled
-FIRST_WAIT = 8  # cycles in OFF before an exploration, of which a cycle has one step
-EXPLORED = CYCLE / 128  # of the time in OFF goes to explorations, times the steps of a cycle
+CYCLE = 3  # steps: a draft is made after the first, verified in the second, and known when the third is scheduled
+FIRST_WAIT = 8  # cycles in OFF before an exploration, which takes a step of a cycle
+EXPLORED = CYCLE / 128  # share of the time in OFF for explorations, times the steps of a cycle
 
 
 class ScheduledDrafts:
@@ -44,7 +44,7 @@ class ScheduledDrafts:
     ) -> None:
         self.drafts, self.limit, self.max_num_seqs = drafts, limit, max_num_seqs
         self.texts, self.lookups_alone = texts, lookups_alone
-        self.controller: DraftLengthController | None = None  # None: N drafts
+        self.controller: DraftLengthController | None = None  # None: always N drafts
         self.counts: Counter[str] = Counter()  # for our counters at /metrics
         self._chosen, self._left, self._any_allowed = drafts, 0, True
         self._req_ids: list[str] = []
@@ -87,9 +87,9 @@ class ScheduledDrafts:
         return self._chosen
 
     def _choose(self, controller: DraftLengthController) -> int:
-        if not self._req_ids:  # nothing was verified yet
+        if not self._req_ids:  # nothing is verified yet
             return self.drafts
-        controller.acceptance.align(self._req_ids)  # others may have come since drafts were verified last
+        controller.acceptance.align(self._req_ids)  # requests may have arrived since the last verification
         kinds, looked_up = self._kinds_of(self._req_ids, self._greedy)
         allowed = np.where(looked_up | (not self.lookups_alone), self.drafts, 0)
         self._any_allowed = bool(allowed.any())

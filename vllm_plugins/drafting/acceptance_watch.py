@@ -5,7 +5,7 @@ import logging
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-WINDOW = 1000  # drafts, vLLM's meaning: one per request and step
+WINDOW = 1000  # drafts as counted by vLLM: one per request and step
 NEAR_ZERO = 0.01  # accepted / drafted tokens
 
 
@@ -30,7 +30,7 @@ class AcceptanceWatch:
             self.warned = True
             logger.warning(
                 "vllm-ppd: %d of %d drafted tokens were accepted over the last %d drafts (%.2f %%): drafting costs "
-                "time here and gains none; use heads trained for this model, a deeper exit_layer, or no drafting",
+                "more time than it gains; use heads trained for this model, a deeper exit_layer, or no drafting",
                 self.accepted,
                 self.drafted,
                 self.drafts,

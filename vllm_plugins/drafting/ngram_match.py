@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-BLOCK = 1 << 18  # tokens compared at once, so that they and their masks stay in the cache
+BLOCK = 1 << 18  # tokens compared at once, which fit into the cache with their masks
 
 
 def longest_matches(token_ids: np.ndarray, ends: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,7 @@ def _match(texts: np.ndarray, ends: np.ndarray, longest: int) -> tuple[np.ndarra
     rows, last = np.arange(len(ends)), ends - 1
     lengths, places = np.zeros((2, len(ends)), dtype=np.int64)
     width = texts.shape[1] - 1
-    # [rows, places] whether the tokens up to there equal the text's last ones, `length` of them
+    # [rows, places] whether the `length` tokens up to each place equal the text's last ones
     agree = texts[:, :width] == texts[rows, last][:, None]
     padded = last.min()
     agree[:, padded:] &= np.arange(padded, width) < last[:, None]
@@ -59,7 +59,7 @@ def _match(texts: np.ndarray, ends: np.ndarray, longest: int) -> tuple[np.ndarra
         lengths[matches], places[matches] = length, first[matches]
         if length == min(longest, width) or not matches.any():
             break
-        # A text too short for one more token has no place left, whatever it is compared with.
+        # A text too short for another token has no places left.
         wanted = texts[rows, np.maximum(last - length, 0)]
         np.equal(texts[:, : width - length], wanted[:, None], out=same[:, length:])
         agree[:, :length] = False

@@ -14,9 +14,9 @@ class Plan(NamedTuple):
     """The requests whose base token goes through the shallow layers now."""
 
     rows: np.ndarray  # [requests] batch rows, ascending
-    base_positions: np.ndarray  # [requests] position of the base token, the last one emitted
+    base_positions: np.ndarray  # [requests] position of the base token, which was emitted last
     base_tokens: np.ndarray  # [requests]
-    max_drafts: np.ndarray  # [requests] 0 where only the base token is run, which the next step needs anyway
+    max_drafts: np.ndarray  # [requests] 0 where only the base token runs, which the next step needs
 
 
 class Batch(Protocol):
@@ -59,12 +59,12 @@ class DraftPlanner:
     ) -> None:
         self.config = config
         self.batch, self.options = batch, options
-        self.controller: DraftLengthController | None = None  # None: all drafts are made
+        self.controller: DraftLengthController | None = None  # None: always all drafts
         self.sources = sources
-        self.looked_up: Lookup | None = None  # drafts of the batch rows that the last plan leaves out
-        self.any_allowed = False  # whether any request had drafts, before it was chosen how many pay
-        self.forced: int | None = None  # drafts of every request while steps are timed
-        self.all_emitted = False  # in the step that was planned last: no prompt was unfinished
+        self.looked_up: Lookup | None = None  # drafts for the batch rows that the last plan omits
+        self.any_allowed = False  # whether any request was allowed drafts, before the choice of their number
+        self.forced: int | None = None  # drafts per request while steps are timed
+        self.all_emitted = False  # whether no prompt was unfinished in the last planned step
 
     def plan(
         self, sampled_token_ids: list[list[int]], request_rows: np.ndarray, able: np.ndarray | None = None
@@ -80,7 +80,7 @@ class DraftPlanner:
         counts = np.fromiter(map(len, sampled_token_ids), dtype=np.int64, count=batch.num_requests)
         emitted = counts > 0
         self.all_emitted = bool(emitted.all())
-        # A step emits a token beyond its accepted drafts, so drafting up to the limit would waste the last one.
+        # A step emits a token beyond its accepted drafts, so drafting up to the limit would waste the last draft.
         drafts, remaining = self.allowed_drafts(emitted, request_rows, able=able)
         kinds, controller, self.looked_up = self.options.is_greedy[request_rows], self.controller, None
         if self.forced is not None:

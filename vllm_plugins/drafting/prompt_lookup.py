@@ -13,22 +13,22 @@ from vllm_ppd.vllm_plugins.config.options import LONGEST_LOOKUP
 from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, Acceptance
 from vllm_ppd.vllm_plugins.drafting.ngram_match import longest_matches
 
-LENGTHS = np.array([3, 4, 6, 10, 18])  # of agreement from which on drafts are of another kind
-ALL_KINDS = KINDS + 2 * (len(LENGTHS) + 1)  # the method's drafts, and looked-up drafts by length
-TRY_AGAIN = 128  # steps, after which lookups that seem worse than the method's drafts are taken again
+LENGTHS = np.array([3, 4, 6, 10, 18])  # match lengths at which the drafts' kind changes
+ALL_KINDS = KINDS + 2 * (len(LENGTHS) + 1)  # kinds of the method's drafts, and of looked-up drafts by match length
+TRY_AGAIN = 128  # steps after which a lookup that seemed worse than the method's drafts is tried again
 
 
 class Lookup(NamedTuple):
     """Looked-up drafts for each row of a batch."""
 
     tokens: np.ndarray  # [rows, N] drafts, 0 where there are none
-    counts: np.ndarray  # [rows] how many they are
-    lengths: np.ndarray  # [rows] tokens that agree
+    counts: np.ndarray  # [rows] number of drafts
+    lengths: np.ndarray  # [rows] matching tokens
 
 
 def find(
     token_ids: np.ndarray,  # [rows, longest text] tokens of each row
-    ends: np.ndarray,  # [rows] tokens that each has; 0 to look up none
+    ends: np.ndarray,  # [rows] tokens of each row; 0: no lookup
     shortest: int,  # tokens that must agree
     most: int,  # drafts, N
 ) -> Lookup:

@@ -29,12 +29,12 @@ class DraftInputs:
     """The step that has just ended, with a row for each request that may draft."""
 
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
-    hidden: torch.Tensor  # [requests, hidden] normed state that the target gave that token from
-    places: torch.Tensor  # [requests] int64, where in the step's tokens that state's own token was
-    num_drafts: int  # K, the most of any request
+    hidden: torch.Tensor  # [requests, hidden] normed state from which the target sampled that token
+    places: torch.Tensor  # [requests] int64, index of that state's token within the step's tokens
+    num_drafts: int  # K, the most drafts of any request
     sampling: Sampling | None = None  # None: every draft is the best token
-    shallow: Callable[[int, torch.Tensor], CutState] | None = None  # methods that cut the target: see run_shallow
-    options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], NaN unset
+    shallow: Callable[[int, torch.Tensor], CutState] | None = None  # for methods that cut the target: see run_shallow
+    options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], or NaN
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
     with_probs: bool = False  # whether Drafts.probs is read
     with_confidence: bool = False  # whether Drafts.confidence is read
@@ -49,7 +49,7 @@ class DraftInputs:
         Returns:
             (hidden, residual) at the exit layer, [requests, hidden] each; arbitrary in rows that may not draft so far.
         """
-        assert self.shallow is not None, "only methods whose MethodSpec cuts the target have a first stack"
+        assert self.shallow is not None, "only methods with `cuts` in their MethodSpec have a first stack"
         return self.shallow(offset, token_ids)
 
 
@@ -58,11 +58,11 @@ class Drafts:
     """The drafts after a step."""
 
     token_ids: torch.Tensor  # [requests, K] int64
-    counts: torch.Tensor | None = None  # [requests] int64 drafts that are to be used; None: as many as allowed
-    # [requests, K, vocabulary or draft vocabulary] float32: what drafts were drawn from, where it is asked for, and
-    # anything in rows that took the best token; None: all did.
+    counts: torch.Tensor | None = None  # [requests] int64 usable drafts; None: as many as allowed
+    # [requests, K, vocabulary or draft vocabulary] float32: distributions of the drafts, if requested; undefined in
+    # rows that took the likeliest token; None: all did.
     probs: torch.Tensor | None = None
-    # [requests, K] float32: the drafter's own probability of each draft given those before it, where it is asked for.
+    # [requests, K] float32: the drafter's probability of each draft given the previous ones, if requested.
     confidence: torch.Tensor | None = None
 
 
@@ -75,8 +75,8 @@ def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 class Drafter(ABC):
     """A drafting method, built once per engine, before vLLM measures the memory left for its KV cache."""
 
-    vocabulary: DraftVocabulary | None = None  # what is drafted from; None: every token
-    context_tokens: int = 0  # latest tokens of each request that propose wants to see
+    vocabulary: DraftVocabulary | None = None  # tokens that may be drafted; None: all
+    context_tokens: int = 0  # latest tokens of each request that propose needs
 
     @abstractmethod
     def load(self, config: DraftingConfig, target: Target) -> None:

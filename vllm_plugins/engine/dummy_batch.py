@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm_ppd.vllm_plugins.config.request_options import EPS_B
 
 PROMPT = 4  # tokens
-TOKEN = 1  # what prompts and looked-up drafts consist of
+TOKEN = 1  # the token of prompts and looked-up drafts
 
 
 class DummyBatch(ABC):
@@ -43,11 +43,11 @@ class DummyBatch(ABC):
 
     def __enter__(self) -> Self:
         at_once = max(1, self.runner.scheduler_config.max_num_batched_tokens // PROMPT)
-        # As most sampling requests: greedy ones verify a little faster. No draft is left out for lack of confidence.
+        # Sampled, as greedy requests verify slightly faster. No draft is dropped for lack of confidence.
         params = SamplingParams(temperature=1.0, max_tokens=self.runner.max_model_len, extra_args={EPS_B: 0.0})
         for start in range(0, len(self.names), at_once):
             output = SchedulerOutput.make_empty()
-            # The runner hears of the end of an idle engine's last requests with the next step.
+            # The runner learns with the next step that an idle engine's last requests have ended.
             output.finished_req_ids = set(getattr(self.runner, "requests", ())) - set(self.names)
             output.scheduled_new_reqs = [
                 NewRequestData(

@@ -12,10 +12,10 @@ from vllm_ppd.heads.generation.write import Continuation, Request
 from vllm_ppd.heads.training.parallel import cpu_computes_bfloat16
 from vllm_ppd.vllm_plugins import platform
 
-TOP_P = "ppd_top_p"  # extra argument of a request
+TOP_P = "ppd_top_p"  # a request's extra argument
 PROCESSOR = "vllm_ppd.vllm_plugins.engine.cpu.top_p:TopP"
-CPU_CACHE = 4 << 30  # bytes of KV cache at most, and at most a quarter of what is free
-CPU_STEP = 1024  # tokens: prompts of more than that leave a core's cache, and take longer a token
+CPU_CACHE = 4 << 30  # most bytes of KV cache, and at most a quarter of the free memory
+CPU_STEP = 1024  # tokens: longer prompts leave a core's cache and take longer per token
 
 
 class OfflineEngine:
@@ -27,7 +27,7 @@ class OfflineEngine:
 
     def __init__(self, options: DataOptions) -> None:
         self.generated = 0
-        self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of requests that go on
+        self._written: dict[str, tuple[list[int], list[str]]] = {}  # ids and pieces of text of unfinished requests
         self._on_cpu = platform.is_cpu()
         os.environ[platform.ENDS_WITH] = str(os.getpid())
         self._engine = LLM(**engine_arguments(options)).llm_engine
@@ -35,7 +35,7 @@ class OfflineEngine:
 
     def submit(self, request: Request) -> None:
         processed = self._on_cpu and request.temperature > 0 and request.top_p < 1
-        # Given as parameters, these are not vLLM's defaults, which follow the model's generation_config.json.
+        # Explicit parameters, as vLLM's defaults follow the model's generation_config.json.
         params = SamplingParams(
             temperature=request.temperature, top_p=1.0 if processed else request.top_p, max_tokens=request.max_tokens,
             seed=request.seed, stop_token_ids=list(request.stop_ids) or None,
@@ -81,8 +81,8 @@ def _cpu_arguments(options: DataOptions) -> dict[str, Any]:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     arguments: dict[str, Any] = {
         "logits_processors": [PROCESSOR],
-        "enforce_eager": True,  # compilation takes minutes, and saves little in large batches
-        # A seeded request whose prompt is read in chunks ends vLLM 0.32's CPU engine.
+        "enforce_eager": True,  # compilation takes minutes and saves little in large batches
+        # A seeded request with a chunked prompt ends vLLM 0.32's CPU engine.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP, options.max_length),
     }

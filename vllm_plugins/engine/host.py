@@ -106,7 +106,7 @@ class DraftingHost:
         self.drafter.load(self.config, self.target)
         reads_eps_b = "eps_b" in self.config.spec.request_options
         self.staging = Staging(self.rows, self.target, self.drafter, self.options, reads_eps_b)
-        # vLLM embeds whatever stands in place of an INVALID draft: a token that is drafted from.
+        # vLLM embeds the placeholder of an INVALID draft, so it must be a token of the draft vocabulary.
         vocabulary = self.drafter.vocabulary
         self._stand_in = 0 if vocabulary is None else int(vocabulary.token_ids[0])
 
@@ -148,7 +148,7 @@ class DraftingHost:
             draft: in place of `self.draft_on_device`, such as the replay of a CUDA graph.
         """
         on_gpu = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=on_gpu), torch.inference_mode():  # samples must not depend on it
+        with torch.random.fork_rng(devices=on_gpu), torch.inference_mode():  # must not influence samples
             self.staging.stage_nobody()
             for requests in sizes:
                 for sampled in (True, False) if self.sampled else (False,):
@@ -169,7 +169,7 @@ class DraftingHost:
         if requests and not self._warned_invalid:
             self._warned_invalid = True
             logger.warning(
-                "vllm-ppd: dropped drafts, as what they were taken from is not a distribution (NaN or infinite "
-                "logits): the heads are damaged, or of another model; train or copy them anew, see ppd inspect. "
-                "Said once, ppd:invalid_drafts counts on"
+                "vllm-ppd: dropped drafts with NaN or infinite logits: the heads are damaged, or made for "
+                "another model; train or copy them again, see ppd inspect. Further cases are only counted "
+                "(ppd:invalid_drafts)"
             )

@@ -82,7 +82,7 @@ class TargetLMHead(LMHead):
         processor, method = self.logits_processor, self.lm_head.quant_method
         weight, bias = getattr(self.lm_head, "weight", None), getattr(self.lm_head, "bias", None)
         product = not processor.logits_as_input and processor.scale == 1.0 and processor.soft_cap is None
-        # Exactly these classes: what derives from them may compute something else.
+        # Exactly these classes: derived classes may compute something else.
         unquantised = type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         if not product or not unquantised or envs.VLLM_BATCH_INVARIANT or weight is None:
             return None
@@ -111,7 +111,7 @@ class TargetLMHead(LMHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows, read as logits of unit vectors, since the LM head itself may be packed, sharded or quantised."""
         if self.logits_processor.soft_cap:
-            raise ValueError("this model caps its logits, so a part of its LM head cannot be read alone")
+            raise ValueError("this model caps its logits, so a part of its LM head cannot be read separately")
         hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
         bias = logits(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0]
         units = torch.eye(hidden_size, dtype=dtype, device=device)

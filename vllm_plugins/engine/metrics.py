@@ -18,35 +18,35 @@ import numpy as np
 from vllm_ppd.vllm_plugins.draft_length.scheduled import DRAFTING_OFF
 
 COUNTERS = {
-    "deferred_steps": "Engine steps that ran the deep pass alone, or nothing, from saved states.",
+    "deferred_steps": "Engine steps that ran only the deep pass, or nothing, from saved states.",
     "fallback_steps": "Engine steps that ran the full forward.",
     "confidence_stops": "Times a request stopped drafting because its confidence was not over gamma.",
-    "suppressed_drafts": "Drafts suppressed because they were not expected to pay (adaptive).",
-    **dict.fromkeys(DRAFTING_OFF, "Engine steps after which nobody drafted, by reason."),  # behind a slash
-    "exploration_steps": "Engine steps with more drafts than are expected to pay, to see their acceptance (adaptive).",
+    "suppressed_drafts": "Drafts suppressed because they were not expected to pay off (adaptive).",
+    **dict.fromkeys(DRAFTING_OFF, "Engine steps after which no request drafted, by reason."),  # after a slash
+    "exploration_steps": "Engine steps with more drafts than expected to pay off, to see their acceptance (adaptive).",
     "invalid_drafts": "Times a request's drafts were dropped: logits were not finite, or q(x) no distribution.",
-    "lookup_steps": "Engine steps after which drafts were looked up for some request (prompt_lookup_min).",
-    "skipped_draft_layer_steps": "Decode steps without the heads' layers, as no drafts follow (method dynamo).",
+    "lookup_steps": "Engine steps after which drafts were looked up for a request (prompt_lookup_min).",
+    "skipped_draft_layer_steps": "Decode steps without the heads' layers because no drafts follow (method dynamo).",
     "unverified_tokens": "Tokens emitted without verification (method dynamo with verify: false).",
     "early_predictions": "Tokens that schedule parallel started from an exit, before the final layer chose them.",
-    "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a one.",
-    "drafting_seconds": "Seconds spent in drafting (shallow passes, heads, host work); on runner V2 the host's alone.",
+    "early_rejections": "Tokens of these that the final layer did not choose, or that followed such a token.",
+    "drafting_seconds": "Seconds spent in drafting (shallow passes, heads, host work); on runner V2 host time only.",
     "group_micro_steps": "Micro-steps of a worker group: passes of the last stage within group steps.",
     "group_hits": "Tokens that a worker group had started before the target chose them.",
     "group_misses": "Tokens that no candidate of a worker group had started.",
     "group_candidates": "Candidates that a worker group ran through the first stage.",
     "group_candidates_discarded": "Candidates whose token the target did not choose.",
     "group_tokens": "Tokens that a worker group emitted in its steps.",
-    "group_first_stage_layers": "Layers that the first stage computed for these, each over one token of one request.",
-    "group_last_stage_layers": "Layers that the last stage computed for these, each over one token of one request.",
+    "group_first_stage_layers": "Layers that the first stage computed for these, each counted per token and request.",
+    "group_last_stage_layers": "Layers that the last stage computed for these, each counted per token and request.",
     "group_first_stage_seconds": "Seconds that the first stage spent in micro-steps, waiting included.",
     "group_first_stage_idle_seconds": "Seconds of these that it waited for the last stage's tokens.",
-    "group_last_stage_seconds": "Seconds of the last stage in micro-steps but a step's first, waiting included.",
+    "group_last_stage_seconds": "Seconds of the last stage in micro-steps except a step's first, waiting included.",
     "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
 _NAMES = tuple(COUNTERS)
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}
-GROUP = "group_"  # what the counters of a worker group begin with
+GROUP = "group_"  # prefix of a worker group's counters
 ATTRIBUTE = "vllm_ppd_counts"  # of a ModelRunnerOutput
 
 Counts = dict[str, float]  # counter -> amount
@@ -126,7 +126,7 @@ class Published:
                 labels = ["model_name", "engine", *["reason"] * bool(reason)]
                 self._counters[base] = Counter(f"ppd:{base}", text, labelnames=labels)
             for engine in engines:
-                self._of(name, engine)  # there from the start, at 0
+                self._of(name, engine)  # exported as 0 from the start
 
     def observe(self, counts: Counts, engine: int) -> None:
         for name, amount in counts.items():

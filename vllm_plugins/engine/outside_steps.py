@@ -30,8 +30,8 @@ def on_device(groups: Iterable[Any]) -> bool:
         _warned.add(name)
         logger.warning(
             "vllm-ppd: attention backend %s may copy sequence lengths to the host in every shallow pass, which then "
-            "waits for the device and runs without a CUDA graph of its own; --attention-backend FLASH_ATTN or "
-            "TRITON_ATTN does neither",
+            "waits for the device and runs without a CUDA graph; avoid this with --attention-backend FLASH_ATTN or "
+            "TRITON_ATTN",
             name,
         )
     return not others

@@ -36,12 +36,12 @@ def log_predicted_gain(config: DraftingConfig, vllm_config: Any, costs: Measured
     if not reason:
         return
     gaining = [size for size, speedup in speedups.items() if speedup > 1]
-    instead = f"{TRAIN}, or leave them out (--speculative-model ppd looks drafts up)"
+    instead = f"{TRAIN}, or leave them out (--speculative-model ppd drafts by prompt lookup)"
     if config.adaptive:
-        advice = "drafting stays off there by itself" + f": {instead}" * (not gaining)
+        advice = "drafting stays off there automatically" + f": {instead}" * (not gaining)
     else:
         instead = f"set disable_by_batch_size to {max(gaining)}" if gaining else instead
-        advice = f"adaptive: false drafts all the same, which costs; leave it out, or {instead}"
+        advice = f"adaptive: false drafts regardless, at a loss; leave it out, or {instead}"
     level = logging.INFO if config.adaptive and gaining else logging.WARNING
     logger.log(level, "vllm-ppd: %s; %s", reason, advice)
 
@@ -52,7 +52,7 @@ def predicted_speedups(config: DraftingConfig, engine: Engine, costs: MeasuredCo
         folder = hub.folder_of(str(config.model), CONFIG_NAME, also=(CALIBRATION_NAME,))
         heads, parts = load_config(folder), load_calibration(folder)
     except HeadsError as error:
-        logger.info("vllm-ppd: the gain of these heads is not predicted: %s", error)
+        logger.info("vllm-ppd: cannot predict the gain of these heads: %s", error)
         return {}
     machine = measured(parts.timing.seconds)._replace(served=ServedSteps(**costs.method.model_dump(), engine=engine))
     any_number = config.adaptive and config.runner == "v1"

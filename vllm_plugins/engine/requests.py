@@ -18,7 +18,7 @@ class Setting(IntEnum):
 
     MAX_DRAFTS = 0
     TEMPERATURE = 1
-    DRAFT_TEMPERATURE = 2  # 0 where drafts must be greedy
+    DRAFT_TEMPERATURE = 2  # 0 if drafts must be greedy
     TOP_K = 3
     TOP_P = 4
     EPS_B = 5
@@ -41,11 +41,11 @@ class RequestOptions:
 
     def __init__(self, rows: int, num_drafts: int, vocab_size: int, device: torch.device, keyed: bool = False) -> None:
         self.num_drafts, self.vocab_size, self.keyed = num_drafts, vocab_size, keyed
-        self.drafting = np.zeros(rows, dtype=bool)  # False where the request opted out
+        self.drafting = np.zeros(rows, dtype=bool)  # False if the request opted out
         self.is_greedy = np.zeros(rows, dtype=bool)
-        self.several_at_once = np.zeros(rows, dtype=bool)  # may be given unverified n-grams
+        self.several_at_once = np.zeros(rows, dtype=bool)  # whether unverified n-grams are allowed
         self.max_tokens = np.zeros(rows, dtype=np.int64)
-        # Exact in float32: drafts and temperatures, a top-k below 2^24, NaN where the request has no threshold.
+        # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
         self.on_device = torch.zeros(rows + 1, len(Setting), device=device)
 

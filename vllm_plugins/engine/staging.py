@@ -58,10 +58,10 @@ class Staging:
     def stage_requests(
         self,
         rows: torch.Tensor,  # [requests] int64
-        newest_ids: torch.Tensor,  # [requests] the last token that each emitted
+        newest_ids: torch.Tensor,  # [requests] the last token emitted by each
         hidden: torch.Tensor,  # [tokens, hidden] normed states of the step
-        places: torch.Tensor,  # [requests] int64, the token whose state gave the newest one
-        positions: torch.Tensor,  # [requests] of the newest tokens
+        places: torch.Tensor,  # [requests] int64, index of the token whose state gave the newest token
+        positions: torch.Tensor,  # [requests] positions of the newest tokens
     ) -> None:
         """Stage some requests of a step, from the host's data."""
         n, staged = len(rows), self.staged

@@ -25,7 +25,7 @@ from vllm_ppd.vllm_plugins.engine.outside_steps import unseen_by_connectors
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
-NOT_STEPS = {"adaptive", "step_costs", "heads_summary"}  # options that change nothing in a step
+NOT_STEPS = {"adaptive", "step_costs", "heads_summary"}  # options that do not change steps
 TimeSteps = Callable[[int, Sequence[int]], list[float]]  # (requests, counts of drafts) -> seconds of a step with each
 
 
@@ -54,12 +54,12 @@ def costs_of_engine(
     started = time.perf_counter()
     if largest < 1:
         logger.warning(
-            "vllm-ppd: step costs cannot be measured with so few KV blocks or so short a --max-model-len; every step "
+            "vllm-ppd: step costs cannot be measured with so few KV blocks or such a short --max-model-len; every step "
             "drafts, as with adaptive: false"
         )
         return None
-    largest = min(largest, config.disable_by_batch_size or largest)  # larger batches never draft
-    # A connector would ask for the scheduler's word on dummy requests. Sampled output must not depend on whether steps
+    largest = min(largest, config.disable_by_batch_size or largest)  # larger batches do not draft
+    # A connector would need the scheduler's metadata of dummy requests. Sampled output must not depend on whether steps
     # were measured.
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         tables = [measure_table(timed, largest, counts, group.broadcast_object) for counts, timed in steps]
@@ -87,7 +87,7 @@ def load(path: Path) -> MeasuredCosts | None:
     except (OSError, ValidationError):
         return None
     if reason := costs.implausible():
-        logger.info("vllm-ppd: step costs of %s are measured again, as they are implausible: %s", path, reason)
+        logger.info("vllm-ppd: measuring step costs of %s again, as they are implausible: %s", path, reason)
         return None
     return costs
 
@@ -96,15 +96,15 @@ def save(costs: MeasuredCosts, path: Path) -> None:
     """Write the costs to a file for later starts, unless the machine was busy."""
     if reason := costs.implausible():
         logger.warning(
-            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start alone; "
-            "start with --ppd-step-costs measure while it is idle",
+            "vllm-ppd: step costs are implausible (%s), as the machine is busy, and are used for this start only; "
+            "start with --ppd-step-costs measure when it is idle",
             reason,
         )
         return
     try:
         costs.save(path)
     except OSError as error:
-        logger.warning("vllm-ppd: step costs are not kept for the next start (%s)", error)
+        logger.warning("vllm-ppd: cannot save step costs for the next start (%s)", error)
 
 
 def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:

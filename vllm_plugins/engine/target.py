@@ -65,7 +65,7 @@ class Target:
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """The target's input embeddings of tokens [tokens], without adapters: [tokens, hidden], on every rank."""
-        for layer in self._adapted:  # vLLM has set adapters for the tokens of its own step, which are others
+        for layer in self._adapted:  # vLLM sets adapters for its own step's tokens, not for these
             layer.forward = layer.base_layer.forward
         try:
             return self.model.embed_input_ids(token_ids)
@@ -123,5 +123,5 @@ class Target:
     def _prepare_graphs(self) -> None:
         if self._graphs:
             self.cut.allocate_graph_buffers(self.max_tokens, self.hidden_size, self.dtype, self.device)
-            # vLLM captures piecewise graphs of a model that has compiled submodules.
+            # vLLM captures piecewise graphs only for a model with compiled submodules.
             self.model.add_module("vllm_ppd_stacks", nn.ModuleList(self.cut.compiled))

@@ -79,11 +79,11 @@ def install() -> None:
         for owner, name, wrapper in PATCHES:
             wrap(owner, name, wrapper)
         return
-    logger.warning("vllm-ppd supports vLLM %s and found %s: its methods are off", SUPPORTED_VLLM, version)
+    logger.warning("vllm-ppd supports vLLM %s but found %s: its methods are disabled", SUPPORTED_VLLM, version)
     try:
         wrap(_ENGINE_ARGS, "create_speculative_config", refuse_methods)
     except (ImportError, KeyError) as error:
-        # A vLLM in which even this moved will refuse our method names by itself.
+        # A vLLM version without this function rejects our method names itself.
         logger.debug("vllm-ppd: nothing to patch (%s)", error)
 
 
@@ -120,6 +120,6 @@ def refuse_methods(original: Callable[..., Any], self: Any, *args: Any) -> Any:
     named = (config.get(key) or getattr(self, f"spec_{key}", None) for key in ("method", "model"))
     if set(named) & set(METHODS):
         raise OptionError(
-            f"vllm-ppd supports vLLM {SUPPORTED_VLLM} and found {vllm_version()}; install a supported vLLM"
+            f"vllm-ppd supports vLLM {SUPPORTED_VLLM} but found {vllm_version()}; install a supported vLLM"
         )
     return original(self, *args)

@@ -23,11 +23,11 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
         return
     ahead = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
     logger.info("vllm-ppd: model runner %s, %s scheduling", config.runner.upper(), ahead)
-    # What a worker group emits in a step is scheduled as drafts, and never verified.
+    # Tokens that a worker group emits in a step are scheduled as drafts, but never verified.
     if config.stages == 1 and not config.spec.looks_up_alone:
         watch_acceptance(self)
     lookup: Any = self.dynamic_sd_lookup
-    if config.runner == "v2" and config.adaptive and lookup is not None:  # with data parallelism vLLM has none
+    if config.runner == "v2" and config.adaptive and lookup is not None:  # vLLM has none with data parallelism
         self.dynamic_sd_lookup = ScheduledDrafts(
             config.num_speculative_tokens,
             config.disable_by_batch_size,
@@ -35,9 +35,9 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
             None if config.prompt_lookup_min is None else RepeatedText(config.prompt_lookup_min),
             config.spec.looks_up_alone,
         )
-    # vLLM pads a request with one token to compute (the rest is in the prefix cache, or it was preempted) with
-    # placeholder drafts, unless the number of drafts follows the batch size. Having no q(x) for them, the rejection
-    # sampler would take that of no request of the batch. Here the number is the same for every batch size. (Runner V2
+    # vLLM pads a request with one token to compute (the rest is cached, or the request was preempted) with
+    # placeholder drafts, unless the number of drafts depends on the batch size. As these have no q(x), the rejection
+    # sampler would ignore q(x) of the whole batch. Hence the number is the same for every batch size. (Runner V2
     # marks placeholders itself.)
     if config.runner == "v1" and self.dynamic_sd_lookup is None:
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)

@@ -36,7 +36,7 @@ def create_speculative_config(
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted as DynaMo's heads sample them, "
-                "and are NOT what the model alone would say; with eps_b 1, or without verify: false, they are"
+                "and are NOT the model's own output; use eps_b 1, or leave verify out, to get that"
             )
     return original(self, target_model_config, target_parallel_config)
 
@@ -71,8 +71,8 @@ def num_lookahead_tokens(original: Callable[..., int], self: Any) -> int:
     if config is None or not config.spec.writes_ahead:
         return original(self)
     if config.stages > 1:
-        return 1  # the last micro-step's candidates start one token behind the scheduled ones
-    # The base token and every draft write shallow KV past the verified tokens.
+        return 1  # the last micro-step's candidates start one token after the scheduled ones
+    # The base token and every draft write shallow KV after the verified tokens.
     return config.num_speculative_tokens + 1
 
 

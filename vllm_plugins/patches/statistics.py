@@ -11,8 +11,8 @@ from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.drafting.acceptance_watch import AcceptanceWatch
 from vllm_ppd.vllm_plugins.engine.metrics import ATTRIBUTE, Counts, Published, count_in_process
 
-KEY = "vllm_ppd"  # among the statistics of KV connectors
-# Attributes that vLLM's objects are given.
+KEY = "vllm_ppd"  # in the statistics of KV connectors
+# Attributes that we add to vLLM's objects.
 PENDING = "vllm_ppd_pending"  # of a Scheduler: counts that wait for the next statistics
 WATCH = "vllm_ppd_acceptance_watch"  # of a Scheduler
 PUBLISHED = "vllm_ppd_published"  # of a StatLoggerManager

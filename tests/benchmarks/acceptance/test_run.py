@@ -101,7 +101,7 @@ def test_categories_are_decoded_apart(options: Callable[..., AcceptanceOptions],
 
 def test_stopped_run_goes_on(options: Callable[..., AcceptanceOptions]) -> None:
     Engine.stop_after = 8  # all six of vLLM alone, two of ngram
-    with pytest.raises(Stopped, match=r"kept in .*acceptance\.json, the same command goes on"):
+    with pytest.raises(Stopped, match=r"kept in .*acceptance\.json; the same command continues"):
         run(options())
     Engine.stop_after = 99
     text = run(options())

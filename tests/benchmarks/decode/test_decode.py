@@ -190,7 +190,7 @@ def test_group_compares_pipelines(heads_folder: Factory) -> None:
     }  # fmt: skip
     assert group.split_of(config, 6) == 4
     assert [c.engine for c in everyone.values()] == [{"pipeline_parallel_size": 2}] * 4 + [{"tensor_parallel_size": 2}]
-    with pytest.raises(BenchError, match="one folder of early heads"):
+    with pytest.raises(BenchError, match="a single folder of early heads"):
         group.contenders(options(heads=(heads, heads), group="1"))
     with pytest.raises(HeadsError, match="kind 'cp'"):
         group.contenders(options(heads=(str(DEMO.parent / "heads" / "cp"),), group="1"))

@@ -49,7 +49,7 @@ def test_results_of_older_code_say_so(tmp_path: Path) -> None:
     results.write()
     ((commit, of_commit),) = outdated.outdated(tmp_path)["speeds"].items()
     assert of_commit["contenders"] == [BASE] and commit == results.run["git"][:7]
-    assert f"measured at commit {commit}, since when" in outdated.note(Path(options.out), {commit: of_commit})
+    assert f"measured at commit {commit};" in outdated.note(Path(options.out), {commit: of_commit})
 
 
 def test_turns_become_a_section(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def texts_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loads() -> None:
     loads = options(rates="2,0.5,inf", concurrencies="3").loads
     assert loads == [Load(2.0, None), Load(0.5, None), Load(None, None), Load(None, 3)]
-    assert [str(load) for load in loads] == ["2 a second", "0.5 a second", "all at once", "3 at once"]
+    assert [str(load) for load in loads] == ["2 per second", "0.5 per second", "all at once", "3 at once"]
     assert options(rates="none").loads == [Load(None, 1), Load(None, 4), Load(None, 16)]
     assert options().essence() == options(rates="9", concurrencies="none", rounds=2, out="x.json").essence()
 
@@ -120,9 +120,9 @@ def test_table_and_what_is_stored(tmp_path: Path) -> None:
     shown = table(again)
     assert shown.splitlines()[0].endswith("with 1 earlier runs")
     _, plain, drafting = cells_of(shown)
-    assert plain[:7] == ["2 a second", "vLLM", *["13.5 / 30.0"] * 4, "2.00"] and plain[-3:] == ["-", "-", "25.0%"]
+    assert plain[:7] == ["2 per second", "vLLM", *["13.5 / 30.0"] * 4, "2.00"] and plain[-3:] == ["-", "-", "25.0%"]
     assert drafting[-4:] == ["2.000 (2.000-2.000)", "2.50", "0.500", "25.0%"]
-    assert "failed: 1 requests of a, 2 a second" in shown.splitlines()
+    assert "failed: 1 requests of a, 2 per second" in shown.splitlines()
 
 
 def marked(mark: str) -> Iterator[bytes]:

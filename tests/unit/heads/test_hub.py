@@ -82,7 +82,7 @@ def test_inspect_and_plan_do_not_fetch_weights(hub: Hub, capsys: pytest.CaptureF
     assert main(["inspect", NAME]) == 0
     said = capsys.readouterr().out
     assert "cp (" in said and "not fetched" in said and "calibrated  " in said
-    assert "will load: yes, with " in said and "the numbers of the weights are read when they are fetched" in said
+    assert "will load: yes, with " in said and "weights are checked after they are fetched" in said
     assert main(["plan", NAME]) == 0
     assert f"--speculative-model {NAME}" in capsys.readouterr().out or NAME in said
     whole = (hub.folder(NAME, str(hub.commit(NAME, "main"))) / "model.safetensors").stat().st_size
@@ -126,7 +126,7 @@ def test_revisions(hub: Hub, tiny_model: Factory, tmp_path: Path, readers: Reade
     assert served_as[0] == str(tiny_model())
     assert served_as[1]["model"] == f"{NAME}@{commit}"
     assert "@v9' has no such revision on the Hub" in str(readers.refusal("model alone", f"{NAME}@v9"))
-    with pytest.raises(OptionError, match=r"--revision is the target's; name theirs as ORGANISATION/NAME@REVISION"):
+    with pytest.raises(OptionError, match=r"--revision is the target's; name them as ORGANISATION/NAME@REVISION"):
         served_heads(NAME, None, "v2")
 
 
@@ -134,7 +134,7 @@ def test_models_of_vllm_are_left_to_it(hub: Hub, tiny_model: Factory, monkeypatc
     hub.add("acme/target", tiny_model())
     assert not is_ours({"model": "acme/target"})
     assert served_heads("acme/target", None) is None
-    with pytest.raises(OptionError, match=r"'acme/target@main' holds no heads; give the revision of a draft model as"):
+    with pytest.raises(OptionError, match=r"'acme/target@main' has no heads; give a draft model's revision as"):
         is_ours({"model": "acme/target@main"})
     assert "model.safetensors" not in hub.sent
     # Where the Hub does not answer, vLLM asks next and says so; its cache is enough to serve a model.

@@ -165,7 +165,7 @@ def test_serving_heads_keeps_what_is_asked(whole_heads: Factory) -> None:
     assert config is not None
     assert (config.method, config.num_speculative_tokens, config.exit_layer) == ("paradecode", 1, (4,))
     for asked, message in (
-        ({"method": "cp"}, "method='cp' does not draft with early heads"),
+        ({"method": "cp"}, "method='cp' does not support early heads"),
         ({"model": "x/y"}, "another model"),
     ):
         with pytest.raises(OptionError, match=message):

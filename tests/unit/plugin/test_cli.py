@@ -39,4 +39,4 @@ def test_env_tells_versions(capsys: Any) -> None:
     text = capsys.readouterr().out
     assert torch.__version__ in text
     assert re.search(r"vLLM supported +yes", text)
-    assert re.search(r"plugin +(registered|switched off)", text)
+    assert re.search(r"plugin +(registered|disabled)", text)

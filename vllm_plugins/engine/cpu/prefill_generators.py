@@ -16,10 +16,10 @@ class PrefillGenerators:
     """Mixed into CPUModelRunner (V1)."""
 
     input_batch: Any
-    discard_request_mask: Any  # [batch rows], set in execute_model: requests whose prompt the step did not finish
+    discard_request_mask: Any  # [batch rows], set in execute_model: requests with an unfinished prompt
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        generators = self.input_batch.generators  # the batch's sampling metadata hold the same dictionary
+        generators = self.input_batch.generators  # the batch's sampling metadata has the same dictionary
         unfinished = np.flatnonzero(self.discard_request_mask.np[: self.input_batch.num_reqs]) if generators else ()
         held = {row: generators.pop(row) for row in map(int, unfinished) if row in generators}
         try:

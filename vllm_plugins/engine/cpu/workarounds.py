@@ -52,7 +52,7 @@ def mend_expand_kernel() -> None:
     if expand_batch_to_tokens(probe, torch.tensor([2, 3], dtype=torch.int32), 3).tolist() == [0.25, 0.25, 0.75]:
         return
     register_kernels({KERNEL: expand})
-    # vLLM registers its kernels anew for every worker of a process.
+    # vLLM registers its kernels again for every worker of a process.
     cpu_triton_utils._expand_kernel_impl = expand
     logger.info("vllm-ppd: replaced the CPU backend's expand_kernel, which drops sampling parameters of drafts")
 
@@ -67,5 +67,5 @@ def unlink_shared_memory(*groups: Any) -> None:
         for path in glob.glob(f"/dev/shm/{glob.escape(name)}_*") if name else ():
             try:
                 os.unlink(path)
-            except FileNotFoundError:  # another rank was first
+            except FileNotFoundError:  # another rank removed it first
                 continue

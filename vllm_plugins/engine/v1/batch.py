@@ -101,7 +101,7 @@ class Batch:
         if len(rows) < count:
             whole = logits.new_zeros(count, logits.shape[-1])
             logits = whole.index_copy_(0, torch.from_numpy(rows).to(logits.device), logits)
-            # A seeded request draws once a token that it emits, and no more.
+            # A seeded request draws exactly once per emitted token.
             chosen = set(rows.tolist())
             metadata = dataclasses.replace(
                 metadata, generators={row: g for row, g in metadata.generators.items() if row in chosen}
@@ -123,7 +123,7 @@ def with_counts(output: Any, counters: Counters) -> Any:
 class Step(NamedTuple):
     """The results of an engine step."""
 
-    sampled_token_ids: list[list[int]]  # emitted tokens per batch row; empty where the prompt is not done
+    sampled_token_ids: list[list[int]]  # emitted tokens per batch row; empty if the prompt is unfinished
     verified: Any  # vLLM's SpecDecodeMetadata; None if the batch had no drafts to verify
     sampling: Any  # the batch's SamplingMetadata
     hidden_states: torch.Tensor  # [tokens, hidden] normed

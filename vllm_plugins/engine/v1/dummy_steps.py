@@ -39,11 +39,11 @@ def time_steps(drafter: Any, looked_up: bool, requests: int, counts: Sequence[in
     most = drafter.config.max_drafting_requests or requests
     with V1Batch(drafter.runner, requests, length_needed(counts, STEPS)) as batch:
         drafts: list[list[int]] = [[] for _ in batch.names]
-        # None last: DynaMo's requests do not draft again after such a step.
+        # 0 drafts last: DynaMo's requests do not draft again after such a step.
         for count in sorted(counts, reverse=True):
             planner.forced = 0 if looked_up else count
-            for again in (False, True):  # the first of two steps verifies another number of drafts than it makes
-                if looked_up or again:  # of the method's own drafts, DynaMo may have backed off to fewer
+            for again in (False, True):  # the first of two steps verifies a different number of drafts than it makes
+                if looked_up or again:  # DynaMo may have backed off to fewer drafts of its own
                     made = [[] for _ in batch.names] if looked_up else drafts
                     drafts = [[*ids, *[TOKEN] * count][:count] if i < most else [] for i, ids in enumerate(made)]
                 if again and count == 0 and planner.sources is None:

@@ -33,7 +33,7 @@ class Span(NamedTuple):
     rows: np.ndarray  # [requests] batch rows
     starts: np.ndarray  # [requests] position of the first token
     lengths: np.ndarray  # [requests] tokens, at least 1
-    tails: np.ndarray | None = None  # [requests, KV cache groups] block in place of the one of the token; -1: its own
+    tails: np.ndarray | None = None  # [requests, KV cache groups] block that replaces the token's; -1: none
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +56,7 @@ class SpanAttention:
         groups: list[LayerGroup],
         span: Span,
         positions: torch.Tensor,  # [tokens]
-        padded: int,  # slots to give, at least as many as tokens
+        padded: int,  # number of slots, at least that of tokens
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Attention metadata and KV slots [padded] by layer name, one block table a KV cache group."""
         runner, device = self.runner, self.runner.device
@@ -137,7 +137,7 @@ class StackPasses:
 
         Within a step of vLLM no CUDA graph runs, since its input buffers hold the step's own inputs.
         """
-        # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
+        # Compiled stacks have no guards: ids need exactly the layout of vLLM's.
         return self._run(0, span, token_ids.to(torch.int32).contiguous(), None, graphs=not within_step)
 
     def deeper(self, level: int, span: Span, state: CutState) -> CutState:
@@ -154,7 +154,7 @@ class StackPasses:
         span: Span,
         token_ids: torch.Tensor | None,
         state: CutState | None,
-        graphs: bool = True,  # not within a step of vLLM's
+        graphs: bool = True,  # whether graphs may be used; not within vLLM's steps
     ) -> Any:
         runner = self.runner
         positions = torch.from_numpy(flat_ranges(span.starts, span.lengths)).to(runner.device, non_blocking=True)
@@ -172,7 +172,7 @@ class StackPasses:
         embeddings = self.cut.embeddings(token_ids) if token_ids is not None else None
         if embeddings is not None and mode != CUDAGraphMode.NONE:
             embeddings = runner.inputs_embeds.gpu[:padded].copy_(embeddings)
-        # What a step computes is a connector's to store; what runs between steps is of drafts.
+        # Connectors store what a step computes, but not drafts computed between steps.
         with (
             unseen_by_connectors() if graphs else nullcontext(),
             set_forward_context(

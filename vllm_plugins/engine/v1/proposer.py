@@ -34,7 +34,7 @@ class Bypass:
     """Decode steps that bypass drafting, for the same requests; they end early when other requests or prompts come."""
 
     def __init__(self) -> None:
-        self.active = False  # whether the step that runs now is bypassed
+        self.active = False  # whether the current step is bypassed
         self._left = self._taken = 0
         self._requests: Collection[str] = frozenset()
 
@@ -62,14 +62,14 @@ class Proposer:
 
     runner: Any
     host: DraftingHost
-    drafts_for_all = False  # whether requests that may not draft are brought to the host as well
-    decoding = False  # whether the step that runs now takes no prompt in
+    drafts_for_all = False  # whether requests that may not draft are also passed to the host
+    decoding = False  # whether the current step reads no prompt
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.config = required_config(vllm_config, self)
         self.bypass = Bypass()
-        self._scheduled: dict[str, int] = {}  # tokens of each request in the step that runs now
+        self._scheduled: dict[str, int] = {}  # tokens of each request in the current step
         self._request_rows: np.ndarray | None = None
 
     def bind(self, runner: Any) -> None:
@@ -81,7 +81,7 @@ class Proposer:
         sampled = config.draft_sample_method == "probabilistic" and config.verify
         drafts = config.num_speculative_tokens
         self.host = DraftingHost(config, self.vllm_config, runner.device, requests, drafts, sampled)
-        self.q_rows: torch.Tensor | None = None  # [request rows, K, vocabulary] float32: q(x), where drafts are drawn
+        self.q_rows: torch.Tensor | None = None  # [request rows, K, vocabulary] float32: q(x), if drafts are sampled
         sources = None
         if config.prompt_lookup_min is not None:
             sources = DraftSources(config.prompt_lookup_min, config.num_speculative_tokens)
@@ -179,7 +179,7 @@ class Proposer:
         if controller is not None:
             self.counters.add("suppressed_drafts", controller.suppressed)
             self.counters.add("exploration_steps", controller.drafting and controller.gain == np.inf)
-            # An unfinished prompt may end in a chunk of one token, which looks like a step of decoding.
+            # An unfinished prompt may end in a chunk of one token, which looks like a decode step.
             if self.decoding and planner.all_emitted and planner.sources is None:
                 self.bypass.begin(controller.steps_off(), self._scheduled.keys())
         self.counters.add("drafting_seconds", time.perf_counter() - started)
@@ -277,7 +277,7 @@ class DraftingRunnerMixin(Verification):
     vllm_config: Any
     speculative_config: Any
     requests: dict[str, Any]
-    _draft_token_ids: Any  # vLLM's: what propose_draft_token_ids gave
+    _draft_token_ids: Any  # vLLM's: the result of propose_draft_token_ids
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -285,7 +285,7 @@ class DraftingRunnerMixin(Verification):
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self.drafter.begin_step(scheduler_output)
-        # A bypassed step is what it is without speculation, and the drafter is not called after it.
+        # A bypassed step runs as without speculation, and the drafter is not called after it.
         self.speculative_config = None if self.drafter.bypass.active else self.vllm_config.speculative_config
         return super()._update_states(scheduler_output)
 
@@ -339,5 +339,5 @@ class DraftingRunnerMixin(Verification):
 
     def take_draft_token_ids(self) -> Any:
         if isinstance(self._draft_token_ids, list) and not any(self._draft_token_ids):
-            return None  # the scheduler would look every request up to note that it has none, as it has anyway
+            return None  # spares the scheduler a look-up per request to record no drafts
         return super().take_draft_token_ids()  # type: ignore[misc]

@@ -34,7 +34,7 @@ class Verification:
 
     speculative_config: Any
     input_batch: Any
-    sampler: Any  # vLLM's; its rejection sampler gathers through it, too
+    sampler: Any  # vLLM's; its rejection sampler also gathers through it
     requests: dict[str, Any]
     model_config: Any
     device: Any
@@ -44,7 +44,7 @@ class Verification:
         drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
         budgets = self.input_batch.thinking_budget_state_holder
         if budgets is not None:
-            budgets.in_spec_mode = drafts  # without drafts a step has one row of logits a request
+            budgets.in_spec_mode = drafts  # without drafts a step has one row of logits per request
         if drafts or self.model_config.has_inner_state:
             return prepare(scheduler_output, *args, **kwargs)
         speculative_config, self.speculative_config = self.speculative_config, None
@@ -54,7 +54,7 @@ class Verification:
             self.speculative_config = speculative_config
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
-        return common_attn_metadata is not None  # length limits are ours to keep, a request at a time
+        return common_attn_metadata is not None  # we enforce length limits per request
 
     def _update_states(self, scheduler_output: Any) -> Any:
         cached = scheduler_output.scheduled_cached_reqs
@@ -111,7 +111,7 @@ class Verification:
             yield
         finally:
             self.input_batch.sampling_metadata = metadata
-            del self.sampler.gather_logprobs  # the class has its own
+            del self.sampler.gather_logprobs  # restores the class's method
 
     def _any_logits(self) -> torch.Tensor:
         return torch.zeros(1, self.model_config.get_vocab_size(), device=self.device)
@@ -190,7 +190,7 @@ def verify(rejection_sample: Callable[..., torch.Tensor], draws: dict[int, Draws
         ends = torch.tensor(num_draft_tokens).cumsum(0).tolist()
         places = {row: slice(ends[row] - num_draft_tokens[row], ends[row]) for row in draws}
         sampled = {row: draws[row].tokens(target_logits[place]) for row, place in places.items()}
-        # What it draws from these requests' generators is taken back by Draws.end.
+        # Draws.end restores these requests' generators afterwards.
         output = rejection_sample(
             draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
             bonus_token_ids, *args, **kwargs,

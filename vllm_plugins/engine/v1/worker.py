@@ -61,7 +61,7 @@ class WarmUpMixin:
 def set_draft_length(drafter: Proposer) -> MeasuredCosts | None:
     """Let the number of drafts follow step costs from now on; returns these costs."""
     config, counts = drafter.config, counts_of(drafter.config.num_speculative_tokens)
-    # Steps with the method's drafts, and with looked-up ones where there are any.
+    # Steps with the method's drafts, and with looked-up drafts if there are any.
     sources = {False: not config.spec.looks_up_alone, True: config.prompt_lookup_min is not None}
     steps = [(counts, functools.partial(time_steps, drafter, looked_up)) for looked_up, used in sources.items() if used]
     largest = most_requests(drafter.runner, counts, STEPS)
@@ -116,7 +116,7 @@ else:
             mode = compilation.cudagraph_mode
             config = active_config(vllm_config)
             if config is not None and config.spec.cuts and mode.has_full_cudagraphs():
-                # One graph of the whole model cannot run its halves; graphs between attention calls can.
+                # A graph of the whole model cannot run its halves; graphs between attention calls can.
                 piecewise = mode.requires_piecewise_compilation()
                 if piecewise:
                     logger.info(
@@ -124,7 +124,7 @@ else:
                     )
                 else:
                     logger.warning(
-                        "vllm-ppd: no CUDA graphs, as those of the whole model (%s) cannot run its halves; "
+                        "vllm-ppd: running without CUDA graphs, as whole-model graphs (%s) cannot run its halves; "
                         "use cudagraph_mode FULL_AND_PIECEWISE or PIECEWISE",
                         mode,
                     )

@@ -16,7 +16,7 @@ STEPS = WARM + TIMED
 class V2Batch(DummyBatch):
     """Dummy requests whose drafts stay on the device, and whose tokens the host does not wait for."""
 
-    drafts = 0  # to make behind the next step
+    drafts = 0  # to make after the next step
 
     def execute(self, output: Any) -> None:
         output.num_spec_tokens_to_schedule = self.drafts

@@ -12,8 +12,8 @@ import torch
 from vllm.triton_utils import triton
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 
-LONGEST = 8  # tokens that are compared, where the shortest match is not longer
-BLOCK = 256  # places of a text that a program compares
+LONGEST = 8  # most tokens compared, unless the shortest match is longer
+BLOCK = 256  # places of a text compared per program
 
 
 class Lookup:

@@ -35,11 +35,11 @@ class FirstStackPasses:
         self.inputs = PassInputs(*(torch.zeros(most, dtype=dtype, device=self.device) for dtype in (
             torch.int32, torch.int64, torch.int32, torch.int64,
         )))  # fmt: skip
-        self.bounds: torch.Tensor | None = None  # [requests] of the sequences' lengths; None while a graph is captured
+        self.bounds: torch.Tensor | None = None  # [requests] bounds of sequence lengths; None while capturing a graph
         self.without_attention = False
         self.kv_cache_config: Any = None
-        self.batch: Any = None  # of the mixed step that runs now
-        self.metadata: dict[str, Any] | None = None  # of the passes that draft now
+        self.batch: Any = None  # batch of the current mixed step
+        self.metadata: dict[str, Any] | None = None  # attention metadata of the current drafting passes
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
         """Bind the KV cache; an engine has none while vLLM measures its memory."""
@@ -91,7 +91,7 @@ class FirstStackPasses:
             return
         bounds = self.bounds
         if bounds is not None:
-            # Made once, they hold for all passes.
+            # Built once for all passes.
             reach = self.speculator.num_speculative_steps if self.speculator.supports_decode_metadata_update else offset
             bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
         self.metadata = self._metadata(

@@ -48,7 +48,7 @@ class Speculator(DraftModelSpeculator):
         self.draft_tokens, self.lookup = self.host.draft_tokens, None
         if (shortest := self.config.prompt_lookup_min) is not None:
             self.lookup = Lookup(shortest, self.max_num_reqs, self.num_speculative_steps, req_states, device)
-        self.graphs: CudaGraphManager | None = None  # vLLM looks for such attributes when it measures their memory
+        self.graphs: CudaGraphManager | None = None  # vLLM reads such attributes to measure their memory
         self.sampled_graphs: CudaGraphManager | None = None
 
     @property
@@ -69,7 +69,7 @@ class Speculator(DraftModelSpeculator):
         self.supports_mm_inputs = False
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
-        self.attn_groups: list[Any] = []  # no attention beside the target's
+        self.attn_groups: list[Any] = []  # no attention besides the target's
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
@@ -153,7 +153,7 @@ class Speculator(DraftModelSpeculator):
         """Draft token IDs [requests, K]."""
         started, requests = time.perf_counter(), input_batch.num_reqs
         if dummy_run:
-            # A dummy run takes the memory of every way; the first compiles the kernels of every batch size.
+            # A dummy run uses the memory of every code path; the first compiles the kernels of every batch size.
             self.host.warm_up(buckets(requests) if is_profile else [requests], self._draft if is_profile else self._run)
         else:
             end = StepEnd(

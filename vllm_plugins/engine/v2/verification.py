@@ -26,7 +26,7 @@ class Verification(RejectionSampler):
     def __init__(self, speculator: Speculator, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.speculator = speculator
-        self._compiled = False  # whether vLLM's kernel is compiled for logits as the model gives them
+        self._compiled = False  # whether vLLM's kernel is compiled for the model's logits
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class Verification(RejectionSampler):
             seq_lens_upper_bound_np,
         )  # fmt: skip
         states = self.sampler.sampling_states
-        # vLLM's warm-up asks for processed logits alone (float32), and greedy requests need none.
+        # vLLM's warm-up only uses processed logits (float32), which greedy requests do not need.
         for given in (processed_logits,) if self._compiled else (logits, processed_logits):
             drawn = gumbel_sample(
                 given, expanded_idx_mapping, states.temperature.gpu, states.seeds.gpu, pos, apply_temperature=False,

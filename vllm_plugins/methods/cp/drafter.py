@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 LOGITS_AT_ONCE = 1 << 26  # numbers
 
-ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]  # as draft_in_sequence's
+ReadLogits = Callable[[int, torch.Tensor | None], torch.Tensor]  # as for draft_in_sequence
 
 
 class _Recurrence:
@@ -68,7 +68,7 @@ class CPDrafter(ChainDrafter):
         self.target = target
         self.vocabulary = DraftVocabulary.of(config, heads, tensors, target)
         drafts = config.num_speculative_tokens
-        self.lead = heads.positions - heads.factors  # positions that have no factors
+        self.lead = heads.positions - heads.factors  # positions without factors
         factors = drafts + 1 - self.lead
         self.factorised, self.rank, self.factors = heads.factorised, heads.rank, factors
         self.gate = tensors["cp.gate"].to(device=target.device, dtype=target.dtype)

@@ -6,7 +6,7 @@ from vllm_ppd.vllm_plugins.method_spec import ENGINE, MethodSpec
 METHOD = MethodSpec(
     "DynaMo drafting",
     drafter=f"{__name__}.drafter.DynaMoDrafter",
-    speculator=f"{ENGINE}.v2.speculator.Speculator",  # its layers run with the target's, over every token
+    speculator=f"{ENGINE}.v2.speculator.Speculator",  # its layers run with the target's over every token
     proposer=f"{__name__}.proposer.DynaMoProposer",
     heads="dynamo",
     needs_heads=True,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.engine.target import Target
 
 JOINT_AT_ONCE = 1 << 22  # entries
-PENALISED = 64  # tokens that the repetition penalty looks back
+PENALISED = 64  # latest tokens that the repetition penalty considers
 
 
 class DynaMoDrafter(Drafter):
@@ -68,7 +68,7 @@ class DynaMoDrafter(Drafter):
         with_joints = sampling is not None or step.with_confidence
         choice = self.choose(scores, step.newest_ids[part], step.options["eps_b"][part], context, with_joints)
         tokens, q = (choice.likeliest.tokens, None) if sampling is None else choice.draw(sampling)
-        if q is not None:  # over all tokens, where it is read
+        if q is not None:  # if q(x) is read, over all tokens
             size, ids = (*q.shape[:2], self.target.vocab_size), choice.top.ids.transpose(0, 1)
             q = q.new_zeros(size).scatter_(2, ids, q) if step.with_probs else None
         confidence = choice.confidence(tokens) if step.with_confidence else None
@@ -87,11 +87,11 @@ class DynaMoDrafter(Drafter):
 
     def choose(
         self,
-        scores: list[torch.Tensor] | torch.Tensor,  # as candidates takes them
-        first_token: torch.Tensor | None,  # [requests] the token that is emitted already; None: head 1 chooses it, too
-        eps_b: torch.Tensor,  # [requests] each one's own threshold, NaN where it has none
-        context: torch.Tensor | None,  # [requests, tokens] the latest ones, for the repetition penalty
-        with_joints: bool = True,  # as candidates takes it
+        scores: list[torch.Tensor] | torch.Tensor,  # as for candidates
+        first_token: torch.Tensor | None,  # [requests] the emitted token; None: head 1 chooses it
+        eps_b: torch.Tensor,  # [requests] the requests' thresholds, NaN if unset
+        context: torch.Tensor | None,  # [requests, tokens] latest tokens, for the repetition penalty
+        with_joints: bool = True,  # as for candidates
     ) -> JointChoice:
         """Algorithm 1."""
         tokens = None if self.vocabulary is None else self.vocabulary.token_ids

@@ -29,9 +29,9 @@ class MissingKV:
     def __init__(self, runner: Any, first_layer: int) -> None:
         self.runner = runner
         self.first_layer = first_layer
-        self.requests: set[str] = set()  # ids of those with missing KV
-        self._started: list[str] = []  # requests whose blocks are others than in the step before
-        # (number, [blocks] bool: has missing KV) of each KV cache group with draft layers.
+        self.requests: set[str] = set()  # ids of requests with missing KV
+        self._started: list[str] = []  # requests whose blocks have changed since the previous step
+        # (number, [blocks] bool: KV is missing) of each KV cache group with draft layers.
         self._groups: list[tuple[int, np.ndarray]] = []
 
     def update_requests(self, scheduler_output: Any) -> None:
@@ -58,11 +58,11 @@ class MissingKV:
         lacking = np.zeros(len(computed), dtype=bool)
         for gid, flags in self._groups:
             blocks, size = batch.block_table[gid].get_numpy_array(), batch.block_table[gid].block_size
-            # Skipped: every block that is written to; else those whose first slot is.
+            # If skipped, every written block; otherwise those whose first slot is written.
             first = starts // size if skipped else -(-starts // size)
             counts = -(-ends // size) - first
             flags[blocks[np.repeat(np.arange(rows), counts), flat_ranges(first, counts)]] = skipped
-            # Only now: a request may start from blocks that another one fills in this step.
+            # Only now, as a request may start from blocks that another request fills in this step.
             for place, row in enumerate(computed.tolist()):
                 lacking[place] |= flags[blocks[row, : -(-starts[row] // size)]].any()
         self.requests.update(name for name, lacks in zip(self._started, lacking.tolist(), strict=True) if lacks)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.engine.v1.proposer import Proposer
     from vllm_ppd.vllm_plugins.methods.dynamo.drafter import DynaMoDrafter
 
-PLACEHOLDER = -1  # vLLM's mark of a place without a token
+PLACEHOLDER = -1  # vLLM's mark for no token
 
 
 class NGramEmission:
@@ -41,7 +41,7 @@ class NGramEmission:
             return sample()
         first_head = logits.float().clone()  # the sampler overwrites its input
         output = sample()
-        # vLLM may give a request that comes in with one token to compute places for drafts, and several logits.
+        # vLLM may give a new request with one token to compute places for drafts and several rows of logits.
         padded = output.sampled_token_ids.shape[1] > 1
         if padded or output.logprobs_tensors is not None:
             return output

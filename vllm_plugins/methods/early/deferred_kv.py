@@ -67,7 +67,7 @@ class ScheduledStep:
     drafts: np.ndarray  # [requests] drafts among them
     prefilling: np.ndarray  # [requests] bool
     padded: int  # tokens of the step, with the padding of CUDA graphs
-    # [tokens] request row and offset of each token, where the device alone knows how many tokens each request has.
+    # [tokens] request row and offset of each token, if only the device knows the requests' numbers of tokens.
     on_device: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -104,17 +104,17 @@ class DeferredKV:
     def __init__(self, host: DraftingHost, has_residual: bool) -> None:
         self.host = host
         self.width = host.num_drafts + 1
-        self.nobody = host.rows * self.width  # a state of the further request that padding is
-        self.mode: Mode = "full"  # of the step that runs now
-        self.drafted = np.zeros(host.rows, dtype=bool)  # request rows whose states the next step may take
+        self.nobody = host.rows * self.width  # state index of padding, which counts as a further request
+        self.mode: Mode = "full"  # of the current step
+        self.drafted = np.zeros(host.rows, dtype=bool)  # request rows whose states the next step may use
         model_config, device = host.vllm_config.model_config, host.device
         hidden_size: int = model_config.hf_text_config.hidden_size
         states = (host.rows + 1) * self.width
         self.saved = SavedStates(states, hidden_size, model_config.dtype, device, has_residual)
         tokens: int = host.vllm_config.scheduler_config.max_num_batched_tokens
-        self.state_rows = torch.zeros(tokens, dtype=torch.int64, device=device)  # of the step's tokens
+        self.state_rows = torch.zeros(tokens, dtype=torch.int64, device=device)  # of each of the step's tokens
         self._fresh = np.zeros(0, dtype=np.int64)  # requests of a mixed step without states
-        self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # their places in the step
+        self._fresh_tokens = torch.zeros(0, dtype=torch.int64, device=device)  # indices of their tokens in the step
 
     def begin_step(self, step: ScheduledStep, may_mix: bool) -> None:
         """Determine from the schedule which tokens have states.
@@ -123,9 +123,9 @@ class DeferredKV:
             step: the coming step.
             may_mix: whether the first stack can run over a part of the step's tokens.
         """
-        # The newest token and the drafts, and nothing else: each has logits.
+        # Exactly the newest token and the drafts: each has logits.
         known = self.drafted[step.rows] & ~step.prefilling & (step.tokens == step.drafts + 1)
-        known &= step.drafts < self.width  # looked-up drafts may be more, while steps are timed
+        known &= step.drafts < self.width  # while steps are timed, there may be more looked-up drafts
         self.drafted[step.rows] = False
         self.mode = "deep" if known.all() else "mixed" if known.any() and may_mix else "full"
         self.host.counters.add("fallback_steps" if self.mode == "full" else "deferred_steps")

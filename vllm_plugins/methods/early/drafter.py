@@ -43,12 +43,12 @@ class EarlyExitDrafter(Drafter):
                 reading = self.reader.sample(self.exit_layer, state, sampling, step.with_probs)
             readings.append(reading)
             token_ids = reading.token_ids
-        step.run_shallow(step.num_drafts, token_ids)  # for its state, which the deep pass starts from
+        step.run_shallow(step.num_drafts, token_ids)  # for the last draft's state, from which the deep pass starts
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         confidence = _stacked([reading.confidence for reading in readings])
         counts = None
         if confidence is not None and self.gamma > 0:
-            # NaN goes on, to be dropped as INVALID.
+            # NaN passes here and is dropped later as INVALID.
             counts = (~(confidence <= self.gamma)).cumprod(dim=1).sum(dim=1)
         return Drafts(tokens, counts, _stacked([reading.probs for reading in readings]), confidence)
 

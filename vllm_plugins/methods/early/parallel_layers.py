@@ -20,7 +20,7 @@ from vllm_ppd.vllm_plugins.engine.v1.passes import Span, SpanAttention
 class TokenGroup:
     """One token each of some requests, all at equal depth: before the same layer."""
 
-    requests: np.ndarray  # [tokens] places in the plan, no request twice
+    requests: np.ndarray  # [tokens] indices in the plan, each request at most once
     offsets: np.ndarray  # [tokens] from the request's base token
     rows: np.ndarray  # [tokens] batch rows
     positions: np.ndarray  # [tokens]
@@ -53,7 +53,7 @@ def evenly_spaced(layers: Sequence[int]) -> list[slice]:
     return runs
 
 
-# Their builders keep one set of buffers, which the metadata of a further group overwrites.
+# Their builders have a single set of buffers, which the metadata of another group overwrites.
 UNFIT_BACKENDS = ("FLASHINFER", "FLEX_ATTENTION")
 
 

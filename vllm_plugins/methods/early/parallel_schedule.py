@@ -70,7 +70,7 @@ class ParallelSchedule:
         self.tokens[:, 0] = self._index(plan.base_tokens)
         self.newest = np.zeros(requests, dtype=np.int64)  # offset of each request's last token in flight
         self.predictions = self.rejections = 0
-        groups = [self._started(np.arange(requests), self.newest.copy())]  # before ascending layers
+        groups = [self._started(np.arange(requests), self.newest.copy())]  # in ascending order of their next layer
         while groups:
             self.layers.advance(groups, self._layers_to_next_stop(groups))
             groups = self._at_stop(groups)
@@ -86,7 +86,7 @@ class ParallelSchedule:
         """Read the groups that are at an exit or at the end; returns the groups then in flight."""
         ended = groups.pop() if groups[-1].layer == self.num_layers else None
         states: list[ExitState] = []
-        asked: list[tuple[np.ndarray, np.ndarray]] = []  # (requests, offsets) of each state
+        asked: list[tuple[np.ndarray, np.ndarray]] = []  # (requests, offsets) of each state to read
         if ended is not None:
             unverified = self._end(ended)
             if unverified is not None:
@@ -94,7 +94,7 @@ class ParallelSchedule:
                 asked.append((unverified.requests, unverified.offsets))
         for group in groups:
             if group.layer in self.exits:
-                # The newest token alone may predict; a request whose drafts are all in flight needs no more.
+                # Only the newest token may predict, unless all drafts of the request are in flight.
                 newest = self.newest[group.requests] == group.offsets
                 which = np.flatnonzero(newest & (group.offsets < self.plan.max_drafts[group.requests]))
                 if len(which):
@@ -145,7 +145,7 @@ class ParallelSchedule:
         has_early = self._index(early) & (predicted != INVALID)
         same = has_early & (predicted == chosen)
         if self.q_rows is not None and final.probs is not None:
-            # The final layer's distribution, coupled to the prediction so that it is kept as often as can be.
+            # Sample from the final layer's distribution, coupled to keep the prediction as often as possible.
             request_rows, p = self._index(self.request_rows[requests]), final.probs
             q = torch.where(has_early[:, None], self.q_rows[request_rows, columns], 0.0)
             known = predicted.clamp(min=0)[:, None]
@@ -156,7 +156,7 @@ class ParallelSchedule:
             self.q_rows[request_rows, columns] = p
         self.tokens[rows, columns + 1] = chosen
         kept = same.cpu().numpy()
-        # What followed a token that was not chosen was predicted in vain as well.
+        # Predictions after a rejected token are rejected, too.
         self.rejections += int((self.newest[requests] - offsets)[~kept].sum())
         return ~kept
 
@@ -176,7 +176,7 @@ class ParallelSchedule:
 
     def _started(self, requests: np.ndarray, offsets: np.ndarray) -> TokenGroup:
         token_ids = self.tokens[self._index(requests), self._index(offsets)]
-        hidden = self.adapter.embed(token_ids.clamp(min=0).to(torch.int32))  # INVALID is no id
+        hidden = self.adapter.embed(token_ids.clamp(min=0).to(torch.int32))  # INVALID is not an id
         positions = self.plan.base_positions[requests] + offsets
         return TokenGroup(requests, offsets, self.plan.rows[requests], positions, hidden, torch.zeros_like(hidden))
 

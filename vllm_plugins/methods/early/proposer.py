@@ -32,7 +32,7 @@ class PlannedPasses:
         requests, plan = len(token_ids), self.plan
         if plan is None:
             return self.passes.zeros(requests)
-        token_ids = token_ids.clamp(min=0)  # INVALID is no token
+        token_ids = token_ids.clamp(min=0)  # INVALID is not a token
         active = np.flatnonzero(plan.max_drafts >= offset)
         span = Span(plan.rows[active], plan.base_positions[active] + offset, np.ones(len(active), dtype=np.int64))
         if len(active) == requests:
@@ -57,14 +57,14 @@ class DeferredKVProposer(Proposer):
     """Runs the first stack for the drafter, keeps its states, and completes the deferred KV in the next step."""
 
     drafts_for_all = True  # the next step needs the state of every request's newest token
-    may_mix = True  # whether the first stack can run over a part of a step's tokens
+    may_mix = True  # whether the first stack can run over some of a step's tokens
     deferred: DeferredKV
 
     def load_model(self, model: Any) -> None:
         super().load_model(model)
         cut = self.host.target.cut
         self.deferred = DeferredKV(self.host, cut.adapter.has_residual)
-        # Token IDs do not say what a multimodal prompt holds.
+        # Token IDs do not describe the content of a multimodal prompt.
         self.may_mix = len(cut.stacks) == 2 and not cut.embedded
         self.passes = StackPasses(self.runner, cut)
         self.planned = self.deferred.passes = PlannedPasses(self.batch, self.passes, self.runner.device)

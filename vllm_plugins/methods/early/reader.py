@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.lm_head import LMHead
 
-LOGITS_AT_ONCE = 1 << 25  # numbers that are sampled together, of which several copies are made
+LOGITS_AT_ONCE = 1 << 25  # numbers sampled together; sampling makes several copies
 
 # (exit layer, its state), or (None, (normed hidden states of the final layer, None)).
 ExitState = tuple[int | None, tuple[torch.Tensor, torch.Tensor | None]]
@@ -52,7 +52,7 @@ class Reading(NamedTuple):
 
     token_ids: torch.Tensor  # [rows] int64; INVALID where the exit's logits are not finite
     confidence: torch.Tensor | None  # [rows] float32, probability of the exit's best token
-    # [rows, vocabulary] float32: q(x) of sampled drafts, and anything in rows that took the best token.
+    # [rows, vocabulary] float32: q(x) of sampled drafts; undefined in rows that took the likeliest token.
     probs: torch.Tensor | None
 
     def rows(self, index: torch.Tensor) -> Reading:
@@ -99,7 +99,7 @@ class EarlyReader:
         self,
         exit_layer: int,
         state: CutState,
-        sampling: Sampling,  # of each row; those at temperature 0 take the best token
+        sampling: Sampling,  # of each row; rows at temperature 0 take the likeliest token
         with_probs: bool = True,
     ) -> Reading:
         """A sample of each row's exit distribution, with the distribution it came from; overwrites the state."""
@@ -150,7 +150,7 @@ class EarlyReader:
         for hidden, classifier in self._joined(states):
             start, valid = self.lm_head.vocab_start, self.lm_head.num_valid
             kernel, matrix = chosen(unembed_topk, hidden), None
-            # Not the reference: it would take torch's product where vLLM's own may be a packed, faster one.
+            # Not the reference, which uses torch's product where vLLM may have a packed, faster one.
             if kernel is not unembed_topk:
                 matrix = self.lm_head.plain() if classifier is None else (classifier, None)
             if matrix is not None:
@@ -167,7 +167,7 @@ class EarlyReader:
         """
         if self.lm_head.tp_size == 1:
             return best.token_ids, (best.values - best.logsumexp[:, None]).exp() if with_probability else None
-        # float32 holds every token id below 2^24 exactly, and is what every backend can exchange.
+        # float32 is exact for token ids below 2^24, and every backend can exchange it.
         packed = torch.cat([best.values, best.token_ids.float(), best.logsumexp[:, None]], dim=-1)
         shards = self.lm_head.all_gather(packed).view(len(packed), -1, 2 * k + 1)
         ids, probabilities = merge_topk(shards[:, :, :k], shards[:, :, k : 2 * k].long(), shards[:, :, 2 * k], k)
@@ -177,7 +177,7 @@ class EarlyReader:
 def sampled_reading(logits: torch.Tensor, sampling: Sampling, with_probs: bool = True) -> Reading:
     """A sample of each row of logits [rows, vocabulary]; rows at temperature 0 take the best token."""
     logits = logits.float()
-    # The best token's, not the drawn one's: whether a draft is made must not depend on it, or q(x) would be another.
+    # Of the likeliest token, not the drawn one: if making a draft depended on the latter, q(x) would differ.
     confidence = (logits.max(dim=-1).values - torch.logsumexp(logits, dim=-1)).exp()
     token_ids, probs = chosen(draw_rows, logits)(logits, sampling, None, with_probs)
     return Reading(token_ids, confidence, probs)

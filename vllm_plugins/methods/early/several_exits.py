@@ -61,7 +61,7 @@ class ShallowLoop:
         self.gamma = gamma
         self.cut, self.passes, self.reader = cut, passes, reader
         self.saved, self.width = deferred.saved, deferred.width
-        self.requests_a_pass = max(1, max_tokens // self.width)  # of deeper passes, which take several tokens each
+        self.requests_a_pass = max(1, max_tokens // self.width)  # of deeper passes, with several tokens each
         self.device, self._index = device, partial(async_tensor_h2d, device=device)
         self.confidence_stops = 0  # of the last run
 
@@ -80,7 +80,7 @@ class ShallowLoop:
             (tokens [requests, n+1]: base token and drafts, or INVALID; drafts made [requests]).
         """
         width, self.request_rows = self.width, request_rows
-        self.level = np.zeros((len(plan.rows), width), dtype=np.int64)  # the stack that is to run next
+        self.level = np.zeros((len(plan.rows), width), dtype=np.int64)  # the stack to run next
         tokens = torch.zeros(len(plan.rows), width, dtype=torch.int64, device=self.device)
         tokens[:, 0] = self._index(plan.base_tokens)
         made = np.zeros(len(plan.rows), dtype=np.int64)
@@ -89,7 +89,7 @@ class ShallowLoop:
         for offset in range(width):
             rows, positions = plan.rows[active], plan.base_positions[active] + offset
             span = Span(rows, positions, np.ones(len(active), dtype=np.int64))
-            state = self.passes.first(span, tokens[self._index(active), offset].clamp(min=0))  # INVALID is no id
+            state = self.passes.first(span, tokens[self._index(active), offset].clamp(min=0))  # INVALID is not an id
             self.saved.store(self._index(request_rows[active] * width + offset), state)
             self.level[active, offset] = 1
             drafting = plan.max_drafts[active] > offset
@@ -136,7 +136,7 @@ class ShallowLoop:
                 break
             unsure = np.flatnonzero(~confident)
             requests = active[unsure]
-            # Earlier tokens that left at this exit come along: attention at the next layers must see their KV.
+            # Include earlier tokens that left at this exit: attention in the next layers needs their KV.
             self._advance(level, plan, requests, np.full(len(requests), offset + 1))
             state = self.saved.load(self._index(self.request_rows[requests] * self.width + offset))
             deeper = self._read(level, requests, state, sampling)
@@ -146,7 +146,7 @@ class ShallowLoop:
 
     def _confident(self, reading: Reading) -> np.ndarray:
         assert reading.confidence is not None
-        return (~(reading.confidence <= self.gamma)).cpu().numpy()  # NaN goes on to be dropped as INVALID
+        return (~(reading.confidence <= self.gamma)).cpu().numpy()  # NaN passes here and is dropped later as INVALID
 
     def _complete(self, plan: Plan, made: np.ndarray) -> None:
         """Run tokens that left at an earlier exit to the last one, so that the deep pass starts at one layer."""
@@ -157,7 +157,7 @@ class ShallowLoop:
         """Run a middle stack on the tokens that still need it among the first `counts` tokens of some requests."""
         waiting = (self.level[requests] == level) & (np.arange(self.width) < counts[:, None])
         lengths = waiting.sum(axis=1)
-        # What waits is always the tail: a request that goes deeper takes all its waiting tokens along.
+        # Waiting tokens are always the tail: a request that goes deeper takes all of them along.
         first = counts - lengths
         some = np.flatnonzero(lengths)
         for start in range(0, len(some), self.requests_a_pass):

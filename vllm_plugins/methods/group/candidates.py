@@ -31,7 +31,7 @@ class Candidates:
         self.count = count
         self.requests = requests
         self.tails = np.zeros((0, 0, 0), dtype=np.int64)  # [requests, k - 1, KV cache groups] block ids
-        # [requests] the block of the request that its tail blocks are copies of, by name and place in the table
+        # [requests] request name and table index of the block of which the tail blocks are copies
         self.copied: list[tuple[str, int] | None] = [None] * requests
 
     def reserve(self, kv_cache_config: Any) -> None:

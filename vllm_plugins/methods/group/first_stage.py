@@ -20,7 +20,7 @@ from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
 from vllm_ppd.vllm_plugins.methods.group.progress import Progress
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
-# Rows, the candidate of each whose token was right, and where it stands.
+# Rows, the candidate of each whose token was right, and its index.
 _NOTHING = tuple(np.zeros(0, dtype=np.int64) for _ in range(3))
 
 
@@ -30,7 +30,7 @@ class FirstStage(Stage):
     def load_model(self, model: Any) -> None:
         config, vllm_config, device = self.config, self.vllm_config, self.runner.device
         dtype, hidden_size = vllm_config.model_config.dtype, vllm_config.model_config.hf_text_config.hidden_size
-        early = config.num_layers - self.split  # candidates need not go further before the last stage has chosen
+        early = config.num_layers - self.split  # candidates need no more layers before the last stage has chosen
         exits = (early,) if early < self.split else ()
         self.depth = min(early, self.split)  # of the first stack
         self.take(model, exits, (0, self.split))
@@ -41,7 +41,7 @@ class FirstStage(Stage):
         lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
         self.reader = EarlyReader(adapter, lm_head, None)
         self.requests = min(config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs)
-        # A row per request: the state behind d_bar of the token that the last stage is to take next.
+        # A row per request: the state after layer d_bar of the token that the last stage takes next.
         self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
         self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
@@ -117,7 +117,7 @@ class FirstStage(Stage):
                     break
             self.counters.add("group_micro_steps")
             self._micro_step(progress, sent)
-        # What missed last would be the next step's first work; it is done while the engine ends this one.
+        # The last misses would be the next step's first work; they run while the engine ends this step.
         self._run_missed(progress)
         self._settle_candidates()
         self._keep(progress)

@@ -45,7 +45,7 @@ class KVBlocks:
     def __init__(self, runner: Any, layers: Callable[[Sequence[str]], list[str]]) -> None:
         self.runner, self.layers = runner, layers
         self._index = partial(async_tensor_h2d, device=runner.device)
-        self._places: dict[int, torch.Tensor] = {}  # of each KV cache group: where a block keeps which token
+        self._places: dict[int, torch.Tensor] = {}  # of each KV cache group: index of each token within a block
 
     @property
     def block_size(self) -> int:

@@ -12,7 +12,7 @@ from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
 from vllm_ppd.vllm_plugins.engine.v1.passes import Span
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
-NO_TOKEN = -1  # vLLM's mark of a place without a token
+NO_TOKEN = -1  # vLLM's mark for no token
 
 
 class LastStage(Stage):
@@ -21,7 +21,7 @@ class LastStage(Stage):
     def load_model(self, model: Any) -> None:
         self.model = model
         self.take(model, (), (self.split, self.config.num_layers))
-        # The first stage reads its candidates through the target's own norm and LM head, which vLLM loads here alone.
+        # The first stage reads candidates through the target's norm and LM head, which vLLM loads only here.
         lm_head = TargetLMHead(model)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
         shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)

@@ -34,7 +34,7 @@ class GroupRunnerMixin(Verification):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        if get_pp_group().is_first_rank:  # on the last rank vLLM has started it
+        if get_pp_group().is_first_rank:  # vLLM has started it on the last rank
             self.drafter = FirstStage(vllm_config)
         self.drafter.bind(self)
         self._first_states: IntermediateTensors | None = None
@@ -42,7 +42,7 @@ class GroupRunnerMixin(Verification):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if not get_pp_group().is_first_rank and self.intermediate_tensors is None:
-            # vLLM makes these in its profiling run, which it leaves out on an eager CPU.
+            # vLLM makes these in its profiling run, which it omits on an eager CPU.
             self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
                 batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
                 dtype=self.model_config.dtype,
@@ -59,7 +59,7 @@ class GroupRunnerMixin(Verification):
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(self.drafter, FirstStage):  # the last stage runs nothing in a group step that is not vLLM's
+        if isinstance(self.drafter, FirstStage):  # in a group step, the last stage only runs what vLLM runs
             self.drafter.draft_for_dummies()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +88,7 @@ class GroupRunnerMixin(Verification):
             states, self._first_states = self._first_states, None
             self.drafter.run_micro_steps((states["hidden_states"][:count], states["residual"][:count]))
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        # The first stage's are among the last one's, whose output alone goes to the scheduler.
+        # The last stage's counters include the first one's; only its output reaches the scheduler.
         return with_counts(output, self.drafter.counters) if isinstance(self.drafter, LastStage) else output
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:

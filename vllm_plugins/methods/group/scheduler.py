@@ -26,7 +26,7 @@ class GroupScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         config = active_config(self.vllm_config)
         assert config is not None and config.disable_by_batch_size is not None
-        refuse(of_candidates(config, self.max_num_running_reqs))  # a default is known no sooner
+        refuse(of_candidates(config, self.max_num_running_reqs))  # a default is not known earlier
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
 

@@ -73,7 +73,7 @@ class Stage(ABC):
             return scheduler_output
         plain = _without_drafts(scheduler_output)
         scheduled = plain.num_scheduled_tokens
-        # With a prompt in the batch, or drafts that are not our scheduler's, the step stays one of vLLM's own.
+        # With a prompt in the batch, or drafts not from our scheduler, the step is an ordinary vLLM step.
         ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
         small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
         if ours and small and all(count == 1 for count in scheduled.values()):

@@ -67,6 +67,6 @@ class RecurrentDrafter(ChainDrafter):
             logits = self.lm_heads[min(position, len(self.lm_heads) - 1)](state.output)
             return (self.target.lm_head.gather(logits) if self.vocabulary is None else logits)[:, None]
 
-        alone = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)  # log weights of a mixture of one
+        alone = hidden.new_zeros(len(hidden), 1, dtype=torch.float32)  # log weights of a mixture of a single expert
         with_probs = step.with_probs or step.with_confidence
         return draft_in_sequence(alone, self.drafts, read, sampling, token_ids, with_probs)

@@ -19,7 +19,7 @@ def test_switch_absent_and_bad() -> None:
     assert drafting_allowed(None)
     assert drafting_allowed({"other": 0})
     for bad in ("maybe", "", "0", 2, 0.5, 1.0, [0], [], None, {}, "x" * 10**6):
-        with pytest.raises(ValueError, match=r"vllm_xargs\['ppd_draft'\].* is not a truth value; use true") as caught:
+        with pytest.raises(ValueError, match=r"vllm_xargs\['ppd_draft'\].* is not a boolean; use true") as caught:
             drafting_allowed({"ppd_draft": bad})
         assert len(str(caught.value)) < 200
 

@@ -133,7 +133,7 @@ def test_drafts_by_batch_size_are_the_calibrations() -> None:
 
 
 def test_a_soft_cut_off_is_v1s() -> None:
-    with pytest.raises(OptionError, match=r"^max_drafting_requests=3 is of no use with runner V2"):
+    with pytest.raises(OptionError, match=r"^max_drafting_requests=3 has no effect with runner V2"):
         resolved({"method": "cp", "max_drafting_requests": 3})
     assert resolved({"method": "cp", "max_drafting_requests": 3, "runner": "v1"}).max_drafting_requests == 3
 
