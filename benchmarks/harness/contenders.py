@@ -71,7 +71,7 @@ def _checkpoints_of_vllm(options: BenchOptions) -> Iterator[Contender]:
             continue
         config, name = Path(folder) / "config.json", method.replace("_", " ")
         if not config.is_file():
-            raise BenchError(f"--{method.replace('_', '-')} {folder}has no config.json; give a checkpoint folder")
+            raise BenchError(f"--{method.replace('_', '-')} {folder} has no config.json; give a checkpoint folder")
         if method not in platform.speculative_methods():
             raise BenchError(f"--{method}: this vLLM has no method {method!r} any more; leave it out, or use 0.32")
         if method == "eagle" and "eagle3" in config.read_text().lower():
