@@ -76,15 +76,14 @@ def unpack(options: UnpackOptions) -> int:
             messages = json.loads(line)["messages"]
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
             prompts[digest(ids)] = ids
-    number = index = 0
-    with replaced(Path(options.out)) as new, new.open("w") as chats, lzma.open(options.answers, "rt") as packed:
-        for index, line in enumerate(packed, start=1):
-            record = json.loads(line)
-            if (ids := prompts.get(record["prompt"])) is not None:
-                chat = {"prompt_token_ids": ids, "token_ids": record["token_ids"], "finish_reason": record["end"]}
-                chats.write(json.dumps(chat | {"index": index - 1}) + "\n")
-                number += 1
-        if not number:
-            raise BenchError(f"--prompts {options.prompts} has none of the prompts of {options.answers}")
-    print(f"{options.out}: {number:,} chats, {index - number:,} without their prompt")
+    with lzma.open(options.answers, "rt") as packed:
+        records = [json.loads(line) for line in packed]
+    known = [(index, record) for index, record in enumerate(records) if record["prompt"] in prompts]
+    if not known:
+        raise BenchError(f"--prompts {options.prompts} has none of the prompts of {options.answers}")
+    with replaced(Path(options.out)) as new, new.open("w") as chats:
+        for index, record in known:
+            chat = {"prompt_token_ids": prompts[record["prompt"]], "token_ids": record["token_ids"]}
+            chats.write(json.dumps(chat | {"finish_reason": record["end"], "index": index}) + "\n")
+    print(f"{options.out}: {len(known):,} chats, {len(records) - len(known):,} without their prompt")
     return 0

@@ -169,7 +169,7 @@ class DraftingHost:
         if requests and not self._warned_invalid:
             self._warned_invalid = True
             logger.warning(
-                "vllm-ppd: dropped drafts with NaN or infinite logits: the heads are damaged, or made for "
-                "another model; train or copy them again, see ppd inspect. Further cases are only counted "
-                "(ppd:invalid_drafts)"
+                "vllm-ppd: dropped drafts with NaN or infinite logits, or whose q(x) is not a distribution: the heads "
+                "are damaged, or made for another model; train or copy them again, see ppd inspect. Further cases are "
+                "only counted (ppd:invalid_drafts)"
             )
