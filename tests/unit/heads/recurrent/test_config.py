@@ -46,7 +46,7 @@ def test_published_speculators_are_taken(
     assert main(["inspect", str(folder)]) == 0
     assert "it does not name its target, so it was not compared" in capsys.readouterr().out
     with pytest.raises(
-        OptionError, match=r"needs token counts, which the heads in .* lack; run `ppd calibrate` on them"
+        OptionError, match=r"needs token counts, which the heads in .* do not have; run `ppd calibrate` on them first"
     ):
         readers.server(spec_model=str(folder), speculative_config={"draft_vocab_size": 64})
     written = json.loads((folder / "config.json").read_text())
