@@ -29,7 +29,7 @@ def _accept(
 def accept_drawn(
     drawn: torch.Tensor, drafts: torch.Tensor, starts: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference; tokens behind a request's last row of logits are 0."""
+    """Same as the reference; tokens past a request's last row of logits are 0."""
     requests = len(starts) - 1
     tokens = drafts.new_empty(requests, width)
     counts = torch.empty(requests, dtype=torch.int32, device=drawn.device)

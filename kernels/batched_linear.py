@@ -10,16 +10,16 @@ def batched_linear(
     weight: torch.Tensor,  # [layers, out, in], any stride between layers
     bias: torch.Tensor | None = None,  # [layers, out]
 ) -> torch.Tensor:
-    """y[i] = W[i] x[i] + b[i] for every layer: [layers, rows, out], one launch.
+    """Compute y[i] = W[i] x[i] + b[i] for every layer, [layers, rows, out], in one launch.
 
-    On the CPU torch's batched product of 16-bit types takes 4 to 50 times as long as its plain ones, which run
-    layer by layer there instead.
+    On the CPU, torch's batched product of 16-bit types takes 4 to 50 times as long as plain products, so these
+    run layer by layer instead.
     """
     if x.device.type == "cpu" and x.dtype != torch.float32:
         biases = [None] * len(x) if bias is None else bias
         return torch.stack([functional.linear(a, w, b) for a, w, b in zip(x, weight, biases, strict=True)])
     if x.shape[1] == 1:
-        # One token per layer: the matrix on the left streams its rows, twice as fast on the CPU and the same on a GPU.
+        # One token per layer: the matrix on the left has its rows streamed, twice as fast on the CPU, equal on a GPU.
         product = torch.bmm(weight, x.transpose(1, 2)).transpose(1, 2)
     else:
         product = torch.bmm(x, weight.transpose(1, 2))

@@ -12,7 +12,7 @@ from torch.nn import functional
 from vllm_ppd.kernels.draws import draw_rows
 from vllm_ppd.kernels.sampling import INVALID, Sampling
 
-# Log-probability below which experts that rule a token out are not told apart, so that their weights stay finite.
+# Floor of an expert's log-probability of a token; it keeps the weights finite where experts rule the token out.
 RULED_OUT = -1e5
 
 
@@ -25,7 +25,7 @@ def posterior(
     log_weights: torch.Tensor,  # [rows, r], before the token
     log_factor: torch.Tensor,  # [rows, r], each expert's log-probability of the token
 ) -> torch.Tensor:
-    """Experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised: [rows, r].
+    """The experts' log weights after observing a token, w'_a ~ w_a P_a(x), normalised: [rows, r].
 
     A token that every expert rules out leaves the weights as they were.
     """
@@ -39,16 +39,16 @@ def chain_log_likelihood(
     log_weights: torch.Tensor,  # [rows, r]
     log_factors: torch.Tensor,  # [rows, n, r], at the observed tokens
 ) -> torch.Tensor:
-    """log P(x_s | x_1..x_{s-1}), the terms of eq. 9: [rows, n]."""
+    """log P(x_s | x_1..x_{s-1}) for every s, the terms of eq. 9: [rows, n]."""
     return conditional_log_probs(log_weights, log_factors.unsqueeze(-1)).squeeze(-1)
 
 
 def conditional_log_probs(
     log_weights: torch.Tensor,  # [rows, r]
     log_factors: torch.Tensor,  # [rows, n, r, k], at k tokens of each position, the observed one first
-    known: torch.Tensor | None = None,  # [rows, n] bool: where the observed token is one of the vocabulary (None: all)
+    known: torch.Tensor | None = None,  # [rows, n] bool: where the observed token is in the vocabulary (None: all)
 ) -> torch.Tensor:
-    """log P(x | x_1..x_{s-1}) of each of the k tokens [rows, n, k]; an observed one not known moves no weights."""
+    """log P(x | x_1..x_{s-1}) of each of the k tokens [rows, n, k]; unknown observed tokens leave the weights alone."""
     terms = []
     for position, factor in enumerate(log_factors.unbind(dim=1)):
         terms.append(torch.logsumexp(at_least_float32(log_weights)[..., None] + at_least_float32(factor), dim=1))
@@ -63,9 +63,9 @@ def mixture(
 ) -> torch.Tensor:
     """Log-probabilities of the next token, logsumexp_a(log w'_a + log P_a^(s)(x)) (eq. 11 to 13): [rows, vocab].
 
-    Eq. 13 as printed lacks the factor of position s itself, and (12) and (13) give the joint with the tokens before
-    s where the conditional is needed for sampling. Both are corrected here: the weights, posterior to earlier tokens,
-    are normalised, so the result is a distribution wherever the factors are.
+    As printed, eq. 13 lacks the factor of position s itself, and eq. 12 and 13 give the joint probability with the
+    tokens before s, whereas sampling needs the conditional. Both are corrected here: the posterior weights are
+    normalised, so the result is a distribution wherever the factors are.
     """
     log_weights = torch.log_softmax(at_least_float32(log_weights), dim=-1)
     return torch.logsumexp(log_weights.unsqueeze(-1) + at_least_float32(log_factors), dim=1)
@@ -77,8 +77,8 @@ def balance_loss(
 ) -> torch.Tensor:
     """sum_a (n_a / N - 1/r)^2, with n_a the tokens on which expert a has the largest weight (eq. 10): a scalar.
 
-    The counts have no gradient, so this is a straight-through estimate: the value is from the hard counts, the
-    gradient from the mean soft weights. 0 for rank 1 and if no token counts.
+    The counts have no gradient, so this is a straight-through estimate: the value comes from the hard counts,
+    the gradient from the mean soft weights. The loss is 0 for rank 1, and if no token counts.
     """
     if valid is not None:
         log_weights = log_weights[valid]
@@ -95,39 +95,39 @@ def balance_loss(
 def draft_chain(
     log_weights: torch.Tensor,  # [rows, r], before the first position
     logits: torch.Tensor,  # [rows, n, r, vocab], of positions 1 to n, or of those that are drafted
-    first_token: torch.Tensor | None,  # [rows] int64, position 1; -1 where the logits do not cover it
-    sampling: Sampling | None = None,  # of each row, at the position that the first draft follows
-    token_ids: torch.Tensor | None = None,  # [vocab] int64 that the entries stand for; None: 0, 1, ...
+    first_token: torch.Tensor | None,  # [rows] int64, position 1; -1 where the logits have no entry for it
+    sampling: Sampling | None = None,  # of each row, at the position before the first draft
+    token_ids: torch.Tensor | None = None,  # [vocab] int64, the entries' token IDs; None: 0, 1, ...
     with_probs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Draft positions 2 to n; the first token and then each drafted one update the weights (section 2.4).
+    """Draft positions 2 to n; the first token and then each draft update the weights (section 2.4).
 
     The first token, which was not drawn from the mixture, updates the weights in log space. After that, probabilities
-    suffice: an expert whose probability of a token underflows float32 adds nothing to a sum that another one leads.
+    suffice: where an expert's probability of a token underflows float32, another expert's dominates the sum.
 
-    Greedy rows take the best token position by position. The joint's best chain, by a beam of 2 to 4 tokens a position,
-    is accepted less often (0.306 to 0.316 drafts per step in place of 0.320, demo model), as its first draft is.
+    Greedy rows take the best token at each position. The joint's best chain, from a beam of 2 to 4 tokens per position,
+    is accepted less often (0.306 to 0.316 drafts per step against 0.320, demo model), and so is its first draft.
 
     Args:
-        log_weights: the experts' weights given the context alone, or also the first token if that is None.
+        log_weights: the experts' log weights given the context; given the first token, too, if first_token is None.
         logits: before eq. 6's softmax, in any floating-point type.
-        first_token: the token that the target sampled; -1 leaves the weights as they are. None: all are drafted.
-        sampling: rows at a temperature from 1e-5 on sample in proportion to mixture^(1/temperature), cut to their top-k
-            and top-p; the others take the arg-max (None: all).
-        token_ids: of the entries, for the noise of samples.
-        with_probs: whether the probabilities are returned.
+        first_token: the token that the target sampled; -1 leaves the weights as they are. None: draft all positions.
+        sampling: rows at a temperature of at least 1e-5 sample in proportion to mixture^(1/temperature), cut to their
+            top-k and top-p; the other rows take the arg-max (None: all rows do).
+        token_ids: the entries' token IDs, on which the noise of samples depends.
+        with_probs: whether to return the probabilities.
 
     Returns:
-        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the probabilities they were drawn with
-        [rows, drafts, vocab], the mixture's own where the arg-max was taken; the log weights after the last [rows, r]).
+        (entries [rows, drafts] int64, INVALID where the mixture is not finite; the distributions they were drawn from
+        [rows, drafts, vocab], the mixture where the arg-max was taken; the log weights after the last draft [rows, r]).
     """
-    # Few calls: after a pass over the model's weights each one's own code comes from memory again.
+    # Keep the calls few: a pass over the model's weights evicts the code of each operator from the caches.
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_weights = at_least_float32(log_weights)
     if first_token is not None:
         seen = _of_token(torch.log_softmax(logits[:, 0], dim=-1, dtype=dtype), first_token)
         seen = seen.clamp_(min=RULED_OUT).masked_fill_((first_token < 0)[:, None], 0.0)
-        # Relative to the best, or what all experts rule out would round their weights.
+        # Relative to the best expert, or a token that all experts rule out would round their weights.
         log_weights = log_weights + seen.sub_(seen.amax(dim=-1, keepdim=True))
         logits = logits[:, 1:]
     weights = torch.softmax(log_weights, dim=-1)
@@ -137,7 +137,7 @@ def draft_chain(
         token, probs = _drawn(weights, factors, sampling and sampling.ahead(position), token_ids)
         tokens.append(token)
         distributions.append(probs)
-        weights = weights * _of_token(factors, token)  # some expert gives a drawn token a probability
+        weights = weights * _of_token(factors, token)  # a drawn token is possible under some expert
         weights = weights / weights.sum(dim=-1, keepdim=True)
     every_probs = torch.stack(distributions, dim=1) if with_probs else None
     return torch.stack(tokens, dim=1), every_probs, weights.log()
@@ -146,7 +146,7 @@ def draft_chain(
 def _drawn(
     weights: torch.Tensor, factors: torch.Tensor, sampling: Sampling | None, token_ids: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """An entry [rows] of the mixture of factors [rows, r, vocab], and the distribution it is from [rows, vocab]."""
+    """Pick an entry [rows] from the mixture of factors [rows, r, vocab]; also return its distribution [rows, vocab]."""
     probs = torch.bmm(weights.unsqueeze(1), factors).squeeze(1)
     if sampling is not None:
         entries, cut = draw_rows(probs.log(), sampling, token_ids)
@@ -157,5 +157,5 @@ def _drawn(
 
 
 def _of_token(factors: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Each expert's entry [rows, r] of a token [rows] in factors [rows, r, vocab]; any entry of an INVALID one."""
+    """Each expert's factor [rows, r] of a token [rows], from factors [rows, r, vocab]; arbitrary for INVALID."""
     return factors.gather(-1, token.clamp(min=0)[:, None, None].expand(-1, factors.shape[1], 1)).squeeze(-1)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of CP drafts: two passes over the logits, and one launch in place of a dozen of torch's.
+"""The chain of CP drafts in two passes over the logits, with one launch where torch needs a dozen.
 
     softmax  once: parts of the log-sum-exp of every row, position and expert
     sum_up   once: that log-sum-exp
-    mix      a position: the mixture over experts, and its best entry; its logarithm where rows sample
-    draw     a position, where rows sample (draws_triton.py)
-    advance  a position, a program per row: the winner, its probability under each expert, the posterior (eq. 11 to 13)
+    mix      per position: the mixture over experts and its best entry; where rows sample, the mixture's logarithm
+    draw     per position, where rows sample (draws_triton.py)
+    advance  per position, a program per row: the winner, each expert's probability of it, the posterior (eq. 11 to 13)
 
-The product that gives the logits stays the library's (every expert and position is a row of one read of E*).
+The library's matrix product computes the logits (every expert and position is a row, so E* is read once).
 """
 
 import torch
@@ -21,7 +21,7 @@ from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 from vllm_ppd.kernels.sampling import Sampling
 
-BLOCK_V = 2048  # of the vocabulary per program
+BLOCK_V = 2048  # vocabulary entries per program
 INVALID = tl.constexpr(NO_TOKEN)
 
 
@@ -31,7 +31,7 @@ def _softmax(
     maxima: tl.tensor,  # [rows * n * r, parts] float32
     sums: tl.tensor,  # [rows * n * r, parts] float32
     vocab: tl.tensor,
-    step: tl.tensor,  # numbers from line to line, at least vocab
+    step: tl.tensor,  # elements from line to line, at least vocab
     BLOCK: tl.constexpr,
 ) -> None:
     line = tl.program_id(0).to(tl.int64)
@@ -51,7 +51,7 @@ def _sum_up(maxima: tl.tensor, sums: tl.tensor, logsumexp: tl.tensor, parts: tl.
     part = tl.arange(0, PARTS)
     largest = tl.load(maxima + line * parts + part, mask=part < parts, other=float("-inf"))
     total = tl.load(sums + line * parts + part, mask=part < parts, other=0.0)
-    # A part of -inf alone has the shift 0 and the sum 0; NaN stays NaN.
+    # A part with only -inf has shift 0 and sum 0; NaN stays NaN.
     peak = tl.max(tl.where(total == 0, float("-inf"), largest), axis=0)
     shift = tl.where(peak == float("-inf"), 0.0, peak)
     scaled = tl.where(total == 0, 0.0, total * tl.exp(largest - shift))
@@ -63,11 +63,11 @@ def _mix(
     logits: tl.tensor,  # [rows, n, r, vocab]
     logsumexp: tl.tensor,  # [rows, n, r] float32
     log_weights: tl.tensor,  # [rows, r] float32
-    probs: tl.tensor,  # [rows, drafts, vocab] float32: the mixture, or its logarithm; of one draft if KEPT is false
-    best: tl.tensor,  # [rows, parts] int64 keys of the mixture
+    probs: tl.tensor,  # [rows, drafts, vocab] float32: the mixture or its logarithm; of one draft unless KEPT
+    best: tl.tensor,  # [rows, parts] int64, the key of each part's best entry
     position: tl.tensor,
     positions: tl.tensor,
-    drafts: tl.tensor,  # the last ones of the positions
+    drafts: tl.tensor,  # number of drafts, which are the last positions
     rank: tl.tensor,
     vocab: tl.tensor,
     step: tl.tensor,
@@ -160,14 +160,14 @@ def draft_chain(
         return cp_mixture.draft_chain(log_weights, logits, first_token, sampling, token_ids, with_probs)
     rows, positions, rank, vocab = logits.shape
     device, drafts, parts = logits.device, positions - lead, triton.cdiv(vocab, BLOCK_V)
-    # Lines of equal distance are read as they lie: an LM head pads its vocabulary.
+    # Evenly spaced lines are read in place: an LM head pads its vocabulary.
     step = logits.stride(2) if rank > 1 else logits.stride(1)
     if logits.stride() != (positions * rank * step, rank * step, step, 1):
         logits, step = logits.contiguous(), vocab
     weights = log_weights.float().clone().contiguous()
     padded = triton.next_power_of_2(parts)
     lines = rows * positions * rank
-    # Apart: halves of one tensor start at addresses whose alignment, and with it the code, depends on the rows.
+    # Two tensors: the alignment of the halves of one, and so the compiled code, would depend on the number of rows.
     maxima, sums = (torch.empty(lines, parts, dtype=torch.float32, device=device) for _ in range(2))
     _softmax[(lines, parts)](logits, maxima, sums, vocab, step, BLOCK=BLOCK_V)
     logsumexp = torch.empty(lines, dtype=torch.float32, device=device)

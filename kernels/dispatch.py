@@ -13,8 +13,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-# Environment variable: 0 keeps every function on its torch reference, "always" runs every kernel, on the CPU too, which
-# only Triton's interpreter can (TRITON_INTERPRET=1).
+# Environment variable: 0 keeps every function on its torch reference; "always" runs every kernel, even on the CPU,
+# where only Triton's interpreter can run it (TRITON_INTERPRET=1).
 SWITCH = "VLLM_PPD_TRITON"
 
 P = ParamSpec("P")
@@ -24,7 +24,7 @@ R = TypeVar("R")
 def chosen(reference: Callable[P, R], tensor: torch.Tensor) -> Callable[P, R]:
     """The implementation of a reference for the device of a tensor: `chosen(copy_blocks, cache)(...)`.
 
-    It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0, else the reference.
+    It is Triton's if the tensor is on a GPU, Triton is installed and VLLM_PPD_TRITON is not 0; else the reference.
     """
     return cast("Callable[P, R]", namesake(reference)) if enabled(tensor) else reference
 
@@ -37,7 +37,7 @@ def enabled(tensor: torch.Tensor) -> bool:
 
 @cache
 def namesake(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference's Triton implementation; imports Triton."""
+    """Import Triton and return its implementation of a reference."""
     return getattr(importlib.import_module(f"{reference.__module__}_triton"), reference.__name__)
 
 

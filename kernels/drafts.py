@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last part of drafting on the device: token IDs that the next step embeds, and a count of invalid ones."""
+"""The last part of drafting on the device: replacing invalid drafts, and counting the requests that have any."""
 
 import torch
 
 
 def finish(
-    token_ids: torch.Tensor,  # [requests, n] int64; INVALID where a draft was taken from no distribution
-    counts: torch.Tensor | None,  # [requests] int64, drafts that the method stands for; None: all
+    token_ids: torch.Tensor,  # [requests, n] int64; INVALID where a draft had no valid distribution
+    counts: torch.Tensor | None,  # [requests] int64, drafts that the method proposes; None: all
     rows: torch.Tensor,  # [requests] int64, request rows; -1 for padding
     most: torch.Tensor,  # [requests] float32, drafts that the request may use
     stand_in: int,  # token ID in place of an INVALID draft
-    draft_tokens: torch.Tensor,  # [at least requests, at least n] int64, is written
-    confidence: tuple[torch.Tensor, torch.Tensor] | None,  # each draft's [requests, n] float32, and where it is written
-    invalid: torch.Tensor,  # [1] int64: requests with invalid drafts; is added to
+    draft_tokens: torch.Tensor,  # [at least requests, at least n] int64, output
+    confidence: tuple[torch.Tensor, torch.Tensor] | None,  # each draft's [requests, n] float32, and the output
+    invalid: torch.Tensor,  # [1] int64, the counter of requests with invalid drafts
 ) -> None:
-    """Replace INVALID drafts, so that vLLM embeds and verifies some token everywhere.
+    """Replace INVALID drafts by a stand-in, so that vLLM can embed and verify every draft.
 
-    The replacement of an INVALID draft is verified like any draft, so nothing needs to be masked. The confidence of
+    The stand-in is verified like any other draft, so nothing needs to be masked. The confidence of
     drafts that the request may not use, or the method does not propose, is 0.
     """
     requests, made = token_ids.shape

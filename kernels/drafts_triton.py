@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last part of drafting in one launch.
 
-finish is one program, so that its count needs no atomics, which memory of the host that the device sees may lack.
+finish runs as one program, so its count needs no atomics, which host memory mapped to the device may not support.
 """
 
 import torch
@@ -38,7 +38,7 @@ def _finish(
         there = request < requests
         both = there[:, None] & (draft < made)
         ids = tl.load(token_ids + request[:, None] * made + draft, mask=both, other=0)
-        # Drafts from the first INVALID one on are dropped.
+        # Drafts from the first INVALID draft on do not count.
         first = tl.min(tl.where(both & (ids < 0), draft, made), axis=1)
         usable = tl.minimum(tl.load(most + request, mask=there, other=0.0).to(tl.int64), made)
         if HAS_COUNTS:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draw from each row of logits in one launch, without a sort.
 
-A program a row. Top-k and top-p keep the entries from a least one on, so the least is looked for: by its bits, sixteen
-candidates a read of the row, which count what they keep. Rows without limits are read three times: for their peak, for
-their sum, and for the distribution with an exponential race over it; twice where nobody reads the distribution.
+One program per row. Top-k and top-p keep the entries whose weight reaches a bound, which is searched four bits at a
+time: each read of the row counts what sixteen candidates would keep. Rows without limits are read three times: for the
+peak, for the sum, and for the distribution with an exponential race over it; twice if only the entry is requested.
 """
 
 import torch
@@ -16,7 +16,7 @@ from vllm_ppd.kernels.sampling import GREEDY_BELOW, Sampling
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 
 BLOCK_V = 2048  # entries at a time
-BLOCK_S = 512  # entries at a time while the least one is looked for
+BLOCK_S = 512  # entries at a time while a bound is searched
 COLDEST = tl.constexpr(GREEDY_BELOW)
 INVALID = tl.constexpr(NO_TOKEN)
 WORD_1, WORD_2 = (tl.constexpr(multiplier) for multiplier in noise.MULTIPLIERS)
@@ -35,7 +35,7 @@ def _mixed(state: tl.tensor, word: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> tl.tensor:
-    """Same as noise.exponential, exact in the lower tail, since the least of many decides a race."""
+    """Same as noise.exponential; exact in the lower tail, since the least of many variates wins a race."""
     state = _mixed((seed ^ seed).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
     state = _mixed(state, (position & 0xFFFFFFFF).to(tl.uint32))
@@ -43,7 +43,7 @@ def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> t
     state = (state ^ (state >> 16)) * FINAL_1
     state = (state ^ (state >> 13)) * FINAL_2
     state ^= state >> 16
-    # In halves, each of which float32 holds.
+    # Convert in halves, each of which is exact in float32.
     low = (state & 0xFFFF).to(tl.int32).to(tl.float32) + 0.5
     uniform = (state >> 16).to(tl.int32).to(tl.float32) * 1.52587890625e-05 + low * 2.3283064365386963e-10
     exact = -tl.log(tl.maximum(1 - uniform, 5.960464477539063e-08))
@@ -54,7 +54,7 @@ def exponential(seed: tl.tensor, position: tl.tensor, token_ids: tl.tensor) -> t
 def _mass(
     line: tl.tensor, entries: tl.tensor, peak: tl.tensor, heat: tl.tensor, floor: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """The sum of a row's weights from a floor on; arguments as _least's."""
+    """The sum of a row's weights that reach the floor; arguments as in _least."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, entries, BLOCK):
         column = start + tl.arange(0, BLOCK)
@@ -70,15 +70,15 @@ def _least(
     entries: tl.tensor,
     peak: tl.tensor,
     heat: tl.tensor,
-    floor: tl.tensor,  # weights below count nothing
-    wanted: tl.tensor,  # what is to be kept: a number of entries, or a sum of weights
+    floor: tl.tensor,  # weights below it do not count
+    wanted: tl.tensor,  # how much to keep: a number of entries, or a sum of weights
     BY_WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The greatest weight from which on a row keeps at least so much; weights are exp((logit - peak) / T)."""
+    """The greatest bound at which a row still keeps as much as wanted; weights are exp((logit - peak) / T)."""
     low = tl.zeros((), tl.int32)
     for step in tl.static_range(8):
-        # Bits of positive float32, which order as their values do.
+        # Bits of positive float32 numbers, which sort as the numbers do.
         candidates = low + (tl.arange(0, 16) << (28 - 4 * step))
         bounds = candidates.to(tl.float32, bitcast=True)
         kept = tl.zeros((16,), tl.float32)
@@ -88,7 +88,7 @@ def _least(
             weight = tl.exp((logit - peak) / heat)
             weight = tl.where(weight >= floor, weight, 0.0)
             amount = weight if BY_WEIGHT else (weight > 0).to(tl.float32)
-            # Candidates beyond 1.0, the greatest weight, may be no numbers: nothing is at least as large as they.
+            # Candidates above 1.0, the greatest weight, may be NaN, which no weight reaches.
             kept += tl.sum(tl.where(weight[:, None] >= bounds[None, :], amount[:, None], 0.0), axis=0)
         enough = (kept >= wanted) & (candidates >= 0) & (candidates <= 0x3F800000)
         low = tl.max(tl.where(enough, candidates, low), axis=0)
@@ -107,8 +107,8 @@ def _draw(
     probs: tl.tensor,
     probs_stride: tl.tensor,
     entries: tl.tensor,
-    start: tl.tensor,  # of this draw in a line of logits, and of probabilities
-    number: tl.tensor,  # of this draw
+    start: tl.tensor,  # where this draw begins in a line of logits, and of probabilities
+    number: tl.tensor,  # index of this draw
     PROBS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_LEAST: tl.constexpr,
@@ -154,7 +154,7 @@ def _draw(
         ids = column.to(tl.int64)
         if token_ids is not None:
             ids = tl.load(token_ids + row * ids_stride + column, mask=inside, other=0)
-        # In log space: weights leave float32 at low temperatures.
+        # In log space: weights underflow float32 at low temperatures.
         score = score - tl.log(exponential(seed, position, ids))
         race = tl.maximum(race, tl.where(inside & (out_of_it == 0), pack(score, column), NOTHING))
     drawn = columns_of(tl.max(race, axis=0))
@@ -165,7 +165,7 @@ def _draw(
 def draw_rows(
     logits: torch.Tensor, sampling: Sampling, token_ids: torch.Tensor | None = None, with_probs: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Same as the reference; ties and rows of NaN give the lowest entry or none."""
+    """Same as the reference; ties give the lowest entry, rows with NaN give INVALID."""
     rows, entries = logits.shape
     tokens = torch.empty(rows, 1, dtype=torch.int64, device=logits.device)
     shape = (rows, 1, entries if with_probs else 0)
@@ -176,7 +176,7 @@ def draw_rows(
 
 
 def with_seeds(sampling: Sampling) -> Sampling:
-    """Sampling with seeds from torch's generator if it has none."""
+    """The sampling parameters, with seeds from torch's generator if they have none."""
     if sampling.seeds is not None and sampling.positions is not None:
         return sampling
     seeds = torch.randint(1 << 62, sampling.temperature.shape, device=sampling.temperature.device)
@@ -184,14 +184,14 @@ def with_seeds(sampling: Sampling) -> Sampling:
 
 
 def draw_next(
-    logits: torch.Tensor,  # [rows, draws, entries] of equal distance; or [rows, 1, entries] of this draw alone
+    logits: torch.Tensor,  # [rows, draws, entries], each row contiguous; or [rows, 1, entries] of this draw alone
     sampling: Sampling,  # with seeds, at the positions of the first draw
-    number: int,  # of the draw
-    tokens: torch.Tensor,  # [rows, draws] int64, is written
-    probs: torch.Tensor | None,  # [rows, draws, entries] float32, is written; may be the logits
-    token_ids: torch.Tensor | None,  # as draw_rows'
+    number: int,  # index of the draw
+    tokens: torch.Tensor,  # [rows, draws] int64, output
+    probs: torch.Tensor | None,  # [rows, draws, entries] float32, output; may be the logits
+    token_ids: torch.Tensor | None,  # as in draw_rows
 ) -> None:
-    """One of several draws from each row; see draw_rows."""
+    """Make one of several draws from each row; see draw_rows."""
     _draw[(len(logits),)](
         logits, logits.stride(0), sampling, token_ids,
         0 if token_ids is None or token_ids.dim() == 1 else token_ids.stride(0), tokens, tokens.stride(0),

@@ -33,8 +33,8 @@ def shard_topk(
         logits: this rank's logits; columns from num_valid on are padding and are never returned.
         k: entries per row, 1 <= k <= num_valid.
         vocab_start: id of the shard's first token in the whole vocabulary.
-        num_valid: columns that are real tokens.
-        with_logsumexp: whether a probability will be needed; otherwise its value is arbitrary and no pass is spent.
+        num_valid: number of columns that are real tokens.
+        with_logsumexp: whether a probability will be needed; if not, the log-sum-exp is arbitrary, which saves a pass.
 
     Raises:
         ValueError: if k is not within 1..num_valid.
@@ -58,7 +58,7 @@ def merge_topk(
     logsumexps: torch.Tensor,  # [rows, shards]
     k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the shards' results into the whole vocabulary's.
+    """Merge the shards' results into the top-k of the whole vocabulary.
 
     Ties go to the lower shard, hence to the lower token id, on every rank alike.
 
@@ -67,7 +67,7 @@ def merge_topk(
     """
     rows = values.shape[0]
     flat_values = values.reshape(rows, -1)
-    # A stable sort is what makes the order of ties the same everywhere; topk promises none.
+    # A stable sort makes the order of ties the same on every rank; topk promises no order.
     order = flat_values.argsort(dim=-1, descending=True, stable=True)[:, :k]
     best = flat_values.gather(-1, order)
     ids = token_ids.reshape(rows, -1).gather(-1, order).to(torch.int64)

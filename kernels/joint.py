@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint over the top-k of n token heads before thresholds: mask, likeliest n-gram of each order, back-off.
+"""DynaMo's joint over the top-k of n token heads, without thresholds: mask, likeliest n-gram per order, back-off.
 
 A joint is [rows, k, ..., k] with an axis per token, each in descending order of its head's probability; the axis of a
 first token that is already emitted has one entry. Section and equation numbers are DynaMo's.
@@ -21,7 +21,7 @@ class Ngrams(NamedTuple):
     keys: torch.Tensor  # [entries] int64, x_1 V^(n-1) + ... + x_n, ascending within an order
     ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
     starts: torch.Tensor  # [n] int64, where the entries of each order begin, and where the last ones end
-    bounds: tuple[int, ...]  # the same numbers on the host
+    bounds: tuple[int, ...]  # starts, on the host
     vocab_size: int  # V
 
     def to(self, device: torch.device | str) -> Ngrams:
@@ -31,18 +31,18 @@ class Ngrams(NamedTuple):
 class Top(NamedTuple):
     """The heads' candidates."""
 
-    scores: torch.Tensor  # [heads, rows, k] float32 log-probabilities up to a constant a row, in descending order
+    scores: torch.Tensor  # [heads, rows, k] float32 log-probabilities up to a constant per row, in descending order
     ids: torch.Tensor  # [heads, rows, k] int64
-    first_token: torch.Tensor | None = None  # [rows] int64, stands before the heads' tokens with probability 1
+    first_token: torch.Tensor | None = None  # [rows] int64, precedes the heads' tokens with probability 1
 
     @property
     def token_ids(self) -> list[torch.Tensor]:
-        """[rows, k_i] of each of n tokens."""
+        """The candidates [rows, k_i] for each of the n tokens."""
         return [*([] if self.first_token is None else [self.first_token[:, None]]), *self.ids]
 
 
 class Peaks(NamedTuple):
-    """The likeliest n-gram in each part of the joint of each order from 1, before its division by the sum."""
+    """The likeliest n-gram in each part of every order's joint, from order 1, before division by the joint's sum."""
 
     sums: torch.Tensor  # [n, rows, parts] float32
     entries: torch.Tensor  # [n, rows, parts] float32
@@ -52,16 +52,16 @@ class Peaks(NamedTuple):
 class Likeliest(NamedTuple):
     """The order that Algorithm 1 takes for each row, and its likeliest n-gram."""
 
-    order: torch.Tensor  # [rows] int64 tokens, 1..n; 1 where a joint is not finite
-    drafts: torch.Tensor  # [rows] int64 tokens after the first; 1, which is INVALID, where a joint is not finite
+    order: torch.Tensor  # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
+    drafts: torch.Tensor  # [rows] int64, tokens after the first; 1, an INVALID one, where a joint is not finite
     tokens: torch.Tensor  # [rows, n] int64, -1 past the order
-    places: torch.Tensor  # [rows, n] int64 in each head's top-k, 0 past the order
-    floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 of order 1
+    places: torch.Tensor  # [rows, n] int64, indices into each head's top-k, 0 past the order
+    floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 for order 1
     total: torch.Tensor  # [rows] float32, sum of the joint
 
 
 def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
-    """Eq. 3 of every combination of n heads' tokens [rows, k_i], 0 if not counted: [rows, k_1, ..., k_n] float32.
+    """Ratios (eq. 3) of combinations of n heads' tokens [rows, k_i], 0 if not counted: [rows, k_1, ..., k_n] float32.
 
     Raises:
         ValueError: if n-grams of that order were not counted.
@@ -81,15 +81,15 @@ def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
 def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[torch.Tensor]]:
-    """The joint of each order: the product of the heads' shares of their top-k (eq. 2), times mask^alpha_c (eq. 6).
+    """Build each order's joint: the product of heads' probabilities in their top-k (eq. 2), times mask^alpha_c (eq. 6).
 
-    The mask is a ratio of probabilities and may exceed 1: without division by the sum the joint would, too, and eps_b
+    The mask is a ratio of probabilities and may exceed 1. Without division by its sum, the joint might, too, and eps_b
     would mean nothing.
 
     Args:
-        top: of n tokens.
-        ngrams: of every order; None: the joint is the plain product.
-        alpha_c: power of the mask.
+        top: the candidates for n tokens.
+        ngrams: n-grams of every order; None: the joint is the plain product.
+        alpha_c: exponent of the mask.
         with_joints: whether to return the joints themselves.
 
     Returns:
@@ -106,22 +106,22 @@ def find_peaks(
 
 
 def peaks_of(joints: list[torch.Tensor]) -> Peaks:
-    """Peaks of joints that are a single part."""
+    """The peaks of joints that are not split into parts."""
     best = [joint.flatten(1).max(dim=1, keepdim=True) for joint in joints]
     values, places = (torch.stack(parts) for parts in zip(*best, strict=True))
     return Peaks(torch.stack([joint.flatten(1).sum(dim=1, keepdim=True) for joint in joints]), values, places)
 
 
 def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Likeliest:
-    """Take the highest order whose likeliest n-gram is over eps_b^(n-1), else one token (Algorithm 1).
+    """Take the highest order n whose likeliest n-gram has a share above eps_b^(n-1), else one token (Algorithm 1).
 
-    The comparison is strict, so eps_b = 1 always backs off and eps_b = 0 never does as long as an entry is left.
+    The comparison is strict, so eps_b = 1 always backs off and eps_b = 0 never does while an entry is above 0.
 
     Args:
-        peaks: of n orders.
-        top: of n tokens.
+        peaks: the peaks of n orders.
+        top: the candidates for n tokens.
         eps_b: [rows] float32 thresholds, NaN for the default.
-        default: threshold.
+        default: the default threshold.
     """
     totals, rows = peaks.sums.sum(dim=-1), top.ids.shape[1]
     best = peaks.entries.max(dim=-1, keepdim=True)
@@ -130,7 +130,7 @@ def back_off(peaks: Peaks, top: Top, eps_b: torch.Tensor, default: float) -> Lik
     eps = torch.where(eps_b.isnan(), default, eps_b)
     order, floor = torch.ones_like(eps, dtype=torch.int64), torch.zeros_like(eps)
     for m in range(2, len(totals) + 1):
-        # Upwards where Algorithm 1 goes downwards: the largest order that passes wins in both.
+        # This goes upwards and Algorithm 1 downwards; the highest order that passes wins in both.
         taken = finite & (values[m - 1] > eps ** (m - 1))
         order, floor = torch.where(taken, m, order), torch.where(taken, eps ** (m - 1), floor)
     place, total = (of[order - 1, torch.arange(rows)] for of in (peaks.places.gather(-1, best.indices)[..., 0], totals))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DynaMo's joint: static and Otsu's thresholds, repetition penalty, and draws of n-grams from the rest."""
+"""DynaMo's joint: static and Otsu's thresholds, repetition penalty, and draws of n-grams from what is left."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ BINS = 256
 
 
 def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
-    """A separable Gaussian over every token axis, edges replicated; size 1 changes nothing.
+    """Blur every token axis with a separable Gaussian, edges replicated; size 1 changes nothing.
 
     Raises:
         ValueError: if the kernel size is not a positive odd number.
@@ -25,12 +25,12 @@ def gaussian_blur(joint: torch.Tensor, kernel_size: int = 3) -> torch.Tensor:
     if kernel_size == 1:
         return joint
     half = kernel_size // 2
-    sigma = 0.3 * (half - 1) + 0.8  # what image libraries take for a kernel of this size
+    sigma = 0.3 * (half - 1) + 0.8  # image libraries' value for a kernel of this size
     weights = [math.exp(-(offset**2) / (2 * sigma**2)) for offset in range(half + 1)]
     total = 2 * sum(weights) - weights[0]
     for axis in range(1, joint.dim()):
         size = joint.shape[axis]
-        if size == 1:  # replicated edges are all it would be averaged with
+        if size == 1:  # it would be averaged with copies of itself
             continue
         moved = joint.movedim(axis, -1)
         lines = functional.pad(moved.reshape(len(joint), -1, size), (half, half), mode="replicate")
@@ -48,10 +48,10 @@ def otsu_threshold(values: torch.Tensor, bins: int = BINS) -> torch.Tensor:
 
     Args:
         values: [rows, entries], not negative.
-        bins: of the histogram, from a row's least to its greatest value.
+        bins: number of bins from a row's least to its greatest value.
 
     Returns:
-        [rows]: values from there on are the upper class. A constant row keeps every entry.
+        [rows]: values of at least the threshold are the upper class. A constant row keeps every entry.
     """
     least, greatest = torch.aminmax(values, dim=1, keepdim=True)
     width = (greatest - least).clamp(min=TINY)
@@ -78,8 +78,8 @@ def adaptive_threshold(
 ) -> torch.Tensor:
     """Set entries under the static floor to 0, then those under Otsu's threshold (DynaMo, section 3.2.2).
 
-    Otsu's threshold is found on the blurred joint and compared with it, as image pipelines do; what survives keeps its
-    raw probability. A row's peak survives if it passed the floor.
+    Otsu's threshold is computed from the blurred joint and compared with it, as in image pipelines; entries that
+    survive keep their raw probability. A row's peak survives if it passed the floor.
     """
     shape = (-1, *[1] * (joint.dim() - 1))
     kept = torch.where(joint >= floor.view(shape), joint, 0.0)
@@ -111,12 +111,12 @@ def penalise_repetition(
 
 
 def _on_axis(values: torch.Tensor, axis: int, axes: int) -> torch.Tensor:
-    """[rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
+    """View [rows, k] as [rows, 1, .., k, .., 1] with k on a token axis."""
     return values.view(len(values), *(values.shape[1] if i == axis else 1 for i in range(axes)))
 
 
 def cut(joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptive: bool) -> list[torch.Tensor]:
-    """Joints of each order from 1, divided by their sums and thresholded; valid only in rows of that order."""
+    """Divide the joint of each order by its sum and apply the thresholds; valid only in rows of that order."""
     totals, result = likeliest.total.clamp(min=TINY), []
     for order, joint in enumerate(joints, start=1):
         share = joint / totals.view(-1, *[1] * order)
@@ -125,7 +125,7 @@ def cut(joints: Sequence[torch.Tensor], likeliest: Likeliest, blur: int, adaptiv
 
 
 def conditional(joints: Sequence[torch.Tensor], order: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The distribution [rows, k] of the token after those at some indices [rows, tokens]; zero past the order."""
+    """The distribution [rows, k] of the token after those with indices `before` [rows, tokens]; zero past the order."""
     rows, position = torch.arange(len(order), device=order.device), before.shape[1]
     result = torch.zeros(len(order), joints[position].shape[-1], device=order.device)
     for m, joint in enumerate(joints[position:], start=position + 1):
@@ -142,15 +142,15 @@ def draw_ngrams(
     top: Top,
     blur: int,
     adaptive: bool,
-    sampling: Sampling,  # its positions those of the first draft's
+    sampling: Sampling,  # with the positions for the first draft
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw an n-gram of each row's order in proportion to its entry of the joint, thresholds applied.
+    """Draw an n-gram of each row's order in proportion to the joint after the thresholds.
 
-    Rows at temperature 0 take the likeliest. Each token's distribution given those before it is cut to the row's top-k
-    and top-p; the joint is at the rows' temperatures already.
+    Rows at temperature 0 take the likeliest n-gram. Each token's distribution given the tokens before it is cut to the
+    row's top-k and top-p; the joint already includes the rows' temperatures.
 
     Returns:
-        (tokens [rows, n] int64, -1 past the order and if a draft's distribution is invalid;
+        (tokens [rows, n] int64, -1 past the order and where a draft's distribution is invalid;
         probabilities of each head's top-k from the second token on [rows, n - 1, k] float32, one-hot where the
         likeliest n-gram is taken, all zero past the order).
     """
@@ -158,7 +158,7 @@ def draw_ngrams(
     places, tokens, result = likeliest.places.clone(), likeliest.tokens.clone(), []
     for position, ids in enumerate(top.token_ids):
         distribution = torch.ones_like(ids, dtype=torch.float32)
-        if ids.shape[1] > 1:  # else the token is emitted already: nothing to draw
+        if ids.shape[1] > 1:  # else the token is already emitted: nothing to draw
             distribution = truncated(conditional(joints, likeliest.order, places[:, :position]), sampling)
             drawn = draw_as(distribution, sampling.ahead(position - (top.first_token is not None)), ids)
             places[:, position] = torch.where(greedy, places[:, position], drawn)

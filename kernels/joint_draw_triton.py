@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds of DynaMo's joint and a draw from it in one launch, where torch needs about two hundred.
 
-A program per row, of its own order alone: floor and blur, Otsu's threshold from 256 counts, the cut, token after token.
-
+Each program handles one row, at its order only: floor and blur, Otsu's threshold from 256 counts, cut, token by token.
 """
 
 import math
@@ -20,9 +19,9 @@ from vllm_ppd.kernels.joint_triton import TINY
 from vllm_ppd.kernels.ordered_keys import columns_of, pack
 from vllm_ppd.kernels.sampling import Sampling
 
-BLOCK, BLOCK_R = 1024, 16  # entries at a time, and those of each candidate
+BLOCK, BLOCK_R = 1024, 16  # entries at a time, in all and per candidate
 MOST_HEADS = 3
-EDGE = math.exp(-1 / (2 * 0.8**2))  # a Gaussian of three, its centre 1
+EDGE = math.exp(-1 / (2 * 0.8**2))  # the edge of a Gaussian of size 3 whose centre is 1
 
 
 @triton.jit
@@ -81,7 +80,7 @@ def _draw_ngrams(
     least = tl.full((), float("inf"), tl.float32)
     greatest = tl.full((), float("-inf"), tl.float32)
     peak, threshold = greatest, least
-    if ADAPTIVE:  # noqa: SIM102 (the compiler knows the first, a program the second)
+    if ADAPTIVE:  # noqa: SIM102 (only the first is known at compile time)
         if order > 1:
             planes, lines = tl.where(free > 2, K, 1), tl.where(free > 1, K, 1)
             for start in range(0, size, BLOCK):
@@ -142,7 +141,7 @@ def _draw_ngrams(
             outside = up_to <= (1 - tl.load(sampling.top_p + row)) * tl.sum(probs, axis=0)
             probs = tl.where(outside & (probs < tl.max(probs, axis=0)), 0.0, probs)
         probs = probs / tl.maximum(tl.sum(probs, axis=0), TINY)
-        # In log space, as an entry of probability 0 is never taken before another.
+        # In log space, where an entry of probability 0 never wins over another.
         ids = tl.load(top.ids + (axis * rows + row) * K + column, mask=column < K, other=0)
         position = tl.load(sampling.positions + row) + axis
         score = tl.log(probs) - tl.log(exponential(tl.load(sampling.seeds + row), position, ids))

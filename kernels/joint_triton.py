@@ -2,7 +2,7 @@
 """DynaMo's joint and the n-grams to draft, in two launches where torch needs about sixty.
 
 find peaks  a program per row, order and part of the joint's entries: product, mask by binary search, sum and maximum
-back off    a program per row: the parts put together, the order, its tokens
+back off    a program per row: the merged parts, the order, and its tokens
 """
 
 import torch
@@ -22,9 +22,9 @@ def _find_peaks(
     top: Top,
     ngrams: Ngrams | None,
     peaks: Peaks,
-    joints: tl.tuple,  # of each order, or none
+    joints: tl.tuple,  # one per order, or none
     rows: tl.tensor,
-    steps: tl.tensor,  # of a binary search
+    steps: tl.tensor,  # number of steps of the binary search
     HEADS: tl.constexpr,
     K: tl.constexpr,
     K_BLOCK: tl.constexpr,
@@ -46,7 +46,7 @@ def _find_peaks(
     entry = part * BLOCK + tl.arange(0, BLOCK)
     inside = entry < size
     product = tl.full((BLOCK,), 1.0, tl.float32)
-    wanted = tl.zeros((BLOCK,), tl.int64)  # the n-gram's key, from the last token to the first
+    wanted = tl.zeros((BLOCK,), tl.int64)  # the n-gram's key, built from the last token to the first
     weight = tl.full((), 1, tl.int64)
     rest, column = entry, tl.arange(0, K_BLOCK)
     for behind in tl.static_range(HEADS):
@@ -60,12 +60,12 @@ def _find_peaks(
             wanted += tl.load(top.ids + line + rest % K) * weight
             weight *= 1 if ngrams is None else ngrams.vocab_size
             rest = rest // K
-    if ngrams is not None:  # noqa: SIM102 (the compiler knows the first, a program the second)
+    if ngrams is not None:  # noqa: SIM102 (only the first is known at compile time)
         if order > 1:
             if GIVEN:
                 wanted += tl.load(top.first_token + row) * weight
             low = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 2)
-            high = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1  # the entry of no n-gram
+            high = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1  # the sentinel
             for _ in range(steps):
                 middle = (low + high) // 2
                 less = tl.load(ngrams.keys + middle) < wanted
@@ -145,7 +145,7 @@ def _back_off(
 def find_peaks(
     top: Top, ngrams: Ngrams | None, alpha_c: float, with_joints: bool = True
 ) -> tuple[Peaks, list[torch.Tensor]]:
-    """Same as the reference; several parts per row."""
+    """Same as the reference, but with several parts per row."""
     (heads, rows, k), given, device = top.ids.shape, int(top.first_token is not None), top.ids.device
     orders, parts = heads + given, triton.cdiv(k**heads, BLOCK)
     types = (torch.float32, torch.float32, torch.int64)

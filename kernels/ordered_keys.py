@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values and columns packed into integers, so that one maximum finds the best value and its lowest column.
 
-The order is torch's: -inf < ... < -0 = 0 < ... < inf < NaN. For Triton kernels alone; importing this imports Triton.
+The order is torch's: -inf < ... < -0 = 0 < ... < inf < NaN. Only for Triton kernels: importing this imports Triton.
 """
 
 import triton

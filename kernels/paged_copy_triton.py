@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of blocks inside vLLM's paged KV caches in one launch for all layers and blocks.
 
-torch needs a gather and a scatter per layer; here the layers' addresses are a table, and a program moves a part of
-one block in one layer. In every layout of vLLM in which layers and blocks are outermost a block is one run of bytes,
-whatever the order of heads and tokens inside it. Bit patterns are moved, as wide as addresses allow, so fp8 caches and
-per-token scales come along, and NaNs are unchanged.
+torch needs a gather and a scatter per layer. Here, a table holds the layers' addresses, and each program moves a part
+of one block in one layer. In every vLLM layout with layers and blocks outermost, a block is one run of bytes, whatever
+the order of heads and tokens inside it. The kernel moves bit patterns, as wide as the addresses allow, so it also
+copies fp8 caches and per-token scales, and leaves NaNs unchanged.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def _copy(
     like: tl.tensor,  # a tensor of the numbers' type
     source_blocks: tl.tensor,
     target_blocks: tl.tensor,
-    numbers: tl.tensor,  # a block
+    numbers: tl.tensor,  # per block
     step_block: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -42,7 +42,7 @@ def _copy(
 
 @lru_cache(maxsize=64)
 def _table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The layers' addresses on their device; caches stay where they are as long as an engine lives."""
+    """The layers' addresses on their device; the caches do not move while an engine lives."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
@@ -65,7 +65,7 @@ def _contiguous(kv_caches: Sequence[torch.Tensor]) -> bool:
 
 
 def copy_blocks(kv_caches: Sequence[torch.Tensor], source_blocks: torch.Tensor, target_blocks: torch.Tensor) -> None:
-    """Same as the reference, which runs for layers that differ and blocks that are not contiguous."""
+    """Same as the reference, which runs if layers differ or blocks are not contiguous."""
     if len(kv_caches) == 0 or len(source_blocks) == 0:
         return
     if not _contiguous(kv_caches):

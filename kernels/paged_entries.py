@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of single tokens' entries inside vLLM's paged KV caches, for backends with their own order within a block.
+"""Copies of single tokens' entries inside vLLM's paged KV caches, for backends that permute a block.
 
-vLLM's CPU attention does (keys transposed or in pairs, values in pairs of tokens), and its blocks are large, so that
+vLLM's CPU attention does so (keys transposed or in pairs, values in pairs of tokens), and its blocks are large, so
 copying one token's entry is far cheaper than copying its block (paged_copy.py). A slot is block * block size + offset,
 as in vLLM's slot mappings.
 """
@@ -14,7 +14,7 @@ import torch
 def copy_entries(
     kv_caches: Sequence[torch.Tensor],  # [blocks, KV heads, block size, content] of each layer, contiguous
     source_slots: torch.Tensor,  # [pairs] int64
-    target_slots: torch.Tensor,  # [pairs] int64, no two alike, none of them a source
+    target_slots: torch.Tensor,  # [pairs] int64; distinct, and none of them a source
     places: torch.Tensor,  # [block size, numbers] int64, from entry_places
 ) -> None:
     """Copy tokens' keys and values from slot to slot, in place, in every layer."""
@@ -28,13 +28,13 @@ def copy_entries(
 
 def entry_places(
     write: Callable[[torch.Tensor, int, torch.Tensor], None],  # (cache, slot, numbers [2 * KV heads * head size])
-    kv_cache: torch.Tensor,  # [blocks, KV heads, block size, content], taken for its shape and type alone
+    kv_cache: torch.Tensor,  # [blocks, KV heads, block size, content], used only for its shape and type
 ) -> torch.Tensor:
-    """The places of each offset in a backend's block: [block size, numbers] int64 into the flattened block.
+    """Find where a backend stores each offset of a block: [block size, numbers] int64 into the flattened block.
 
-    They are found by letting the backend write: numbers are a slot's key, for all heads, and then its value.
-    An offset's places ascend; that the i-th of one offset means what the i-th of another does holds for every order of
-    vLLM's CPU attention.
+    The backend writes each offset of an empty block; a slot's numbers are its key for all heads, and then its value.
+    An offset's places ascend; in every order that vLLM's CPU attention uses, the i-th place has the same meaning for
+    all offsets.
 
     Raises:
         ValueError: if the offsets do not divide the block among them.

@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-GREEDY_BELOW = 1e-5  # temperature, as vLLM's sampler has it
-INVALID = -1  # in place of a draft: what it was taken from is not a distribution
+GREEDY_BELOW = 1e-5  # temperature, as in vLLM's sampler
+INVALID = -1  # stands for a draft that had no valid distribution
 
 
 class Sampling(NamedTuple):
     """The sampling parameters of each row, which apply in vLLM's order: temperature, top-k, top-p.
 
-    With seeds and positions a token is drawn with the random numbers that vLLM's runner V2 draws the target's own with
+    With seeds and positions, tokens are drawn with the random numbers that vLLM's runner V2 uses for the target's
     (kernels/noise.py).
     """
 
     temperature: torch.Tensor  # [rows] float32; below 1e-5 the row takes the best token
     top_k: torch.Tensor | None = None  # [rows] int; the vocabulary's size where a row has no limit
     top_p: torch.Tensor | None = None  # [rows] float32 in (0, 1]
-    seeds: torch.Tensor | None = None  # [rows] int64; None: of torch's generator
+    seeds: torch.Tensor | None = None  # [rows] int64; None: draw with torch's generator
     positions: torch.Tensor | None = None  # [rows] int64, of the token before the drawn one
 
     def at(self, index: torch.Tensor | slice) -> Sampling:
@@ -34,25 +34,25 @@ class Sampling(NamedTuple):
 
 
 def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
-    """Rows that take the best token: bool, of the shape of the temperatures."""
+    """Whether each row takes the best token: bool, in the temperatures' shape."""
     return temperature < GREEDY_BELOW
 
 
 def divisor(temperature: torch.Tensor) -> torch.Tensor:
-    """The divisor of logits: the temperature [rows], 1 for greedy rows; [rows, 1] for a row of logits each."""
+    """The divisor of each row's logits, [rows, 1]: the temperature [rows], or 1 for greedy rows."""
     return torch.where(is_greedy(temperature), 1.0, temperature).unsqueeze(-1)
 
 
 def known_unlimited(limits: torch.Tensor, bound: float) -> bool:
-    """Whether no row has a limit below a bound; on the CPU only, where the check does not wait and a sort is slow."""
+    """Whether no row's limit is below a bound; checked only on the CPU, without a wait, to save a slow sort."""
     return limits.device.type == "cpu" and bool((limits >= bound).all())
 
 
 def truncated(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Distributions [rows, entries] cut to the rows' top-k and top-p and renormalised.
+    """Cut distributions [rows, entries] to the rows' top-k and top-p and renormalise them.
 
-    The k most probable entries are kept, then the fewest of those that together have p of their mass; entries that tie
-    with the last one kept stay, too. Without either the distributions are returned as they are.
+    The k most probable entries are kept, and of those the fewest that together hold p of their mass; entries that tie
+    with the last kept entry stay, too. Without limits, the distributions are returned as they are.
     """
     entries, top_k, top_p = probs.shape[-1], sampling.top_k, sampling.top_p
     top_k = None if top_k is None or known_unlimited(top_k, entries) else top_k
@@ -80,10 +80,10 @@ def distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def draw(weights: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """An index in proportion to the weights [..., entries], which need not sum to 1: [...] int64.
+    """Draw an index in proportion to the weights [..., entries], which need not sum to 1: [...] int64.
 
-    The winner of an exponential race is a sample, without multinomial's wait for the device; tensor-parallel ranks,
-    whose generators are in the same state, draw the same. An entry of weight 0 is drawn only if all are 0.
+    An exponential race gives a sample without multinomial's wait for the device; tensor-parallel ranks, whose
+    generators are in the same state, draw the same index. An entry of weight 0 is drawn only if all weights are 0.
     """
     return (weights / torch.empty_like(weights).exponential_(generator=generator)).argmax(dim=-1)
 
@@ -93,6 +93,6 @@ def drawn_from(
     index: torch.Tensor,  # [rows, ...] int64, the entries that were taken
     greedy: torch.Tensor,  # [rows] bool
 ) -> torch.Tensor:
-    """q(x) of the chosen entries: the probabilities where they were drawn, one-hot in rows that took the best."""
+    """q(x) of the chosen entries: the probabilities in rows that drew, one-hot in rows that took the best entry."""
     one_hot = torch.zeros_like(probs).scatter_(-1, index.unsqueeze(-1), 1.0)
     return torch.where(greedy.view(-1, *[1] * (probs.dim() - 1)), one_hot, probs)

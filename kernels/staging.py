@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting's inputs from a step that has just been verified, gathered into fixed buffers.
 
-CUDA graphs of the drafts read them there, so this is all that a decode step launches before it replays one.
+The drafts' CUDA graphs read the inputs there, so a decode step launches only this before it replays a graph.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,12 @@ import torch
 
 
 class StepEnd(NamedTuple):
-    """A verified step as vLLM's runner V2 leaves it: a place for each request of the batch."""
+    """A verified step as vLLM's runner V2 leaves it, with a place for each request of the batch."""
 
     rows: torch.Tensor  # [requests] int32, request rows
     query_starts: torch.Tensor  # [at least requests + 1] int32, where each request's tokens begin
     num_sampled: torch.Tensor  # [requests] int32, tokens that each emitted; 0 within a prompt
-    num_rejected: torch.Tensor  # [requests] int32, scheduled tokens behind the last accepted one
+    num_rejected: torch.Tensor  # [requests] int32, scheduled tokens after the last accepted token
     last_sampled: torch.Tensor  # [request rows, 1] int64, the last token that each emitted
     positions: torch.Tensor  # [tokens] int64
     hidden: torch.Tensor  # [tokens, hidden] normed states
@@ -23,11 +23,11 @@ class StepEnd(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The buffers, for up to a number of requests."""
+    """The buffers, with a place for each request up to their size."""
 
     rows: torch.Tensor  # [requests] int64, request rows; -1 for padding
     newest_ids: torch.Tensor  # [requests] int64, the last token that each emitted
-    places: torch.Tensor  # [requests] int64, the token of the step whose state gave it
+    places: torch.Tensor  # [requests] int64, the step's token whose state gave the newest token
     positions: torch.Tensor  # [requests] int64, of the newest token
     hidden: torch.Tensor  # [requests, hidden]
     settings: torch.Tensor  # [settings, requests] float32
@@ -37,13 +37,13 @@ class Staged(NamedTuple):
 def stage(end: StepEnd, settings: torch.Tensor, staged: Staged, padded: int) -> None:
     """Gather the drafting inputs of the step's requests, and mark the padding after them.
 
-    A chunk that does not end its prompt sampled nothing, so it counts as padding.
+    A prefill chunk that does not end its prompt sampled nothing, so it counts as padding.
 
     Args:
         end: the step.
         settings: [request rows + 1, settings] float32, by request row.
         staged: buffers, of which the first `padded` places are written.
-        padded: at least the step's requests.
+        padded: number of places, at least the step's requests.
     """
     requests = len(end.rows)
     rows = end.rows.long()

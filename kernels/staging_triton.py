@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging in one launch, a program per place: torch needs some twenty operations for it, each the host's time."""
+"""Staging in one launch, a program per place; torch needs some twenty operations, each of which costs host time."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from vllm_ppd.kernels.staging import Staged, StepEnd
 
-BLOCK_H = 1024  # of a hidden state at a time
+BLOCK_H = 1024  # elements of a hidden state at a time
 
 
 @triton.jit(do_not_specialize=["requests"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Top-p of logits without a sort of the vocabulary, which on a CPU takes longer than a small model's pass."""
+"""Top-p of logits without a sort of the vocabulary, which on a CPU takes longer than a small model's forward pass."""
 
 import torch
 
@@ -7,7 +7,7 @@ BEST = 512  # entries looked at first; rows whose mass is spread further are sor
 
 
 def mask_top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Set entries outside each row's top-p to -inf, in place; entries that tie with the last one kept stay.
+    """Set entries outside each row's top-p to -inf, in place; entries that tie with the last kept entry stay.
 
     Args:
         logits: [rows, entries] float32, temperatures applied.
@@ -31,7 +31,7 @@ def _least_kept(
     mass: torch.Tensor,  # [rows, 1] logarithm of the whole mass
     top_p: torch.Tensor,  # [rows]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the smallest logit that is kept [rows], the share of the mass that was considered [rows])."""
+    """Return (the smallest logit that is kept [rows], the share of the mass that was considered [rows])."""
     probs = (descending - mass).exp()
     total = probs.cumsum(dim=-1)
     kept = ((total - probs) < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)

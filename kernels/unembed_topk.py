@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's k best tokens of an early head, straight from the states that go into the unembedding.
 
-Norm and T come before, since inside the kernel every part of the vocabulary would redo their product. For greedy drafts
-and candidates only: sampled ones need q(x) of the whole vocabulary, and DynaMo's heads the best 50 at a temperature.
+Norm and T are applied before; the kernel would redo their product for every part of the vocabulary. It serves greedy
+drafts and candidates: sampled drafts need q(x) of the whole vocabulary, DynaMo's heads the best 50 at a temperature.
 """
 
 import torch

@@ -5,8 +5,8 @@
             and a log-sum-exp per row, in registers
     merge   a program per row: the k best of P * k keys, and the sum of P log-sum-exps
 
-It is for the few rows of decoding, where reading E* is the cost; over MOST_ROWS rows or MOST_K the reference runs:
-large products are the library's. Ties go to the lowest id for every k (the reference promises that for k = 1).
+It serves the few rows of decoding, where reading E* dominates. Above MOST_ROWS rows or k = MOST_K the reference runs,
+as the library is best at large products. Ties go to the lowest id for every k (the reference promises that for k = 1).
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ from vllm_ppd.kernels.ordered_keys import NOTHING, columns_of, pack, values_of
 from vllm_ppd.kernels.sampling import INVALID as NO_TOKEN
 
 MOST_ROWS, MOST_K = 64, 8
-BLOCK_V = 64  # with 128 hidden of bfloat16: 16 KiB in flight a stage, which fits every GPU's shared memory thrice
+BLOCK_V = 64  # with 128 hidden of bfloat16: 16 KiB per stage, three of which fit every GPU's shared memory
 PROGRAMS_A_PROCESSOR = 2
 INVALID = tl.constexpr(NO_TOKEN)
 
@@ -51,7 +51,7 @@ def _scan(
     row = tl.arange(0, ROWS)
     depth = tl.arange(0, BLOCK_D)
     slot = tl.arange(0, K_PADDED)
-    # Keys are unique, and so are these: the lowest of them is the one that a better key replaces.
+    # Unique, as keys are, so that a better key replaces the lowest of them and no other.
     best = tl.zeros((K_PADDED, ROWS), tl.int64) + NOTHING + slot[:, None] + 1
     best = tl.where((slot >= K)[:, None], 0x7FFFFFFFFFFFFFFF, best)
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -155,7 +155,7 @@ def unembed_topk(
     device = hidden.device
     programs = min(_programs(device), triton.cdiv(num_valid, BLOCK_V))
     keys = torch.empty(programs, rows, k, dtype=torch.int64, device=device)
-    # Apart: halves of one tensor start at addresses whose alignment, and with it the code, depends on the rows.
+    # Two tensors: the alignment of the halves of one, and so the compiled code, would depend on the number of rows.
     maxima, sums = (torch.empty(programs, rows, dtype=torch.float32, device=device) for _ in range(2))
     padded_rows = max(16, triton.next_power_of_2(rows))
     _scan[(programs,)](

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# Logits held at once: on a CPU what its caches hold (1.8 times faster than 2^23), on a GPU what fills it.
+# Logits held at once: as many as a CPU's caches hold (1.8 times faster than 2^23), or enough to fill a GPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 25}
-# With fewer, each chunk reads a large unembedding from memory for little work: 2.2 times slower at 16 of 49,152 tokens.
+# With fewer rows, each chunk reads a large unembedding for little work: 2.2 times slower with 16 rows of 49,152 tokens.
 LEAST_ROWS = 128
 
 
@@ -28,7 +28,7 @@ class _TokenLogProbs(torch.autograd.Function):
         rows = states.to(unembedding.dtype)
         dtype = torch.promote_types(unembedding.dtype, torch.float32)
         result = torch.empty(tokens.shape, dtype=dtype, device=rows.device)
-        # E^T softmax(E h): what the gradient of each row's tokens shares.
+        # E^T softmax(E h): the term that the gradients of a row's tokens share.
         expected = torch.empty_like(rows) if states.requires_grad else None
         step = rows_a_chunk(unembedding)
         for start in range(0, len(rows), step):
@@ -57,7 +57,7 @@ def token_log_probs(
     unembedding: torch.Tensor,  # [vocabulary, hidden], frozen
     bias: torch.Tensor | None = None,  # [vocabulary]
 ) -> torch.Tensor:
-    """log softmax(E h)[token] of each row, differentiable in the states: tokens' shape, float32 at least."""
+    """log softmax(E h)[token] of each row, differentiable in the states: the tokens' shape, at least float32."""
     log_probs = _TokenLogProbs.apply(states, tokens if tokens.dim() == 2 else tokens[:, None], unembedding, bias)
     return log_probs.view(tokens.shape)
 
@@ -72,7 +72,7 @@ def top_log_probs(
     """The k likeliest tokens of each row in descending order.
 
     Returns:
-        ([rows, k] int64, their log softmax(E h) over the whole vocabulary [rows, k] float32).
+        (token IDs [rows, k] int64, their log softmax(E h) over the whole vocabulary [rows, k] float32).
     """
     rows = states.to(unembedding.dtype)
     ids, log_probs = [], []
@@ -129,7 +129,7 @@ def kl_to_teacher(
     bias: torch.Tensor | None = None,  # [vocabulary]
     compare: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1), teacher logits read once for all exits.
+    """KL(p* || p_theta) of every exit and row (ParaDecode, section 2.1); all exits share the teacher's logits.
 
     Returns:
         (KL in nats [exits, rows] float32, differentiable in the students; whether the arg-max agrees [exits, rows],

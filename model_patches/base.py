@@ -3,13 +3,13 @@
 
     token ids -> [stack 0: embed, layers 0..e1] -> (hidden, residual) -> ... -> [last stack: layers ..L, norm] -> hidden
 
-A multimodal model's forward gets embeddings, so its first stack starts from these.
+A multimodal model's forward gets embeddings, so its first stack starts from them.
 
-The whole model is the stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
+The whole model is its stacks in a row, so the same compiled pieces serve the full forward, the shallow passes that
 draft, and the deep pass that completes deferred KV. Without CUDA graphs the full forward is one more compiled piece.
 
-Under pipeline parallelism a process holds the stacks of its stage alone: the first stage ends in a state, the last one
-starts from it.
+Under pipeline parallelism, a process holds only the stacks of its stage; every stage but the last ends in a state, from
+which the next stage starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_ppd.model_patches.families import MULTIMODAL, adapter_path
 
-# (hidden, residual) at a cut, both [tokens, hidden size]; families without a residual stream have None.
+# (hidden, residual) at a cut, both [tokens, hidden size]; the residual is None in families without one.
 CutState = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -80,7 +80,7 @@ def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
     """The adapter of a loaded model's family.
 
     Args:
-        model: the causal LM; within a multimodal model, of a class of its own.
+        model: the causal LM; in a multimodal model, the language model inside it.
 
     Raises:
         ValueError: if the family cannot be cut.
@@ -95,7 +95,7 @@ def adapter_of(model: nn.Module, vllm_config: VllmConfig) -> Adapter:
 class Stack(nn.Module):
     """Consecutive layers [start, stop) of the target; the first stack also embeds, the last also applies the norm.
 
-    Further layers than the target's may be given; they are numbered after its own, and their output is normed.
+    Layers beyond the target's may be given; they are numbered after the target's, and their output is normed.
     """
 
     def __init__(self, *, adapter: Adapter, start: int, stop: int, layers: Sequence[nn.Module] | None = None) -> None:
@@ -106,7 +106,7 @@ class Stack(nn.Module):
         if layers is not None:
             self.layers = nn.ModuleList(layers)  # type: ignore[assignment]
         self.is_last = stop >= len(adapter.layers)
-        self.taps: tuple[int, ...] = ()  # layers before which the state is kept, in stacks that keep any
+        self.taps: tuple[int, ...] = ()  # layers before which the state is kept, if any
 
     def forward(
         self,
@@ -151,12 +151,12 @@ def compiled_stack(base: type[Stack], vllm_config: VllmConfig, **kwargs: Any) ->
 
 
 def rows_of(state: CutState, index: torch.Tensor | slice) -> CutState:
-    """Some tokens of a state."""
+    """The state of the tokens at an index."""
     return state[0][index], None if state[1] is None else state[1][index]
 
 
 def summed(state: CutState) -> torch.Tensor:
-    """The sum that a layer's norm reads of a state, [tokens, hidden]; a layer computes the same from (sum, None)."""
+    """The sum of a state [tokens, hidden], which a layer's norm reads; a layer computes the same from (sum, None)."""
     return state[0].clone() if state[1] is None else state[0] + state[1]
 
 
@@ -165,11 +165,11 @@ class ModelCut:
 
     Args:
         model: the causal LM as vLLM loaded it.
-        vllm_config: vLLM's configuration; its compilation mode is the stacks' too.
-        exit_layers: ascending layer counts after which to cut, each within the layers.
+        vllm_config: vLLM's configuration; its compilation mode also applies to the stacks.
+        exit_layers: ascending layer counts after which to cut, each inside the stage.
         layers: (first, last + 1) of this pipeline stage; None: all.
-        whole: whether the full forward is one piece, for one more compilation: each piece takes the host time
-            to start, which CUDA graphs hide.
+        whole: whether to compile the full forward as one more piece: starting a piece costs host time, which CUDA
+            graphs hide.
         embedded: whether forwards get embeddings in place of token IDs.
 
     Raises:
@@ -204,7 +204,7 @@ class ModelCut:
         if whole:
             kind = Stack if embedded else FirstStack
             self.whole = compiled_stack(kind, vllm_config, adapter=self.adapter, start=first, stop=last)
-        # CUDA graphs read their inputs where they were captured: the stacks then meet in these buffers.
+        # CUDA graphs read their inputs at fixed addresses, so these buffers pass the state from stack to stack.
         self.graph_buffers: CutState | None = None
         self.adapter.replace_forward(self)
 
@@ -221,7 +221,7 @@ class ModelCut:
         self.graph_buffers = (hidden, torch.zeros_like(hidden) if self.adapter.has_residual else None)
 
     def in_graph_buffers(self, state: CutState) -> CutState:
-        """The state where the next stack expects it: the state itself, or its copy in buffers of CUDA graphs."""
+        """The state where the next stack expects it: the state itself, or its copy in the CUDA graphs' buffers."""
         if self.graph_buffers is None:
             return state
         views = tuple(
@@ -235,7 +235,7 @@ class ModelCut:
 
         Args:
             input_ids: [tokens]; may be None if embeddings are given.
-            given: [tokens, hidden] embeddings by the model, including images.
+            given: [tokens, hidden] embeddings from the model, including images.
         """
         if not self.embedded:
             return None

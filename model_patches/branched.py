@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with branches: further layers that read the pre-final hidden state, which the last layer reads (DynaMo).
+"""A model with branches: further layers that read the pre-final hidden state, the last layer's input (DynaMo).
 
     token ids -> [embed, layers ..L-1] -> pre-final state -> [layer L, norm] -> hidden
                                                           -> [branch: a token head's layer, norm] -> hidden
@@ -40,7 +40,7 @@ class TappedStack(FirstStack):
 
 
 class TappedEmbeddedStack(Stack):
-    """The same from embeddings."""
+    """A TappedStack that starts from embeddings."""
 
     def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
         return tapped(self, positions, hidden, residual)
@@ -53,7 +53,7 @@ class TappedModel(ModelCut):
         model: the causal LM as vLLM loaded it.
         vllm_config: vLLM's configuration.
         layers: ascending layer counts after which the state is kept.
-        buffers: [layers, max tokens, hidden], takes the states of each forward.
+        buffers: [layers, max tokens, hidden], filled with the states by each forward.
 
     Raises:
         ValueError: if the family cannot be cut.
@@ -80,12 +80,12 @@ class TappedModel(ModelCut):
 
 
 class Branches(Stack):
-    """Further layers that read the same state, compiled as one piece, since each piece takes the host time to start."""
+    """Further layers that read the same state, compiled as one piece, since starting a piece costs host time."""
 
     def forward(  # type: ignore[override]
         self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Normed hidden states [tokens, hidden] of each layer, from the pre-final state, without a residual."""
+        """Return each layer's normed hidden states [tokens, hidden], given the pre-final state without a residual."""
         return tuple(
             self.adapter.norm(*self.adapter.run([layer], positions, hidden.clone(), None)) for layer in self.layers
         )
@@ -96,7 +96,7 @@ class BranchedModel(ModelCut):
 
     Args:
         model: the causal LM as vLLM loaded it.
-        vllm_config: vLLM's configuration; its compilation mode is the branches' too.
+        vllm_config: vLLM's configuration; its compilation mode also applies to the branches.
         embedded: whether forwards are given embeddings in place of token IDs.
     """
 
@@ -107,16 +107,16 @@ class BranchedModel(ModelCut):
         super().__init__(model, vllm_config, (), embedded=embedded)
         self.stacks[0].taps = (len(self.adapter.layers) - 1,)
         self.branches: Stack | None = None
-        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden] of the last forward with them
-        self.skip_branches = False  # whether forwards leave them out
+        self.branch_hidden: torch.Tensor | None = None  # [branches, max tokens, hidden], their latest output
+        self.skip_branches = False  # whether forwards leave out the branches
 
     def add_branches(self, layers: Sequence[nn.Module], vllm_config: VllmConfig, hidden: torch.Tensor) -> None:
         """Run further layers in every forward.
 
         Args:
-            layers: of the target's kind, one per branch.
+            layers: layers of the target's kind, one per branch.
             vllm_config: vLLM's configuration.
-            hidden: [branches, max tokens, hidden] buffer that takes their normed hidden states.
+            hidden: [branches, max tokens, hidden] buffer for the layers' normed hidden states.
         """
         first = len(self.adapter.layers)
         self.branches = compiled_stack(
@@ -145,7 +145,7 @@ class BranchedModel(ModelCut):
         output, before = self.start(self.stacks[0], input_ids, positions, embeddings)
         if self.branches is not None and self.branch_hidden is not None and not self.skip_branches:
             if self.graph_buffers is not None:
-                output = output.clone()  # the branches' CUDA graphs may use the memory of the target's last one
+                output = output.clone()  # the branches' CUDA graphs may reuse the memory of the target's last graph
             states = self.branches(positions, *self.in_graph_buffers((before, None)))
             for hidden, state in zip(self.branch_hidden, states, strict=True):
                 hidden[: output.shape[0]].copy_(state)

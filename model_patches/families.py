@@ -34,7 +34,7 @@ MULTIMODAL = (
     "Qwen2AudioForConditionalGeneration",
 )
 
-# Families whose layers are of Llama's build throughout, so that layers at different depths can run as one.
+# Families whose layers are all built like Llama's, so that layers at different depths can run as one.
 STACKABLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 # Families to which further layers (DynaMo's) have not been added yet.
@@ -47,7 +47,7 @@ NO_TOKEN_HEADS: tuple[str, ...] = (
 
 
 def adapter_path(architectures: list[str] | None) -> str:
-    """The dotted path of the adapter for a model; for a multimodal one, of its language model's family.
+    """The dotted path of the adapter for a model; for a multimodal model, of its language model's family.
 
     Raises:
         ValueError: if the family cannot be cut; the message names it and lists those that can.

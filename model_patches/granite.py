@@ -11,7 +11,7 @@ from vllm_ppd.model_patches.llama_like import LlamaLikeAdapter
 
 
 class GraniteAdapter(LlamaLikeAdapter):
-    """Granite."""
+    """Adapter for Granite."""
 
     has_residual = False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter for vLLM's own decoders: layers of positions, hidden states and residual, and a norm that adds the last."""
+"""Adapter for vLLM's own decoders: layers take positions, hidden states and a residual, which the final norm adds."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class LlamaLikeAdapter(Adapter):
     has_residual = True
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        # The decoder's own method, not the table: Gemma scales here.
+        # The decoder's method, not the embedding table: Gemma scales embeddings here.
         return self.decoder.embed_input_ids(input_ids)
 
     def run(
         self, layers: Sequence[nn.Module], positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None
     ) -> CutState:
         for layer in layers:
-            # By name: gpt-oss has them in another order.
+            # Arguments go by name: gpt-oss takes them in another order.
             hidden, residual = layer(positions=positions, hidden_states=hidden, residual=residual)
         return hidden, residual
 

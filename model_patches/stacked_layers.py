@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder layers in one storage, so that tokens at different depths share batched products.
 
-ParaDecode, section 2.2: tokens t1..tN in flight stand before layers l1..lN; one product per projection serves them all,
-attention is each layer's own. Every projection of all L layers is one tensor [L, out, in], and vLLM's layers hold views
-of it: there is no second copy of the weights, and vLLM's own forward runs over the same storage. Layers at equal
-distances, such as i and i + L/2, are a view too (a stride), so nothing is gathered.
+ParaDecode, section 2.2: tokens t1..tN in flight wait for layers l1..lN; one product per projection serves all of them,
+and attention runs layer by layer. Each projection of all L layers is one tensor [L, out, in], and vLLM's layers hold
+views of it: there is no second copy of the weights, and vLLM's own forward runs over the same storage. Evenly spaced
+layers, such as i and i + L/2, are a strided view, so nothing is gathered.
 
-Cost: while a model loads, room for a copy of its largest projection; on a GPU nothing else. On the CPU vLLM
+Cost: while a model loads, memory for a copy of its largest projection; on a GPU, nothing else. On the CPU, vLLM
 repacks linear weights one by one for its fastest product; packed weights have no views, so the layers keep their plain
-weights (plain_weights.py) and every forward, prefill included, uses torch's plain product. One AMD EPYC core, one row:
-the same time as packed in float32, 3 to 5 times as long in bfloat16.
+weights (plain_weights.py) and every forward, prefill included, uses torch's plain product. For one row on one
+AMD EPYC core, that takes as long as the packed product in float32, and 3 to 5 times as long in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class StackedLayers:
         layers: all decoder layers; their parameters become views.
 
     Raises:
-        ValueError: if they are not built alike.
+        ValueError: if the layers are not built alike.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -54,12 +54,12 @@ class StackedLayers:
     def run_layers(
         self,
         which: slice,  # the layers, ascending
-        rows: Sequence[int],  # [layers] tokens before each; fewer are padded
+        rows: Sequence[int],  # [layers] number of tokens for each layer; padded to the most
         positions: torch.Tensor,  # [layers, most rows]
         hidden: torch.Tensor,  # [layers, most rows, hidden]
         residual: torch.Tensor,  # as hidden; zeros before the first layer
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run tokens through one layer each, within a forward context that has metadata for these layers.
+        """Run each layer on its tokens, within a forward context that has metadata for these layers.
 
         Returns:
             (hidden, residual) after the layers, in the given layout; padding is arbitrary.

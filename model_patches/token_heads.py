@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Further decoder layers of the target's own class: DynaMo's token heads inside vLLM.
 
-They bear the numbers after the target's last layer, so vLLM allocates their KV beside the target's, in the same blocks:
-what prefix caching, preemption and chunked prefill do to the target's KV they do to the heads'.
+They are numbered after the target's last layer, so vLLM allocates their KV beside the target's, in the same blocks:
+prefix caching, preemption and chunked prefill treat both alike.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from vllm_ppd.model_patches.base import Adapter
 def build_layers(
     adapter: Adapter, vllm_config: VllmConfig, tensors: list[dict[str, torch.Tensor]], device: torch.device
 ) -> list[nn.Module]:
-    """Build one layer a dictionary of weights, named as the target's checkpoint names a decoder layer's.
+    """Build one layer per dictionary of weights, which has the names of a decoder layer in the target's checkpoint.
 
-    Call before the KV cache is sized. The layers are not quantised, whatever the target is.
+    Call this before the KV cache is sized. The layers are not quantised, even if the target is.
 
     Raises:
-        ValueError: if a layer's weights were not all given, or more were.
+        ValueError: if weights of a layer are missing or unknown.
     """
     last = adapter.layers[-1]
     prefix = _prefix_of(adapter, last)
@@ -52,13 +52,13 @@ def build_layers(
 
 
 def _prefix_of(adapter: Adapter, layer: nn.Module) -> str:
-    """The name of the list of layers: model.layers."""
+    """The name of the list of layers, such as model.layers."""
     name = next(name for name, module in adapter.model.named_modules() if module is layer)
     return name.rpartition(".")[0]
 
 
 def _build(cls: type[nn.Module], vllm_config: VllmConfig, prefix: str) -> nn.Module:
-    """Families build their layers from vLLM's whole configuration or from three parts of it."""
+    """Build a layer, from vLLM's whole configuration or from three parts of it, as its class requires."""
     parameters = inspect.signature(cls.__init__).parameters
     if "vllm_config" in parameters:
         return cls(vllm_config=vllm_config, prefix=prefix)
@@ -79,7 +79,7 @@ def _load(layer: nn.Module, weights: dict[str, torch.Tensor], decoder: Any) -> N
 
 @contextlib.contextmanager
 def _longer(config: Any, layers: int) -> Iterator[None]:
-    """Families whose layers look their kind up by number find the last one's there."""
+    """Extend layer_types by the last layer's kind, for families whose layers look up their kind by number."""
     kinds = getattr(config, "layer_types", None)
     if not kinds:
         yield

@@ -19,14 +19,14 @@ NORMS = ("norm", "final_layer_norm")
 
 
 class TransformersAdapter(Adapter):
-    """No residual stream beside the hidden states; Transformers' modules want a batch dimension of one."""
+    """Adapter without a residual stream; Transformers' modules expect a batch dimension of one."""
 
     has_residual = False
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.final_norm: nn.Module = next(getattr(self.decoder, name) for name in NORMS if hasattr(self.decoder, name))
-        # OLMo 3 has rotary embeddings of their own for sliding and for full layers.
+        # OLMo 3 has separate rotary embeddings for sliding-window and full-attention layers.
         by_kind = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
         self.kinds: list[str] | None = list(self.decoder.config.layer_types) if by_kind else None
 
