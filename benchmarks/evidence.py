@@ -58,7 +58,9 @@ def parts(data: str) -> dict[str, Part]:
     smollm = ["--model", TARGET, "--data", f"spec-bench={data}/spec_bench.jsonl", "--top-p", "0.95"]
     plain = ["--model", TARGET, "--data", f"{data}/spec_bench.jsonl", "--dtype", "bfloat16", "--kv-cache-gib", "0.5"]
     peers = [f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa")]
+    lookup = json.dumps({"model": heads("cp"), "prompt_lookup_min": 2})
     all_heads = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists())]
+    all_heads += ["--also", f"cp + lookup={lookup}"]
     decode = [*PPD, "decode", *plain, "--prompt-tokens", "256", "--rounds", "4"]
     methods = [*decode, *all_heads, "--plain", "ngram", *peers, "--batch-sizes", "1,4,16", "--new-tokens", "96"]
     early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
