@@ -31,9 +31,7 @@ def test_commands_are_those_of_ppd_bench(words: list[str]) -> None:
 
 def test_every_kept_result_that_ages_is_a_part() -> None:
     kept = {path.stem for path in outdated.results_in(evidence.RESULTS) if not path.stem.startswith("gpu_")}
-    assert kept - {"decode"} <= set(PARTS), (
-        "decode.json is of the inflated demo model, which smollm_decode stands in for"
-    )
+    assert kept <= set(PARTS)
 
 
 @pytest.fixture
