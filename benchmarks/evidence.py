@@ -58,11 +58,10 @@ def parts(data: str) -> dict[str, Part]:
     smollm = ["--model", TARGET, "--data", f"spec-bench={data}/spec_bench.jsonl", "--top-p", "0.95"]
     plain = ["--model", TARGET, "--data", f"{data}/spec_bench.jsonl", "--dtype", "bfloat16", "--kv-cache-gib", "0.5"]
     peers = [f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa")]
-    lookup = json.dumps({"model": heads("cp"), "prompt_lookup_min": 2})
-    all_heads = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists())]
-    all_heads += ["--also", f"cp + lookup={lookup}"]
+    lookup = f"cp + lookup={json.dumps({'model': heads('cp'), 'prompt_lookup_min': 2})}"
+    ours = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists()), "--also", lookup]
     decode = [*PPD, "decode", *plain, "--prompt-tokens", "256", "--rounds", "4"]
-    methods = [*decode, *all_heads, "--plain", "ngram", *peers, "--batch-sizes", "1,4,16", "--new-tokens", "96"]
+    methods = [*decode, *ours, "--plain", "ngram", *peers, "--batch-sizes", "1,4,16", "--new-tokens", "96"]
     early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
     paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
     paradecode |= {f", gamma {gamma}": early | {"gamma": gamma} for gamma in (0.4, 0.8)}
@@ -85,7 +84,7 @@ def parts(data: str) -> dict[str, Part]:
                             "--rounds", "2", "--new-tokens", "64", "--rates", "0.5,1", "--concurrencies", "1,4"]]),
         "smollm_decode": Part(60, [[*methods, "--temperatures", "0,0.8"],
                                    [*methods, "--temperatures", "0.6", "--top-p", "0.9"]]),
-        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "ngram", *all_heads, *peers]],
+        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "ngram", *ours, *peers]],
                            greedy_text_is_vllms),
         "gpu_steps": Part(10, [["-m", "vllm_ppd.benchmarks.gpu.steps", "--model", DEMO, "--engine",
                                 '{"kv_cache_memory_bytes": 1073741824}', *steps]], gpu=True),

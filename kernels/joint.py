@@ -53,7 +53,7 @@ class Likeliest(NamedTuple):
     """The order that Algorithm 1 takes for each row, and its likeliest n-gram."""
 
     order: torch.Tensor  # [rows] int64, number of tokens, 1..n; 1 where a joint is not finite
-    drafts: torch.Tensor  # [rows] int64, tokens after the first; 1, an INVALID one, where a joint is not finite
+    drafts: torch.Tensor  # [rows] int64, tokens after the first; 1, which is INVALID, where a joint is not finite
     tokens: torch.Tensor  # [rows, n] int64, -1 past the order
     places: torch.Tensor  # [rows, n] int64, indices into each head's top-k, 0 past the order
     floor: torch.Tensor  # [rows] float32, eps_b^(order - 1), 0 for order 1
