@@ -27,6 +27,7 @@ from pydantic import BaseModel, Field
 from safetensors.torch import load_file
 
 from vllm_ppd.benchmarks import BenchError
+from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.files import digest_of_value, write_text
 from vllm_ppd.heads.io import load_tensors, save_heads
@@ -99,6 +100,22 @@ def filled(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return larger
 
 
+def in_blocks(name: str, tensor: torch.Tensor, size: int, times: int) -> torch.Tensor:
+    """A matrix of a recurrent state (heads/cp/recurrence.py) with each of its blocks filled up by itself.
+
+    The state and the last hidden state are zero past the first copy, and RMSNorm divides by the root of a mean that is
+    `times` smaller: the columns that read them are divided by the root of `times`.
+    """
+    if name in ("token", "inner"):  # rows: the state, then both halves of the gated layer
+        inner = (len(tensor) - size) // 2
+        blocks = [filled(block, (times * len(block), size)) for block in tensor.split([size, inner, inner])]
+        return torch.cat(blocks) * (times**-0.5 if name == "inner" else 1)
+    if name == "fuse":  # columns: the last hidden state, then those of other layers
+        last, *others = (filled(block, (size, times * size)) for block in tensor.split(size, dim=1))
+        return torch.cat([last * times**-0.5, *others], dim=1)
+    return tensor
+
+
 def rule_of(name: str, rules: Mapping[str, str] = RULES) -> str:
     """The rule for a tensor of the target or of a layer like its own; a bias grows like its weight's first dimension.
 
@@ -169,6 +186,9 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
             name: [n if growth == "-" else times * n for n, growth in zip(shape, rule_of(name), strict=True)]
             for name, shape in layer.items()
         }
+    recurrent = isinstance(config, CPConfig) and config.condition == "recurrent"
+    if isinstance(config, CPConfig) and recurrent:
+        changes["inner_size"] = times * config.inner
     inflated = config.model_copy(update=changes)
     shapes = inflated.shapes()
 
@@ -177,6 +197,8 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
             return tensor
         if any(name.endswith(f".{of_layer}") for of_layer in layer):
             return inflate(tensor, rule_of(name), times)
+        if recurrent:
+            tensor = in_blocks(name.rpartition(".")[2], tensor, size, times)
         return filled(tensor, shapes[name])
 
     save_heads(out, inflated, {name: grown(name, tensor) for name, tensor in tensors.items()})

@@ -24,7 +24,9 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(self, groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float) -> None:
-        super().__init__([{"muon": True, **group} for group in groups], betas=betas, weight_decay=weight_decay)
+        super().__init__(
+            [{"muon": True, **group} for group in groups], betas=betas, weight_decay=weight_decay, fused=True
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
