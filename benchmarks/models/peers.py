@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculators of vLLM's own methods for comparison, as recipes of our training loop: EAGLE, Medusa, a draft model.
+"""Speculators of vLLM's own methods for comparison, as recipes of our training loop: EAGLE and Medusa.
 
 `python -m vllm_ppd.benchmarks.models peer eagle --model M --data train.jsonl --out DIR`
 """
@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from vllm_ppd.heads.data.check import check_data
@@ -261,63 +260,9 @@ class Medusa(Peer):
         return blocks | {f"lm_heads.{head}.weight": weight for head, weight in enumerate(self.lm_heads)}
 
 
-class DraftModelOptions(PeerOptions):
-    """Training options of a draft model."""
-
-    kind: ClassVar[str] = "draft_model"
-
-    others_rate: float = Field(3e-3, gt=0, description="peak learning rate of AdamW: embeddings and norms")
-
-
-class DraftModel(Peer):
-    """A Llama with the target's tokenizer: two layers and two thirds of the demo model's width.
-
-    It is trained from scratch on the target's distribution over the data.
-    """
-
-    LAYERS, HIDDEN = 2, 128
-
-    def __init__(self, options: DraftModelOptions, target: Target) -> None:
-        super().__init__(options, target)
-        theirs = target.config
-        config = LlamaConfig(
-            vocab_size=theirs.vocab_size, hidden_size=self.HIDDEN, intermediate_size=2 * self.HIDDEN,
-            num_hidden_layers=self.LAYERS, num_attention_heads=self.HIDDEN // 32,
-            num_key_value_heads=self.HIDDEN // 64, head_dim=32, tie_word_embeddings=True,
-            max_position_embeddings=theirs.max_position_embeddings, bos_token_id=theirs.bos_token_id,
-            eos_token_id=theirs.eos_token_id,
-        )  # fmt: skip
-        self.model: Any = LlamaForCausalLM(config)
-        self.to(target.device)
-
-    def matrices(self) -> list[nn.Parameter]:
-        return [p for p in self.model.model.layers.parameters() if p.dim() == 2]
-
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
-        final = self.final_states(batch)
-        output = self.model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-        logits = output.logits.float().flatten(0, 1)
-        loss, counts = self.imitation(logits, self.logits(final).flatten(0, 1))
-        if not self.training:  # a later draft is read one token later
-            drafted = [logits.argmax(-1).roll(-draft) for draft in range(1, self.DRAFTS + 1)]
-            counts |= self.accepted(batch, final, torch.stack(drafted, dim=1))
-        return loss, counts
-
-    def config(self) -> dict[str, Any]:
-        return self.model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
-
-    def write(self, out: Path, provenance: str) -> None:
-        self.target.tokenizer.save_pretrained(out)
-        super().write(out, provenance)
-
-
 PEERS: dict[str, tuple[type[PeerOptions], type[Peer]]] = {
     "eagle": (EagleOptions, Eagle),
     "medusa": (MedusaOptions, Medusa),
-    "draft_model": (DraftModelOptions, DraftModel),
 }
 
 

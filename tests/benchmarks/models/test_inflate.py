@@ -10,15 +10,14 @@ import tiny
 import torch
 from cases import generate, greedy
 from conftest import DEMO, start_engine, write_texts
+from heads_folders import config_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.models.inflate import InflateOptions, inflate_heads, inflate_model, run
-from vllm_ppd.heads.base import TargetLayers
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.run import calibrate
-from vllm_ppd.heads.cp.config import CPConfig
 from vllm_ppd.heads.cp.module import CPHead
 from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.io import load_tensors, save_heads
@@ -73,26 +72,19 @@ def test_bfloat16_keeps_the_norms(tmp_path: Path) -> None:
 
 
 def test_a_recurrent_head_drafts_as_the_original(tmp_path: Path) -> None:
-    size, times, generator = 64, 3, torch.Generator().manual_seed(0)
-    settings: dict[str, Any] = {"positions": 4, "rank": 2, "inner_size": 48, "condition": "recurrent", "layers": (1,)}
-    inflate_model(tiny.make_model(tmp_path / "tiny"), tmp_path / "large", times)
-    head = CPHead(size, seed=None, **settings)
-    for parameter in head.parameters():
-        parameter.data.normal_(std=0.1, generator=generator)
-    target = TargetLayers(model_type="llama", hidden_size=size, vocab_size=300, num_hidden_layers=4)
-    config = CPConfig(verifier="tiny", num_speculative_tokens=3, target=target, **settings)
-    save_heads(tmp_path / "head", config, {f"cp.{name}": tensor for name, tensor in head.state_dict().items()})
-    inflate_heads(tmp_path / "head", tmp_path / "large", tmp_path / "heads", times)
-    tensors = load_tensors(tmp_path / "heads")[1]
-    larger = CPHead(size * times, seed=None, **settings | {"inner_size": times * 48})
-    larger.load_state_dict({name.removeprefix("cp."): tensor for name, tensor in tensors.items()})
-    final, layer = torch.randn(2, 5, size, generator=generator)
-    embedded = torch.randn(5, 3, size, generator=generator)
-    expected = head.states(torch.cat([final, layer], dim=-1), embedded)
-    final = torch.cat([final, torch.zeros(5, size * (times - 1))], dim=-1)  # the target's last norm is zero there
-    states = larger.states(torch.cat([final, *[layer] * times], dim=-1), embedded.repeat(1, 1, times))
-    torch.testing.assert_close(states[..., :size], expected, rtol=1e-4, atol=1e-4)
-    assert not states[..., size:].any()
+    model, sizes = tiny.make_model(tmp_path / "tiny"), {"rank": 2, "condition": "recurrent", "layers": (1,)}
+    inflate_model(model, tmp_path / "large", 3)
+    head, larger = (CPHead(64 * n, 3, inner_size=32 * n, seed=None, **sizes) for n in (1, 3))  # type: ignore[arg-type]
+    tensors = {f"cp.{name}": 0.1 * torch.randn_like(tensor) for name, tensor in head.state_dict().items()}
+    save_heads(tmp_path / "head", config_of("cp", model, inner_size=32, token_counts=False, **sizes), tensors)
+    inflate_heads(tmp_path / "head", tmp_path / "large", tmp_path / "heads", 3)
+    for module, stored in ((head, tensors), (larger, load_tensors(tmp_path / "heads")[1])):
+        module.load_state_dict({name.removeprefix("cp."): tensor for name, tensor in stored.items()})
+    final, layer, embedded = torch.randn(5, 64), torch.randn(5, 64), torch.randn(5, 2, 64)
+    expected = torch.nn.functional.pad(head.states(torch.cat([final, layer], dim=-1), embedded), (0, 128))
+    padded = torch.nn.functional.pad(final, (0, 128))  # the target's last norm is zero there
+    states = larger.states(torch.cat([padded, layer, layer, layer], dim=-1), embedded.repeat(1, 1, 3))
+    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_inflated_is_refused(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make inflated` and `make bytes`: every command, in order, once; a stopped make goes on; one writer a folder."""
+"""`make inflated` and `recipes`: every command, in order, once; a stopped make goes on; one writer a folder."""
 
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,8 @@ from vllm_ppd.vllm_plugins.cli.main import main, make_parser
 
 def commands(target: str, out: Path) -> list[str]:
     """The commands that make would run, each of which its parser takes, as COMMAND [KIND] OUT."""
-    return list(_taken(run_make(target, out), out))
-
-
-def run_make(target: str, out: Path) -> str:
-    """What make prints of the commands that it would run, each in a line."""
-    make = ["make", "-n", "-f", "benchmarks/models/models.mk", target, f"OUT={out}"]
-    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
-
-
-def _taken(printed: str, out: Path) -> Iterator[str]:
-    for line in printed.splitlines():
+    taken = []
+    for line in run_make(target, out).splitlines():
         _, python, words = line.rpartition("python -m ")
         if python:
             module, *arguments = shlex.split(words)
@@ -39,33 +29,24 @@ def _taken(printed: str, out: Path) -> Iterator[str]:
             args = (make_parser(COMMANDS) if ours else make_parser()).parse_args(arguments)  # ends where it is none
             folder = Path(getattr(args, "heads", None) if arguments[0] == "calibrate" else args.out)
             kind = [arguments[1]] if arguments[0] in ("peer", "train") and not arguments[1].startswith("--") else []
-            yield " ".join([arguments[0], *kind, str(folder.relative_to(out))])
+            taken.append(" ".join([arguments[0], *kind, str(folder.relative_to(out))]))
+    return taken
 
 
-def test_inflated_is_made_in_order(tmp_path: Path) -> None:
-    assert commands("inflated", tmp_path) == [
-        "inflate inflated100", "corpus corpus",
-        *(f"peer {peer} peers/{peer}" for peer in ("eagle", "medusa", "draft_model")), "inflate inflated",
-        *(f"calibrate inflated/heads/{kind}" for kind in ("early", "cp", "dynamo")),
-    ]  # fmt: skip
+def run_make(target: str, out: Path) -> str:
+    """What make prints of the commands that it would run, each in a line."""
+    make = ["make", "-n", "-f", "benchmarks/models/models.mk", target, f"OUT={out}"]
+    return subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout.replace("\\\n", "")
 
 
-def test_bytes_are_made_in_order_and_a_stopped_make_goes_on(tmp_path: Path) -> None:
-    kinds = ("early", "cp", "dynamo")
-    assert commands("bytes", tmp_path) == [
-        "corpus corpus", "train bytes/model",
-        *(f"{what} bytes/heads/{kind}" for kind in kinds for what in (f"train {kind}", "calibrate")),
-        "peer eagle bytes/peers/eagle", "peer medusa bytes/peers/medusa", "inflate bytes/inflated",
-        *(f"calibrate bytes/inflated/heads/{kind}" for kind in kinds),
-    ]  # fmt: skip
-    inflated = "bytes/inflated/.inflated"
-    for name in ("corpus/validation.jsonl", inflated, *(f"bytes/inflated/heads/{k}/.calibrated" for k in kinds)):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+def test_inflated_is_made_in_order_and_goes_on(tmp_path: Path) -> None:
+    made = ["corpus corpus", "peer eagle peers/eagle", "peer medusa peers/medusa", "inflate inflated"]
+    calibrated = [f"calibrate inflated/heads/{kind}" for kind in ("early", "cp", "dynamo")]
+    assert commands("inflated", tmp_path) == made + calibrated
+    for name in ("corpus/validation.jsonl", "inflated/.inflated"):
+        (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    assert commands("bytes", tmp_path) == []
-    (tmp_path / "bytes/inflated/heads/cp/.calibrated").unlink()
-    os.utime(tmp_path / inflated)  # newer than what was made of it
-    assert commands("bytes", tmp_path) == ["calibrate bytes/inflated/heads/cp"]
+    assert commands("inflated", tmp_path) == calibrated
 
 
 def test_recipes_are_of_their_kind(tmp_path: Path) -> None:
