@@ -15,7 +15,7 @@ class DecodeOptions(BenchOptions):
     """Batches that are decoded offline."""
 
     benchmark = "decode"
-    apart = BenchOptions.apart | {"batch_sizes", "group"}
+    apart = BenchOptions.apart | {"batch_sizes", "group", "traces"}
 
     batch_sizes: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
         (1, 2, 4, 8, 16), min_length=1, description="requests decoded together"
@@ -26,6 +26,9 @@ class DecodeOptions(BenchOptions):
     turn_steps: int | None = Field(
         None, ge=1, description="steps of a turn after which the next engine continues with its batch until a request "
         "ends; the machine's speed drifts less in a short round (default: turns of a whole batch)"
+    )  # fmt: skip
+    traces: Annotated[tuple[str, ...], COMMAS] = Field(
+        (), description="contenders of which torch's profiler writes a trace of steps at each load, beside --out"
     )  # fmt: skip
     group: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
         (), description="preset: worker groups with these numbers of candidates, and two tensor-parallel ranks, over "

@@ -12,12 +12,13 @@ from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.decode.table import rows_of, table
 from vllm_ppd.benchmarks.harness.contenders import Contender, contenders
 from vllm_ppd.benchmarks.harness.estimates import repeats
-from vllm_ppd.benchmarks.harness.process import EngineProcess
+from vllm_ppd.benchmarks.harness.process import EngineProcess, SharedEngine
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results, Turn, all_runs
 from vllm_ppd.benchmarks.harness.session import Session
 
 WARM_UP_TOKENS = 48  # enough for adaptive drafting to time its steps
+TRACED_STEPS = 20
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 
 
@@ -83,7 +84,7 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
     return runs
 
 
-class _Decoding(Session[EngineProcess, Load]):
+class _Decoding(Session["EngineProcess | SharedEngine", Load]):
     """Engines in separate processes; every temperature has the same prompts."""
 
     options: DecodeOptions
@@ -100,10 +101,17 @@ class _Decoding(Session[EngineProcess, Load]):
         self.arguments = options.engine_arguments
         self.text_of_base: list[list[int]] = []  # of this round
 
-    def start(self, contender: Contender, log: Path) -> EngineProcess:
+    def start(self, contender: Contender, log: Path) -> EngineProcess | SharedEngine:
+        for engine in self.alive:
+            if isinstance(engine, EngineProcess) and engine.name == contender.shares:
+                return SharedEngine(contender, engine)
         return EngineProcess(contender, self.arguments, log)
 
-    def ready(self, running: EngineProcess) -> None:
+    def settle(self, running: EngineProcess | SharedEngine) -> None:
+        if self.options.together and isinstance(running, EngineProcess):
+            running.call("time_steps")
+
+    def ready(self, running: EngineProcess | SharedEngine) -> None:
         running.ready()
         needed = max(load.batch for load in self.loads) * self.arguments["max_model_len"]
         room = running.facts["kv_cache_tokens"]
@@ -113,13 +121,21 @@ class _Decoding(Session[EngineProcess, Load]):
                 "give more with --kv-cache-gib"
             )
 
-    def warm_up(self, running: EngineProcess, load: Load) -> None:
+    def warm_up(self, running: EngineProcess | SharedEngine, load: Load) -> None:
         running.call("turn", self.others[: load.batch], min(WARM_UP_TOKENS, self.options.new_tokens), load.temperature)
 
-    def turn(self, running: EngineProcess, load: Load, number: int) -> Turn:
+    def turn(self, running: EngineProcess | SharedEngine, load: Load, number: int) -> Turn:
         if any(other.ranks > 1 for other in self.alive if other is not running):
             time.sleep(SPIN_SECONDS)
         return self._turn(running, load, running.call("turn", *self._request(load, number)))
+
+    def after(self, running: EngineProcess | SharedEngine, load: Load) -> None:
+        if running.name in self.options.traces:
+            name = f"{running.name}-batch-{load.batch}-temperature-{load.temperature}".replace(" ", "-")
+            running.call("begin", *self._request(load, 0))
+            running.call("advance", TRACED_STEPS)
+            running.call("trace", f"{Path(self.options.out).with_suffix('')}-{name}.json.gz", TRACED_STEPS)
+            running.call("end")
 
     def round(self, load: Load, number: int) -> Iterator[Turn]:
         """Let each decode a whole batch, or turns of a few steps in alternating order until a request ends."""
@@ -141,7 +157,7 @@ class _Decoding(Session[EngineProcess, Load]):
     def _request(self, load: Load, number: int) -> tuple[list[list[int]], int, float, float]:
         return self.batches[load.batch, number], self.options.new_tokens, load.temperature, self.options.top_p
 
-    def _turn(self, engine: EngineProcess, load: Load, ended: dict[str, Any]) -> Turn:
+    def _turn(self, engine: EngineProcess | SharedEngine, load: Load, ended: dict[str, Any]) -> Turn:
         """The record of a batch that has ended."""
         ids = ended.pop("token_ids")
         if engine is self.alive[0]:

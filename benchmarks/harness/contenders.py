@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ DRAFTS = 3  # for contenders that recommend no number
 
 @dataclass(frozen=True)
 class Contender:
-    """A speculative_config (None: no speculation), with engine arguments and environment variables."""
+    """A speculative_config (None: no speculation), with engine arguments and environment variables.
+
+    Attributes:
+        shares: name of the contender on whose engine this contender takes its turns.
+        adaptive: whether drafting is adaptive in those turns (None: as in the other contender's).
+    """
 
     name: str
     speculative_config: dict[str, Any] | None = None
     engine: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    shares: str | None = None
+    adaptive: bool | None = None
 
 
 def contenders(options: BenchOptions) -> list[Contender]:
@@ -35,7 +42,11 @@ def contenders(options: BenchOptions) -> list[Contender]:
         BenchError, HeadsError: if a checkpoint is missing or a contender is not a speculative_config.
     """
     everyone = [Contender(BASE), Contender(CONTROL), *_from_heads(options), *_without_checkpoint(options)]
-    everyone += [*_checkpoints_of_vllm(options), *(_further(text, options.drafts) for text in options.also)]
+    everyone += _checkpoints_of_vllm(options)
+    for text in options.also:
+        everyone.append(_further(text, options.drafts, {contender.name: contender for contender in everyone}))
+    if CONTROL in (contender.name for contender in everyone[2:]):
+        del everyone[1]
     names = [contender.name for contender in everyone]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -80,7 +91,7 @@ def _checkpoints_of_vllm(options: BenchOptions) -> Iterator[Contender]:
         yield Contender(name, {"method": method, "model": folder, "num_speculative_tokens": drafts})
 
 
-def _further(text: str, drafts: int | None) -> Contender:
+def _further(text: str, drafts: int | None, before: dict[str, Contender]) -> Contender:
     name, equals, value = text.partition("=")
     try:
         config = json.loads(value)
@@ -88,6 +99,10 @@ def _further(text: str, drafts: int | None) -> Contender:
         config = None
     if not equals or not isinstance(config, dict):
         raise BenchError(f'--also {text}: not NAME={{JSON}}, as \'ppd, exit 9={{"method": "ppd", "exit_layer": 9}}\'')
+    if (shares := config.get("shares")) is not None:
+        if shares not in before or before[shares].shares is not None or config.keys() - {"shares", "adaptive"}:
+            raise BenchError(f'--also {text}: "shares" names a contender before it, with "adaptive" alone beside it')
+        return replace(before[shares], name=name, shares=shares, adaptive=config.get("adaptive"))
     engine, environment = config.pop("engine", {}), config.pop("environment", {})
     if config and drafts is not None:
         config.setdefault("num_speculative_tokens", drafts)

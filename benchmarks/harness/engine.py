@@ -10,6 +10,9 @@ from typing import Any
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.machine import free_bytes, peak_bytes
+from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
+from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine.metrics import totals
 
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
@@ -54,7 +57,8 @@ class Engine:
 
         arguments = {**arguments, **contender.engine, "speculative_config": contender.speculative_config}
         self._engine = LLM(skip_tokenizer_init=True, **arguments).llm_engine
-        core = self._engine.engine_core.engine_core
+        core = self._core = self._engine.engine_core.engine_core
+        self._paused: DraftLengthController | None = None
         self._counts: Counter[str] = Counter()
         self._accepted: Counter[int] = Counter()  # drafts by how many of their tokens were accepted
         self._count_drafts(core.scheduler)
@@ -96,6 +100,24 @@ class Engine:
                 self._seconds[phase] += time.perf_counter() - started
 
         setattr(owner, name, timed)
+
+    def time_steps(self) -> None:
+        """Measure step costs for adaptive drafting of runner V2 again, when no other engine is starting."""
+        drafts = self._core.scheduler.dynamic_sd_lookup
+        if isinstance(drafts, ScheduledDrafts) and drafts.controller is not None:
+            costs = self._core.model_executor.collective_rpc("step_costs", kwargs={"again": True})[0]
+            if costs is not None:
+                drafts.follow(StepCosts(costs.method))
+
+    def adapt(self, adaptive: bool) -> None:
+        """Draft adaptively from here on, or always; raises BenchError where drafting was not adaptive on runner V2."""
+        drafts = self._core.scheduler.dynamic_sd_lookup
+        if not isinstance(drafts, ScheduledDrafts) or (drafts.controller or self._paused) is None:
+            raise BenchError('"adaptive" needs an engine with adaptive drafting on runner V2; leave it out')
+        if adaptive:
+            drafts.controller, self._paused = self._paused, None
+        else:
+            self._paused, drafts.controller = drafts.controller, None
 
     def turn(self, prompts: list[list[int]], new_tokens: int, temperature: float, top_p: float = 1.0) -> dict[str, Any]:
         """Decode the prompts as one batch, to its end; returns the result of end()."""
@@ -149,6 +171,16 @@ class Engine:
                 batch.phases.update(self._seconds)
             cold = cold and not decoding
         return not batch.finished
+
+    def trace(self, path: str, steps: int) -> None:
+        """Write a trace of further, untimed steps of the batch by torch's profiler (a .json.gz for chrome://tracing)."""
+        import torch
+
+        activities = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[activities.CPU, activities.CUDA]) as profile:
+            for _ in range(steps):
+                self._engine.step()
+        profile.export_chrome_trace(path)
 
     def count_calls(self, steps: int, joining: list[int] | None = None) -> dict[str, float]:
         """Calls of CUDA's driver per step in further, untimed steps of the batch (gpu/calls.py).

@@ -80,6 +80,31 @@ class EngineProcess:
             self.process.join()
 
 
+class SharedEngine:
+    """A contender that takes its turns on another contender's engine, with adaptive drafting or without."""
+
+    def __init__(self, contender: Contender, engine: EngineProcess) -> None:
+        self.name, self.adaptive, self.engine = contender.name, contender.adaptive, engine
+        self.ranks, self.facts = engine.ranks, engine.facts
+
+    def ready(self) -> None:
+        """Take the engine's facts; it was waited for before."""
+        self.facts = self.engine.facts
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the Engine and return its result; raises BenchError if the engine fails."""
+        if self.adaptive is None:
+            return self.engine.call(method, *arguments)
+        self.engine.call("adapt", self.adaptive)
+        try:
+            return self.engine.call(method, *arguments)
+        finally:
+            self.engine.call("adapt", not self.adaptive)
+
+    def close(self) -> None:
+        """Leave the engine to its contender."""
+
+
 def _serve(pipe: Connection, contender: Contender, arguments: dict[str, Any], log: str) -> None:
     """The child's side: load, then call the engine for each message, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides

@@ -170,6 +170,7 @@ def _identity(contender: Contender, benchmark: str) -> dict[str, Any]:
         "speculative_config": config,
         "engine": contender.engine,
         **({"environment": contender.environment} if contender.environment else {}),
+        **({"shares": contender.shares, "adaptive": contender.adaptive} if contender.shares else {}),
         "stamp": _stamp((config or {}).get("model")),
         "sources": sources(benchmark, [config]),
     }

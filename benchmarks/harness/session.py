@@ -62,6 +62,9 @@ class Session(ABC, Generic[Running, Load]):
     def ready(self, running: Running) -> None:
         """Wait until a contender can take turns, or raise BenchError."""
 
+    def settle(self, running: Running) -> None:
+        """Prepare a contender when all that start with it have started."""
+
     @abstractmethod
     def warm_up(self, running: Running, load: Load) -> None:
         """Let a contender compute without measurement before the rounds at a load."""
@@ -69,6 +72,9 @@ class Session(ABC, Generic[Running, Load]):
     @abstractmethod
     def turn(self, running: Running, load: Load, number: int) -> Turn:
         """Measure a contender in a round at a load, or raise BenchError."""
+
+    def after(self, running: Running, load: Load) -> None:
+        """Do what follows at a load when all contenders have had their turns at all loads."""
 
     def round(self, load: Load, number: int) -> Iterator[Turn]:
         """A turn of each running contender, in the order in which they were started."""
@@ -133,6 +139,9 @@ class Session(ABC, Generic[Running, Load]):
                         self._start([contender], logs)
                 for load in self.loads:
                     self._rounds(load, group, progress)
+                for load in self.loads:
+                    for running in list(self.alive):
+                        self.attempt(running, self.after, running, load)
                 self._close(first=1)
 
     def _start(self, chosen: list[Contender], logs: Path) -> None:
@@ -157,6 +166,8 @@ class Session(ABC, Generic[Running, Load]):
                 start = {"seconds": time.monotonic() - since[running.name], "peak_bytes": running.facts["peak_bytes"]}
                 for results in self.results:
                     results.run.setdefault("starts", {})[running.name] = start
+        for running in [running for running in begun if running in self.alive]:
+            self.attempt(running, self.settle, running)
 
     def _room(self) -> int:
         """The number of contenders that can run beside the base."""

@@ -25,10 +25,15 @@ class StepCostsMixin:
             log_predicted_gain(runner.speculator.config, runner.vllm_config, None)
         return times
 
-    def step_costs(self) -> MeasuredCosts | None:
-        """Costs of steps with no drafts and with all; called by the scheduler's process, in every worker."""
+    def step_costs(self, again: bool = False) -> MeasuredCosts | None:
+        """Costs of steps with no drafts and with all; called by the scheduler's process, in every worker.
+
+        Args:
+            again: measure them even if an earlier start has saved them.
+        """
         runner = self.model_runner
         config, counts = runner.speculator.config, [0, runner.speculator.config.num_speculative_tokens]
+        config = config.model_copy(update={"step_costs": "measure"}) if again else config
         steps = [(counts, functools.partial(time_steps, runner))]
         largest = most_requests(runner, counts, STEPS)
         costs = costs_of_engine(config, runner.vllm_config, runner.speculator.counters, largest, steps)
