@@ -27,7 +27,7 @@ class DecodeOptions(BenchOptions):
         None, ge=1, description="steps of a turn after which the next engine continues with its batch until a request "
         "ends; the machine's speed drifts less in a short round (default: turns of a whole batch)"
     )  # fmt: skip
-    traces: Annotated[tuple[str, ...], COMMAS] = Field(
+    traces: tuple[str, ...] = Field(
         (), description="contenders of which torch's profiler writes a trace of steps at each load, beside --out"
     )  # fmt: skip
     group: Annotated[tuple[PositiveInt, ...], COMMAS] = Field(
