@@ -20,7 +20,7 @@ def tables(folder: Path) -> dict[str, str]:
     """Markdown tables by the names that documents use, from the existing files of results."""
     made = {
         "acceptance_headline": ("acceptance", acceptance.headline), "speed_headline": ("smollm_decode", speeds),
-        "gpu_headline": ("gpu_decode", lambda runs: speeds([newest(runs)])), "group_headline": ("group", group),
+        "gpu_headline": ("gpu_decode", speeds), "group_headline": ("group", group),
     }  # fmt: skip
     return {
         name: f"{make(stored(folder / f'{file}.json'))}\n\n{source(folder / f'{file}.json')}"

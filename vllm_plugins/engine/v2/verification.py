@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ppd.kernels.acceptance import accept_drawn
 from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
+
+LARGEST = 128  # rows of logits; kernels for more rows are the same
 
 
 class Verification(RejectionSampler):
@@ -71,3 +74,18 @@ class Verification(RejectionSampler):
         width = self.num_speculative_steps + 1
         sampled, num_sampled = chosen(accept_drawn, drawn)(drawn, verify_draft_sampled, cu_num_logits, width)
         return processed_logits, sampled, num_sampled
+
+
+def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:
+    """Compile vLLM's kernels for top-p, by the number of rows of logits; they stay in Triton's cache on disk.
+
+    vLLM compiles them when it first serves such a batch, in a second or two, and drafts bring further sizes. On CUDA it
+    leaves out its own warm-up, which compiles every combination with top-k and takes minutes.
+
+    Args:
+        rows: most rows.
+        vocab_size: V.
+        device: of the logits.
+    """
+    for size in (1 << power for power in range(min(rows, LARGEST).bit_length())):
+        apply_top_k_top_p(torch.zeros(size, vocab_size, device=device), None, torch.full((size,), 0.9, device=device))

@@ -12,6 +12,7 @@ from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
+from vllm_ppd.vllm_plugins.engine.v2.verification import warm_up_top_p
 
 
 class StepCostsMixin:
@@ -20,7 +21,10 @@ class StepCostsMixin:
     model_runner: Any
 
     def compile_or_warm_up_model(self) -> Any:
-        times, runner = super().compile_or_warm_up_model(), self.model_runner  # type: ignore[misc]
+        runner = self.model_runner
+        if runner.device.type == "cuda":
+            warm_up_top_p(runner.max_num_reqs * (1 + runner.num_speculative_steps), runner.vocab_size, runner.device)
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
         if not runner.speculator.config.adaptive:
             log_predicted_gain(runner.speculator.config, runner.vllm_config, None)
         return times
