@@ -99,7 +99,7 @@ class _Chart:
         for i, name in enumerate(series) if len(series) > 1 else ():
             self.draw(f'<rect class="fill{i}" x="{x:.1f}" y="31" width="10" height="10"/>')
             self.text(x + 15, 40, name, "start")
-            x += 30 + 6.4 * len(name)
+            x += 34 + 6.4 * len(name)
         for tick in ticks:
             self._across("grid" if tick else "axis", tick)
             self.text(LEFT - 6, self.y(tick) + 4, f"{tick:g}", "end")
