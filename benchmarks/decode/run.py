@@ -102,10 +102,12 @@ class _Decoding(Session["EngineProcess | SharedEngine", Load]):
         self.text_of_base: list[list[int]] = []  # of this round
 
     def start(self, contender: Contender, log: Path) -> EngineProcess | SharedEngine:
-        for engine in self.alive:
-            if isinstance(engine, EngineProcess) and engine.name == contender.shares:
-                return SharedEngine(contender, engine)
-        return EngineProcess(contender, self.arguments, log)
+        if contender.shares is None:
+            return EngineProcess(contender, self.arguments, log)
+        engines = {engine.name: engine for engine in self.alive if isinstance(engine, EngineProcess)}
+        if contender.shares not in engines or self.options.turn_steps is not None:
+            raise BenchError(f'{contender.name}: "shares" needs {contender.shares} to run, and no --turn-steps')
+        return SharedEngine(contender, engines[contender.shares])
 
     def settle(self, running: EngineProcess | SharedEngine) -> None:
         if self.options.together and isinstance(running, EngineProcess):

@@ -186,8 +186,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
             name: [n if growth == "-" else times * n for n, growth in zip(shape, rule_of(name), strict=True)]
             for name, shape in layer.items()
         }
-    recurrent = isinstance(config, CPConfig) and config.condition == "recurrent"
-    if isinstance(config, CPConfig) and recurrent:
+    if isinstance(config, CPConfig) and config.condition == "recurrent":
         changes["inner_size"] = times * config.inner
     inflated = config.model_copy(update=changes)
     shapes = inflated.shapes()
@@ -197,7 +196,7 @@ def inflate_heads(folder: Path, model: Path, out: Path, times: int) -> None:
             return tensor
         if any(name.endswith(f".{of_layer}") for of_layer in layer):
             return inflate(tensor, rule_of(name), times)
-        if recurrent:
+        if "inner_size" in changes:
             tensor = in_blocks(name.rpartition(".")[2], tensor, size, times)
         return filled(tensor, shapes[name])
 

@@ -53,7 +53,7 @@ def run_of(folder: Path) -> dict[str, Any]:
 @pytest.mark.engine
 def test_turns_of_a_run_that_is_stopped(command: list[str], tmp_path: Path) -> None:
     """Every turn is written, in order; the method says what the base says."""
-    command += ["--rounds", "300", "--batch-sizes", "3,1", "--also", ALWAYS]
+    command += ["--rounds", "300", "--batch-sizes", "3,1", "--also", 'vLLM, again={"shares": "vLLM"}', ALWAYS]
     process = subprocess.Popen([*PPD, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         while len(run_of(tmp_path)["turns"]) < 6 and process.poll() is None:
@@ -103,7 +103,8 @@ def test_turns_of_a_few_steps(command: list[str], tmp_path: Path) -> None:
 def test_samples_of_vllms_own_methods_are_mended(command: list[str], tmp_path: Path) -> None:
     """Temperature 0.01 is as good as greedy; with sampling parameters dropped, one draft in a hundred is accepted."""
     command += ["--rounds", "1", "--batch-sizes", "3", "--new-tokens", "160", "--prompt-tokens", "24", "--temperature"]
-    assert main([*command, "0.01", "--plain", "ngram"]) == 0
+    assert main([*command, "0.01", "--plain", "ngram", "--traces", "vLLM"]) == 0
+    assert (tmp_path / "bench-vLLM-batch-3-temperature-0.01.json.gz").exists()
     (turn,) = (turn for turn in run_of(tmp_path)["turns"] if turn["contender"] == "ngram")
     assert turn["compared_tokens"] == 0
     assert turn["draft_tokens"] > 50

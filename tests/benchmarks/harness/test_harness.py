@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,10 +13,13 @@ from conftest import DEMO, Factory
 from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
 from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, Contender, contenders
+from vllm_ppd.benchmarks.harness.engine import Engine
 from vllm_ppd.benchmarks.harness.prompts import read_prompts
 from vllm_ppd.benchmarks.harness.results import Results
 from vllm_ppd.benchmarks.harness.session import Session
 from vllm_ppd.vllm_plugins.cli.main import main
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
+from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 
 
 def options(**changes: Any) -> DecodeOptions:
@@ -134,9 +138,9 @@ def test_contenders(tmp_path: Path) -> None:
     assert list(by_name) == [BASE, CONTROL, "cp", "ppd, no heads", "ngram"]
     assert by_name["cp"].speculative_config == {"model": cp, "num_speculative_tokens": 3}
     assert by_name["ngram"].speculative_config["num_speculative_tokens"] == 16  # type: ignore[index]
-    (further,) = contenders(options(also=('two={"method": "ppd", "engine": {"tensor_parallel_size": 2}}',)))[2:]
-    (alone,) = contenders(options(also=('V1={"environment": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}',)))[2:]
-    assert (alone.speculative_config, alone.environment) == (None, {"VLLM_USE_V2_MODEL_RUNNER": "0"})
+    two, v1 = 'two={"method": "ppd", "engine": {"tensor_parallel_size": 2}}', 'V1={"environment": {"A": "0"}}'
+    further, alone = contenders(options(also=(two, v1)))[2:]
+    assert (alone.speculative_config, alone.environment) == (None, {"A": "0"})
     assert (further.speculative_config, further.engine) == ({"method": "ppd"}, {"tensor_parallel_size": 2})
     (tmp_path / "config.json").write_text('{"architectures": ["Eagle3LlamaForCausalLM"]}')
     (eagle,) = contenders(options(eagle=str(tmp_path)))[2:]
@@ -149,11 +153,21 @@ def test_contenders(tmp_path: Path) -> None:
         ({"medusa": "nowhere"}, "--medusa nowhere has no config"),
         ({"also": ('{"method": "ppd"}',)}, "not NAME="),
         ({"plain": "ppd", "also": ("ppd, no heads={}",)}, "two contenders are called 'ppd, no heads'"),
+        ({"also": ('a={"shares": "b"}',)}, '"shares" names a contender before it'),
     ],
 )
 def test_contenders_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BenchError, match=message):
         contenders(options(**changes))
+
+
+def test_turns_draft_adaptively_or_always() -> None:
+    engine, drafts = object.__new__(Engine), ScheduledDrafts(3, None, 4)
+    engine._core, engine._paused = SimpleNamespace(scheduler=SimpleNamespace(dynamic_sd_lookup=drafts)), None
+    drafts.follow(StepCosts(CostTable(sizes=[1], counts=[0, 3], seconds=[[1.0, 9.0]])))
+    for adaptive in (False, True):
+        engine.adapt(adaptive)
+        assert (drafts.controller is not None) == adaptive
 
 
 def test_prompts_of_texts_and_token_ids(tiny_model: Factory, tmp_path: Path) -> None:

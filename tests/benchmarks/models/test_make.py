@@ -49,19 +49,12 @@ def test_inflated_is_made_in_order_and_goes_on(tmp_path: Path) -> None:
     assert commands("inflated", tmp_path) == calibrated
 
 
-def test_recipes_are_of_their_kind(tmp_path: Path) -> None:
-    made = dict(line.removeprefix("train ").split(" recipes/")[::-1] for line in commands("recipes", tmp_path)[1:])
-    assert len(made) == 29 and made["t3-continued"] == "dynamo" and made["classifier-ce"] == "early"
-    assert {kind for name, kind in made.items() if name.startswith("cp-")} == {"cp"}
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("cp-scratch-8-balance-10", {"rank": 8, "balance": 10.0, "base_start": "random", "factorised": True}),
         ("cp-joint-3-whole", {"rank": 3, "base_start": "trained", "factorised": False, "recipe": "full"}),
         ("t3-continued", {"tokens": 3, "start": "random", "recipe": "full", "stem_learning_rate": 0.0}),
-        ("t3-distilled", {"distillation": 1.0, "start": "copy"}),
     ],
 )
 def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path: Path) -> None:
@@ -78,8 +71,7 @@ def test_recipes_extend_each_other(name: str, expected: dict[str, Any], tmp_path
     "arguments",
     [
         ("corpus",), ("train", "--data", __file__), ("inflate", "--model", "any", "--times", "2"),
-        ("peer", "eagle", "--model", "any", "--data", __file__),
-        ("smollm",),
+        ("peer", "eagle", "--model", "any", "--data", __file__), ("smollm",),
     ],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip

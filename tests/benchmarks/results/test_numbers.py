@@ -21,7 +21,6 @@ MEASURED = re.compile(rf"(?<![\w.`])\d[\d,]*(?:\.\d+)?\s?(?:{UNITS})(?![\w-])|(?
 EXAMPLE = "docs/getting-started.md"
 SOURCES: dict[str, dict[str, str]] = {
     "docs/benchmarking.md": {
-        "9 times as wide": "benchmarks/models/models.mk",
         "15 % are hung up on, 5 % have structured output": "benchmarks/soak/workload.py",
     },
     "docs/getting-started.md": {
