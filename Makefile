@@ -80,7 +80,7 @@ inflated recipes: setup
 smollm: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.models smollm --out $(SMOLLM)
 
-# Ten thousand requests to a server of each method and of vLLM alone; what was stopped goes on.
+# Requests to a server of each method and of vLLM alone, with answers compared; what was stopped goes on.
 soak: setup
 	$(BIN)/python -m vllm_ppd.benchmarks.soak.run $(ARGS)
 

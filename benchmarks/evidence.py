@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -66,7 +67,8 @@ def parts(data: str) -> dict[str, Part]:
     paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
     paradecode |= {f", gamma {gamma}": early | {"gamma": gamma} for gamma in (0.4, 0.8)}
     also = [f"paradecode{name}={json.dumps(config)}" for name, config in paradecode.items()]
-    ranks = [f"build/smollm/heads/{name}" for name in ("none-r1", "none-r3", "chain-r1", "chain-r3")]
+    ranks = [f"build/smollm/heads/{name}" for name in ("none-r1", "none-r3", "chain-r1", "chain-r3",
+                                                       "recurrent-r1", "recurrent-r3", "recurrent-r8")]  # fmt: skip
     group = ["--model", f"{INFLATED}/model", "--heads", f"{INFLATED}/heads/early", "--group", "1,2,3,4,5",
              "--data", "build/corpus/validation.jsonl", "--dtype", "float32", "--kv-cache-gib", "0.25"]  # fmt: skip
     steps = ["--contender", "vLLM=null"]
@@ -141,6 +143,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--list", action="store_true", help="only show what each part would do")
     args = parser.parse_args()
+    signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the command that runs, whose end is waited for
     bad = 0
     for name, part in parts(args.data).items():
         if name not in args.only:
@@ -150,10 +153,8 @@ def main() -> int:
         if not lacking:
             print(f"{name}: measured with today's code")
             continue
-        print(
-            f"{name}: about {part.minutes} minutes, from {time.strftime('%H:%M')}: what is kept {lacking[0]}",
-            flush=True,
-        )
+        minutes = f"about {part.minutes} minutes, starting at {time.strftime('%H:%M')}"
+        print(f"{name}: {minutes}; the stored result {lacking[0]}", flush=True)
         if part.lacks:
             print(f"{name}: needs {', '.join(part.lacks)}")
             bad += 1
@@ -161,12 +162,14 @@ def main() -> int:
         if args.list:
             continue
         out.parent.mkdir(parents=True, exist_ok=True)
-        codes = [subprocess.run([sys.executable, *words, "--out", str(out)], check=False).returncode
-                 for words in part.commands]  # fmt: skip
-        if 130 in codes:
-            print("stopped; the same command continues")
-            return 130
-        lacking = [f"a command ended with code {code}" for code in codes if code] + faults(out, part)
+        lacking = []
+        for words in part.commands:
+            code = subprocess.run([sys.executable, *words, "--out", str(out)], check=False).returncode
+            if code == 130:
+                print("stopped; the same command continues")
+                return 130
+            lacking += [f"a command ended with code {code}"] * bool(code)
+        lacking += faults(out, part)
         if lacking:
             bad += 1
             print(*(f"{name}: {fault}" for fault in lacking), sep="\n")

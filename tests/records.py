@@ -7,6 +7,12 @@ from typing import Any
 
 import tiny
 
+TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<system>be<|end|>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
 
 def write(path: str | Path, *records: Any) -> str:
     """Write records, a line each; returns the path."""

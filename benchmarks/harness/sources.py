@@ -27,6 +27,7 @@ LEFT_OUT = (
     "/kinds.py", "/engine/generation.py",
 )  # fmt: skip
 PLUGIN, METHOD_FOLDERS, V2 = "vllm_plugins/", "vllm_plugins/methods/", "vllm_plugins/engine/v2/"
+TRITON = "_triton.py"
 
 
 @cache
@@ -42,13 +43,24 @@ def files_imported(file: str) -> frozenset[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
-    targets = set()
-    for name in names:
-        path = name.removeprefix("vllm_ppd.").replace(".", "/")
-        places = (path, path.rpartition("/")[0]) if name.startswith("vllm_ppd.") else ()
-        files = (f"{place}{end}" for place in places for end in (".py", "/__init__.py"))
-        targets |= {next((target for target in files if (ROOT / target).is_file()), file)}
-    return frozenset(targets - {file})
+    return _files(names) - {file}
+
+
+@cache
+def files_loaded(file: str) -> frozenset[str]:
+    """The files that a file imports or loads by name: by pkgutil.resolve_name, or as a reference's Triton namesake."""
+    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    namesake = file.removesuffix(".py") + TRITON
+    return files_imported(file) | _files(texts) - {file} | {name for name in [namesake] if (ROOT / name).is_file()}
+
+
+def _files(names: Iterable[str]) -> frozenset[str]:
+    """The files of this project behind dotted names of modules or of what is in them."""
+    paths = (name.removeprefix("vllm_ppd.").replace(".", "/") for name in names if name.startswith("vllm_ppd."))
+    choices = ([f"{place}{end}" for place in (path, path.rpartition("/")[0]) for end in (".py", "/__init__.py")]
+               for path in paths)  # fmt: skip
+    return frozenset(file for files in choices for file in [f for f in files if (ROOT / f).is_file()][:1])
 
 
 def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
@@ -80,13 +92,17 @@ def digest(benchmark: str, methods: tuple[str, ...], v2: bool) -> str:
 
 
 def files_of(benchmark: str, methods: Iterable[str], v2: bool) -> list[str]:
-    """Files of the benchmark, of the plugin with these methods only, and their imports; runner V2 only if it ran."""
+    """Files of the benchmark, of the plugin with these methods only, and their imports.
+
+    Runner V2 and Triton kernels count only if v2 says that they ran.
+    """
     folders = tuple(f"{METHOD_FOLDERS}{method}/" for method in methods)
 
     def runs(file: str) -> bool:
         if file.endswith(LEFT_OUT) or (file.startswith(METHOD_FOLDERS) and not file.startswith(folders)):
             return False
-        return v2 or not any(target.startswith(V2) for target in (file, *files_imported(file)))
+        on_gpu = file.endswith(TRITON) or any(target.startswith(V2) for target in (file, *files_imported(file)))
+        return v2 or not on_gpu
 
     plugin = (str(path.relative_to(ROOT)) for path in (ROOT / PLUGIN).rglob("*.py"))
     todo, reached = [BENCHMARKS[benchmark], *(file for file in plugin if "/cli/" not in file)], set()
@@ -94,7 +110,7 @@ def files_of(benchmark: str, methods: Iterable[str], v2: bool) -> list[str]:
         file = todo.pop()
         if file not in reached and runs(file):
             reached.add(file)
-            todo += files_imported(file)
+            todo += files_loaded(file)
     return sorted(reached)
 
 

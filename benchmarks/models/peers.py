@@ -39,10 +39,6 @@ class ModelOptions(TrainingOptions):
 class ModelRecipe(Recipe):
     """A recipe for a small model."""
 
-    def __init__(self, options: Any, target: Target) -> None:
-        super().__init__(options, target)
-        self.options = options
-
     def matrices(self) -> list[nn.Parameter]:
         """The parameters for Muon."""
         return [p for p in self.parameters() if p.dim() == 2]

@@ -49,7 +49,8 @@ def speeds(runs: list[Measured]) -> str:
                 of_contender[f"{sampling}, batch {row['batch']}"] = with_quartiles(row["speed_up"], 2)
                 of_contender.setdefault("memory MB", f"{row['peak_bytes'] / 1e6:.0f}")
     columns = sorted({column for row in cells.values() for column in row}, key=_order(cells))
-    return table(["speed-up", *columns], [[name, *(row.get(c, "-") for c in columns)] for name, row in cells.items()])
+    names = sorted(cells, key=lambda name: name != CONTROL)  # the noise first
+    return table(["speed-up", *columns], [[name, *(cells[name].get(c, "-") for c in columns)] for name in names])
 
 
 def _order(cells: dict[str, dict[str, str]]) -> Callable[[str], tuple[bool, int]]:

@@ -129,7 +129,8 @@ def main() -> None:
     if new and "--outdated" not in sys.argv:
         lines = "\n".join(f"{file}: {name}, of commit {commit}" for file, commit, name in new)
         sys.exit(
-            f"older than the code since; measure them again (make evidence), or list them with --outdated:\n{lines}"
+            "these results are older than the code; measure them again (make evidence), or list them with --outdated:\n"
+            + lines
         )
     if outdated.names(older) != outdated.names(listed):
         (RESULTS / outdated.LIST).write_text(json.dumps(older, indent=1) + "\n")

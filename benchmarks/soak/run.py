@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send the same ten thousand requests to a server of each method and of vLLM alone, and report differences.
+"""Send the same requests to a server of each method and of vLLM alone, and report differences.
 
     python -m vllm_ppd.benchmarks.soak.run                                # all; make soak does the same
     python -m vllm_ppd.benchmarks.soak.run --only cp --requests 300       # vLLM alone, and one method

@@ -48,12 +48,8 @@ def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.T
     return config, tensors, name
 
 
-def open_calibration(options: CalibrationOptions, shared: Calibration | None = None) -> Calibration:
+def open_calibration(options: CalibrationOptions) -> Calibration:
     """Load heads and their target.
-
-    Args:
-        options: what to measure.
-        shared: a calibration of other heads with otherwise the same options, whose target and texts are reused.
 
     Raises:
         HeadsError: as checked.
@@ -61,14 +57,12 @@ def open_calibration(options: CalibrationOptions, shared: Calibration | None = N
     """
     config, tensors, name = checked(options)
     dtype = getattr(torch, options.precision)
-    target = shared.target if shared is not None else Target(
-        name, device_of(options.device), dtype, options.trust_remote_code
-    )  # fmt: skip
+    target = Target(name, device_of(options.device), dtype, options.trust_remote_code)
     check_target(
         config, options.heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
         num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder),
     )  # fmt: skip
-    return Calibration(options, config, tensors, target, shared)
+    return Calibration(options, config, tensors, target)
 
 
 def calibrate(options: CalibrationOptions) -> dict[str, Any]:
@@ -115,10 +109,10 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
         kind=config.kind, target=calibration.target.name, options=essence, heads_stamp=result["heads_stamp"],
         finished=True, parts=result["parts"], recommendation=chosen,
     )  # fmt: skip
-    write_text(path, json.dumps(result, indent=1) + "\n")
     if options.recommend:
         save_recommended(options.heads, config, chosen)
     write_card(options.heads, config, report(result | {"target": shown_target(config)}))
+    write_text(path, json.dumps(result, indent=1) + "\n")  # last: `finished` ends the calibration
     return result
 
 
@@ -142,7 +136,7 @@ def _stamp(folder: str) -> int:
 
 
 def unfinished(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:
-    """The unfinished result of the same options and heads, with the parts that are as they were written, or the fresh.
+    """The stored result, if it is unfinished and of the same options and heads, with its undamaged parts; or `fresh`.
 
     Raises:
         HeadsError: if the file is no regular file.
@@ -177,8 +171,8 @@ def _warn_of_training_data(options: CalibrationOptions) -> None:
     if seen:
         more = f" and {len(seen) - 1} more" if len(seen) > 1 else ""
         print(
-            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}: measurements on it flatter "
-            "these heads; give --data that they have not seen",
+            f"vllm-ppd: warning: these heads were trained on {place(seen[0])}{more}, so the results will be too "
+            "optimistic; give --data that was not used for training",
             file=sys.stderr,
         )
 

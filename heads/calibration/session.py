@@ -33,16 +33,13 @@ class Calibration:
         options: what to measure.
         config, tensors: of the heads.
         target: loaded.
-        shared: a calibration of other heads with otherwise the same options, whose texts are reused.
     """
 
     def __init__(
-        self, options: CalibrationOptions, config: Any, tensors: dict[str, torch.Tensor], target: Target,
-        shared: Calibration | None = None,
-    ) -> None:  # fmt: skip
+        self, options: CalibrationOptions, config: Any, tensors: dict[str, torch.Tensor], target: Target
+    ) -> None:
         self.options, self.config, self.tensors, self.target = options, config, tensors, target
-        self._shared = shared
-        self._written: dict[Any, Texts] = {} if shared is None else shared._written
+        self._written: dict[Any, Texts] = {}
 
     def autocast(self) -> Any:
         """A context in which heads run in the target's arithmetic."""
@@ -51,8 +48,6 @@ class Calibration:
     @cached_property
     def prompts(self) -> Padded:
         """The records' own, or stretches of their texts."""
-        if self._shared is not None:
-            return self._shared.prompts
         options, target = self.options, self.target
         longest = (target.max_length or 1 << 30) - options.new_tokens
         prompts = record_prompts(options.data, target, options.prompts, longest)
@@ -84,10 +79,16 @@ class Calibration:
 
     @cached_property
     def windows(self) -> list[Batch]:
-        """The data itself, at most as many windows as there are prompts; see data_windows."""
-        if self._shared is not None:
-            return self._shared.windows
-        return data_windows(self.options.data, self.target, self.options.prompts, self.options.batch)
+        """The data itself in unpacked windows of the same length, for teacher-forced likelihoods.
+
+        Raises:
+            TrainingError: if no document has SHORTEST_WINDOW tokens.
+        """
+        options, target = self.options, self.target
+        length, count = _lengths(options.data, target, options.prompts)
+        prompts = take_prompts(options.data, target, count, length, report=False)
+        positions = torch.arange(length, device=prompts.device)
+        return [Batch(ids, positions.expand(len(ids), -1)) for ids in prompts.split(options.batch)]
 
     @property
     def device_name(self) -> str:
@@ -117,24 +118,6 @@ class Calibration:
             return []
         shorter = compared(self.tensors[self.config.counts_tensor], self.config.draft_vocab_size)
         return [(token_ids.to(self.target.device), round(share, 4)) for token_ids, share in shorter]
-
-
-def data_windows(data: Sequence[str], target: Target, most: int, size: int) -> list[Batch]:
-    """Data as unpacked windows of the same length, for teacher-forced likelihoods.
-
-    Args:
-        data: files, and folders of them.
-        target: the model.
-        most: windows at most.
-        size: windows of a batch.
-
-    Raises:
-        TrainingError: if no document has SHORTEST_WINDOW tokens.
-    """
-    length, count = _lengths(data, target, most)
-    prompts = take_prompts(data, target, count, length, report=False)
-    positions = torch.arange(length, device=prompts.device)
-    return [Batch(ids, positions.expand(len(ids), -1)) for ids in prompts.split(size)]
 
 
 def _lengths(data: Sequence[str], target: Target, most: int) -> tuple[int, int]:

@@ -66,11 +66,6 @@ class Texts:
         """The states of a batch [tokens, hidden] that read each generated token: [texts * generated, hidden]."""
         return states.unflatten(0, windows.input_ids.shape)[:, -self.generated.shape[1] :].flatten(0, 1)
 
-    def rows(self, index: slice | torch.Tensor) -> Texts:
-        """Some of the texts."""
-        starts = None if self.starts is None else self.starts[index]
-        return Texts(self.ids[index], self.prompt, self.lengths[index], self.temperature, starts)
-
     def repeated_4_grams(self) -> float:
         """Share of generated 4-grams that occurred before in their text: loops flatter acceptance."""
         repeated = total = 0

@@ -8,7 +8,6 @@ The mixture at each position learns the text's tokens, the target's own distribu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ class CPRecipe(HeadsRecipe):
 
     def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
-        self.options = options  # CPOptions, or the options of a kind with the same training
         if options.train_vocab_size > target.vocab_size:
             raise TrainingError(
                 f"--train-vocab-size {options.train_vocab_size} is more than the model's {target.vocab_size} tokens"
@@ -237,10 +235,6 @@ class CPRecipe(HeadsRecipe):
         if self._vocabulary is not None:
             figures["tokens_in_vocabulary"] = round(counts["known"] / rows / self.head.factors, 4)
         return figures
-
-    def prepare_output(self, store: TokenStore, folder: Path) -> None:
-        self.token_counts = store.token_counts(self.target.vocab_size)
-        super().prepare_output(store, folder)
 
     def drafted_tokens(self) -> dict[str, Any]:
         """The fields of a configuration about the draft vocabulary."""

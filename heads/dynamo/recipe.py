@@ -53,7 +53,6 @@ class DynaMoRecipe(HeadsRecipe):
 
     def __init__(self, options: DynaMoOptions, target: Target) -> None:
         super().__init__(options, target)
-        self.options = options
         self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
 

@@ -24,7 +24,6 @@ class EarlyRecipe(HeadsRecipe):
 
     def __init__(self, options: EarlyOptions, target: Target) -> None:
         super().__init__(options, target)
-        self.options = options
         exits = tuple(sorted(set(options.exit_layers))) or tuple(range(1, target.num_layers))
         outside = [layer for layer in exits if not 1 <= layer < target.num_layers]
         if outside:

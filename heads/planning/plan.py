@@ -73,7 +73,7 @@ def make_plan(options: PlanOptions) -> Plan:
 
     Raises:
         HeadsError: as all_settings, if a server measured steps of none of them, or if the load is more than a replica
-            decodes.
+            sustains.
     """
     target, settings = all_settings(options)
     unmeasured: dict[str, dict[str, None]] = {}
@@ -89,8 +89,8 @@ def make_plan(options: PlanOptions) -> Plan:
     predicted = [under for setting in measured if (under := _under_load(setting, options)) is not None]
     if not predicted:
         raise HeadsError(
-            f"{options.rate:g} requests per second of {options.new_tokens} tokens are more than a replica decodes in "
-            f"batches of up to {options.largest}; give a lower --rate"
+            f"a replica cannot sustain {options.rate:g} requests per second of {options.new_tokens} tokens in batches "
+            f"of up to {options.largest}; lower --rate, or raise --largest"
         )
     predicted.sort(key=lambda under: -under.speedup)
     lacks = dict.fromkeys(
@@ -100,8 +100,8 @@ def make_plan(options: PlanOptions) -> Plan:
         name: f"not in --timings: {', '.join(parts)}; start a server with it once" for name, parts in unmeasured.items()
     }  # fmt: skip
     best = predicted[0]
-    losing = (size for size in range(best.batch, options.largest + 1) if best.decoding.speedup(size) <= 1)
-    first = next(losing, None)
+    sizes = range(best.batch, max(options.largest, best.batch) + 1)
+    first = next((size for size in sizes if best.decoding.speedup(size) <= 1), None)
     return Plan(target, predicted, None if first is None else first - 1, lacks)
 
 

@@ -59,7 +59,7 @@ def report(plan: Plan, options: PlanOptions) -> str:
     if plan.best is not None:
         best = plan.best.decoding
         stop = f"stop drafting above {plan.stop_at} requests" if plan.stop_at else (
-            f"drafting gains up to {options.largest} requests"
+            f"drafting gains up to {max(options.largest, plan.best.batch)} requests"
         )  # fmt: skip
         advice = f"{setting_of(best)}, {plan.best.speedup:.2f}x; {stop}"
     return "\n\n".join([

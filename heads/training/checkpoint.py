@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unfinished run in its heads folder: its writer, whether it may continue, and checkpoints that survive a kill.
+"""Unfinished training runs: their locks, the options with which they may continue, and checkpoints.
 
 A checkpoint is a folder of Accelerator.save_state with facts and digests of its files; a new one is written beside
 the last and then replaces it.
@@ -109,8 +109,8 @@ def save(folder: Path, facts: RunFacts, processes: Processes) -> None:
     if processes.is_main_process:
         files = {path.name: digest_of(path) for path in sorted(written.iterdir())}
         write_text(written / FACTS, json.dumps(facts.model_copy(update={"files": files}).model_dump()))
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         written.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -130,8 +130,8 @@ def load(folder: Path, step: int, processes: Processes) -> None:
         processes.load_state(str(_present(folder)))
     except (RuntimeError, ValueError, KeyError) as error:
         raise TrainingError(
-            f"{place(folder)} has other heads ({shortened(str(error), 80)}); delete the folder {WORK} there to start "
-            "again"
+            f"{place(folder)} does not match these heads ({shortened(str(error), 80)}); delete the folder {WORK} there "
+            "to start again"
         ) from None
 
 

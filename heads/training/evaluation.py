@@ -84,7 +84,7 @@ def evaluate(
     if "nan" in str(figures).lower():
         total = math.nan
     by_position = [sums[name] / sums["accepted_of"] for name in sums if name.startswith("accepted.")]
-    # Sum over all processes, which must agree on when to stop.
+    # The mean over all processes, which must agree on when to stop.
     totals = torch.tensor([total, sum(by_position)], dtype=torch.float64, device=processes.device)
     loss, accepted = (processes.reduce(totals, "sum") / processes.num_processes).tolist()
     if not by_position:

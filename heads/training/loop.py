@@ -19,7 +19,7 @@ from vllm_ppd.heads.progress import Bar, say
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import BEST, STATE, WORK, RunFacts, unfinished_run
-from vllm_ppd.heads.training.curve import POINTS, Point, add_point, begin_curve
+from vllm_ppd.heads.training.curve import POINTS, add_point, begin_curve
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress, evaluate
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
@@ -49,7 +49,7 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
     Raises:
         InUse: if another run writes the folder.
         TrainingError: on bad input or a diverging loss; the last checkpoint stays on disk.
-        Stopped: after Ctrl-C or a termination signal, with the checkpoint written.
+        Stopped: after Ctrl-C or a termination signal; the last checkpoint is kept.
     """
     files = [file.model_dump() for file in data_files(options.data)]  # the files may be gone at the end
     processes = Processes(options.device)
@@ -60,7 +60,7 @@ def train(options: TrainingOptions, make: MakeRecipe | None = None) -> dict[str,
             recipe.prepare_output(store, work.parent)
             facts = provenance(kind=options.kind, options=options.model_dump(mode="json"), data_files=files, **facts)
             recipe.write(work.parent, json.dumps(facts, indent=2) + "\n")
-            shutil.rmtree(work)
+            shutil.rmtree(work.rename(work.with_name(f"{WORK}.old")))  # at once, so that no part of it is left
         processes.wait_for_everyone()
     return facts
 
@@ -74,7 +74,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(options: TrainingOptions) -> Speed:
-    """Time the first step of a training a few times; only tokens and cached states remain on disk.
+    """Time the first step of a training a few times. No checkpoint is written; tokens and cached states remain.
 
     Raises:
         InUse, TrainingError: as train.
@@ -94,6 +94,8 @@ def speed_of(options: TrainingOptions) -> Speed:
         if recipe.cache is not None:
             for batch in run.order.batches(0, 1):
                 read_target(recipe.target, batch.to(processes.device), recipe.reads)
+        if processes.device.type == "cuda":
+            torch.cuda.synchronize(processes.device)
         target = time.monotonic() - started
     return Speed(seconds[-1], target, store.num_windows() / options.batch_size)
 
@@ -102,6 +104,15 @@ def _prepared(
     options: TrainingOptions, make: MakeRecipe, processes: Processes, work: Path
 ) -> tuple[Recipe, TokenStore]:
     """The recipe with its loaded target, and the data's tokens."""
+    if options.batch_size % (processes.num_processes * options.accumulation):
+        raise TrainingError(
+            f"--batch-size {options.batch_size} is not divisible by {processes.num_processes} processes "
+            f"x {options.accumulation} accumulated parts"
+        )
+    if options.patience is not None and options.evaluate_every is None:
+        raise TrainingError(
+            f"--patience {options.patience} needs --evaluate-every; give the number of steps between evaluations"
+        )
     if processes.is_main_process:
         say(f"vllm-ppd: loading {options.model}")
     full = getattr(options, "recipe", None) == "full"
@@ -140,15 +151,6 @@ class _Run:
     ) -> None:
         self.options, self.processes, self.recipe, self.store, self.work = options, processes, recipe, store, work
         self.out = work.parent
-        if options.batch_size % (processes.num_processes * options.accumulation):
-            raise TrainingError(
-                f"--batch-size {options.batch_size} is not divisible by {processes.num_processes} processes "
-                f"x {options.accumulation} accumulated parts"
-            )
-        if options.patience is not None and options.evaluate_every is None:
-            raise TrainingError(
-                f"--patience {options.patience} needs --evaluate-every; give the number of steps between evaluations"
-            )
         self.steps = options.steps or max(1, math.ceil(options.epochs * store.num_windows() / options.batch_size))
         self.tokens_a_step = options.batch_size * options.sequence_length
         self.order = Order(store, options.seed, options.batch_size, same_grid=recipe.cache is not None)
@@ -282,6 +284,8 @@ class _Run:
         self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
         if facts.held_out.take(evaluation) and self.options.patience is not None:
             checkpoint.save(self.work / BEST, facts, self.processes)
+            if facts.step:
+                self._save()  # a run that continues must know these weights as its best
         return evaluation
 
     def _is_flat(self) -> bool:
@@ -307,7 +311,7 @@ class _Run:
         if self.processes.is_main_process:
             finite = {name: x for name, x in figures.items() if not isinstance(x, float) or math.isfinite(x)}
             step = self.facts.step
-            add_point(self.out, Point(step=step, tokens=step * self.tokens_a_step, **finite))
+            add_point(self.out, step, step * self.tokens_a_step, **finite)
 
     def _watch(self, loss: float) -> None:
         """Raise if the loss is not finite or climbs; the last checkpoint is from before that."""

@@ -27,8 +27,9 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise TrainingError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise TrainingError(f"--device {name}: no CUDA device is available; use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        count = torch.cuda.device_count() or "no"
+        raise TrainingError(f"--device {name}: {count} CUDA devices are available; use another, or --device cpu")
     return device
 
 
@@ -63,7 +64,7 @@ class Processes(Accelerator):
 def over_ray(train: Callable[..., Any], options: Any) -> None:
     """Run train(options) in options.ray_workers Ray Train workers, each a process.
 
-    All must share the heads folder.
+    All workers must have access to the heads folder (a shared file system).
 
     Raises:
         TrainingError: if Ray is not installed. Errors of workers are raised, too.

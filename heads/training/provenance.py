@@ -45,11 +45,11 @@ def machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    info = Path("/proc/cpuinfo")
+    word, info = "core" if cores == 1 else "cores", Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):
-            return f"{cores} cores, {line.split(':', 1)[1].strip()}"
-    return f"{cores} cores, {platform.machine()}"
+            return f"{cores} {word}, {line.split(':', 1)[1].strip()}"
+    return f"{cores} {word}, {platform.machine()}"
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
@@ -140,7 +140,9 @@ def _described(file: Path) -> DataFile:
 
 def _commit() -> str | None:
     """The commit of a source checkout; None for an installed package."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[2]
+    if not (here / ".git").exists():  # a checkout around an installed package is another project's
+        return None
     try:
         run = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -15,7 +15,6 @@ from vllm_ppd.heads.card import write_card
 from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
-from vllm_ppd.heads.training.options import FullOptions, TrainingOptions
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import Batch, TokenStore
@@ -36,15 +35,10 @@ def accepted_counts(right: torch.Tensor) -> Counts:
 class Recipe(nn.Module, ABC):
     """A module of trainable parts; the frozen target is not registered in it."""
 
-    def __init__(self, options: TrainingOptions, target: Target) -> None:
+    def __init__(self, options: Any, target: Target) -> None:
         super().__init__()
-        self._outside = (options, target)  # a tuple: the target must not become a submodule
-
+        self.options, self.target = options, target  # options: the TrainingOptions of the kind
         self.cache: StatesCache | None = None  # set by the loop if states are cached
-
-    @property
-    def target(self) -> Target:
-        return self._outside[1]
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Prepare from the data before a run's first step, or before it continues (nothing by default).
@@ -123,17 +117,16 @@ class Recipe(nn.Module, ABC):
 class HeadsRecipe(Recipe):
     """A recipe for heads; the full recipe also trains the base model and writes it."""
 
-    def __init__(self, options: TrainingOptions, target: Target) -> None:
+    def __init__(self, options: Any, target: Target) -> None:
         super().__init__(options, target)
-        self.full = isinstance(options, FullOptions) and options.recipe == "full"
+        self.full = target.trainable
         self.base = target.model if self.full else None
 
     def base_groups(self) -> list[dict[str, Any]]:
         """The optimiser's group of a trained base model, for AdamW, since it has embeddings; else empty."""
-        options = self._outside[0]
-        if self.base is None or not isinstance(options, FullOptions):
+        if self.base is None:
             return []
-        return [{"params": list(self.base.parameters()), "peak": options.base_learning_rate, "muon": False}]
+        return [{"params": list(self.base.parameters()), "peak": self.options.base_learning_rate, "muon": False}]
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         if self.full:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Stopped(KeyboardInterrupt):
-    """The user stopped the run; its checkpoint is on disk."""
+    """The user interrupted the run. It continues from the last checkpoint, if there is one."""
 
     def __init__(self, step: int, steps: int | None = None) -> None:
         """Args: the step that the run continues from, and how many it has (None: not known yet)."""
@@ -23,10 +23,7 @@ class Stopped(KeyboardInterrupt):
 def termination_as_interrupt() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt as Ctrl-C does, so that files and processes are closed."""
 
-    def interrupt(number: int, _: Any) -> None:
-        raise KeyboardInterrupt
-
-    with _handled(interrupt, signal.SIGTERM):
+    with _handled(signal.default_int_handler, signal.SIGTERM):
         yield
 
 

@@ -6,7 +6,8 @@ A recipe names in `reads` what it learns from, and gets it from `Recipe.states(b
 
 from __future__ import annotations
 
-import json
+import fcntl
+import os
 import shutil
 import sys
 import zlib
@@ -18,14 +19,13 @@ import torch
 from tqdm import tqdm
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.files import digest_of_value, write_text
+from vllm_ppd.heads.files import digest_of_value
 from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training.target import Target, TargetStates
 from vllm_ppd.heads.training.tokens import SPLITS, Batch, TokenStore
 from vllm_ppd.kernels.unembedding_loss import top_log_probs
 
 FORMAT = 2  # incremented when the same target and tokens give different files
-DESCRIPTION = "states.json"
 GB = 1e9
 
 
@@ -89,9 +89,8 @@ class StatesCache:
         first = zlib.crc32(store.tokens["train"]["id"][: store.length].tobytes())
         facts = {"format": FORMAT, "target": target.digest(), "tokens": first, "length": store.length}
         self.folder = folder / digest_of_value(facts)[:16]
-        self._make_room(folder, most_bytes)
+        self._check_room(folder, most_bytes)
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_text(self.folder / DESCRIPTION, json.dumps({**facts, "model": target.name}, indent=1) + "\n")
         self._files = {(split, column.name): self._open(split, column) for split in SPLITS for column in self.columns}
         self._has_warned = False
 
@@ -173,7 +172,7 @@ class StatesCache:
         values = _mapped(path, column.dtype, (windows, self.store.length, column.width))
         return values, _mapped(path.with_name(path.name + ".crc"), np.uint64, (windows,))
 
-    def _make_room(self, folder: Path, most_bytes: int) -> None:
+    def _check_room(self, folder: Path, most_bytes: int) -> None:
         """Refuse a cache that would not fit, before the first window is computed."""
         windows = sum(self.store.num_windows(split) for split in SPLITS)
         row = sum(column.width * np.dtype(column.dtype).itemsize for column in self.columns)
@@ -214,5 +213,6 @@ def _mapped(path: Path, dtype: type[np.generic], shape: tuple[int, ...]) -> np.m
     """Map a file of at least that shape for reading and writing; new parts are zeros, sparse on most disks."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     with path.open("ab") as file:
-        file.truncate(max(size, file.tell()))
+        fcntl.flock(file, fcntl.LOCK_EX)  # another run may enlarge it
+        file.truncate(max(size, file.seek(0, os.SEEK_END)))
     return np.memmap(path, dtype, "r+", shape=shape)

@@ -51,7 +51,7 @@ def measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Cal
 
 def test_a_whole_result_is_kept_and_not_measured_again(measure: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     code, out = measure()
-    assert code == 0 and "soak: about 7 minutes, from" in out and "what is kept is not there" in out
+    assert code == 0 and "soak: about 7 minutes, starting at" in out and "the stored result is not there" in out
     assert json.loads((tmp_path / "soak.json").read_text())["rows"] == [{"a": 1}]
     assert "soak: measured with today's code" in measure()[1]
 
@@ -66,5 +66,5 @@ def test_a_result_of_older_code_is_measured_again(measure: Callable[..., tuple[i
     old = json.loads((tmp_path / "soak.json").read_text())
     old["sources"]["digest"] = "of older code"
     (tmp_path / "soak.json").write_text(json.dumps(old))
-    assert "what is kept is of older code" in measure()[1]
+    assert "the stored result is of older code" in measure()[1]
     assert json.loads((tmp_path / "soak.json").read_text())["rows"] == [{"a": 1}]

@@ -62,7 +62,9 @@ def calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: An
             return shipped
         folder = tmp_path_factory.mktemp(condition) / "heads"
         overfitted.fit(DEMO, "cp", shipped.greedy.ids[:8, :128].tolist(), folder, 8, rank=2, condition=condition)
-        return open_calibration(CalibrationOptions(heads=str(folder), **given), shipped)
+        fitted = open_calibration(CalibrationOptions(heads=str(folder), **given))
+        fitted._written = shipped._written  # of the same target and prompts
+        return fitted
 
     return get
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, SCHEMA, generate, greedy, prompts
 from conftest import Factory, drafter_of
-from test_sampling import LEVEL, PROMPT, sample, worst
+from test_sampling import LEVEL, PROMPT, p_value, sample, worst
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -87,15 +87,16 @@ def test_n_grams_are_those_of_algorithm_1(
     assert several > 10
 
 
-def test_n_grams_are_sampled_from_the_joint(unverified: Any, engine: Factory, tiny_model: Any) -> None:
-    """First tokens of many samples follow the joint's own marginal, not the target's distribution."""
-    drafter = drafter_of(unverified)
-    samples = [s[:2] for s in sample(unverified, 500, extra_args={"ppd_eps_b": 0.0})]
-    choice = choices_along(tiny_model(), drafter.config.model, PROMPT["prompt_token_ids"], 0.0)
+def test_n_grams_are_sampled_from_the_joint(unverified: Any, tiny_model: Factory) -> None:
+    """The first two tokens of many samples follow the joint's own marginal, not the target's distribution."""
+    samples = [s[:2] for s in sample(unverified, 1000, temperature=1.0, extra_args={"ppd_eps_b": 0.0})]
+    choice = choices_along(tiny_model(), drafter_of(unverified).config.model, PROMPT["prompt_token_ids"], 0.0)
     assert int(choice.order[-1]) == 3
-    ids = [i[-1].tolist() for i in choice.top.token_ids]
-    allowed = {(a, b) for a in ids[0] for b in ids[1]}
-    assert set(samples) <= allowed
+    first, second, _ = (ids[-1].tolist() for ids in choice.top.token_ids)
+    assert set(samples) <= {(a, b) for a in first for b in second}
+    torch.manual_seed(0)
+    drawn = choice.joints[2][-1].sum(dim=-1).flatten().multinomial(4000, replacement=True).tolist()
+    assert p_value(samples, [(first[i // len(second)], second[i % len(second)]) for i in drawn]) > LEVEL
 
 
 def test_single_tokens_where_a_request_needs_them(unverified: Any, engine: Factory) -> None:

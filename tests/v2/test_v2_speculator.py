@@ -136,9 +136,9 @@ def test_request_that_opts_out_accepts_nothing(v2_engine: Factory) -> None:
 def test_hard_cut_off(v2_engine: Factory, name: str) -> None:
     """In a batch of more requests nobody drafts; vLLM's scheduler keeps to it."""
     llm = v2_engine({**METHODS[name], "disable_by_batch_size": 2})
+    crowd = prompts(3, 20)
     with counting(llm) as seen:
-        crowd = prompts(3, 20)
-    assert generate(llm, crowd, greedy(8)) == generate(v2_engine(), crowd, greedy(8))
+        assert generate(llm, crowd, greedy(8)) == generate(v2_engine(), crowd, greedy(8))
     assert seen["drafted"] == 0
     params = [greedy(4), greedy(4), greedy(24)]
     with counting(llm) as seen:

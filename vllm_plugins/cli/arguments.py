@@ -115,9 +115,11 @@ def options_from(model: type[Options], args: argparse.Namespace) -> Options:
         return model(**values)
     except ValidationError as error:
         problem = error.errors()[0]
-        flag = "--" + str(problem["loc"][0] if problem["loc"] else "options").replace("_", "-")
-        message, value = problem["msg"].removeprefix("Value error, "), shortened(str(problem["input"]), LONGEST_VALUE)
-        raise UserError(f"{flag} {value}: {message[0].lower()}{message[1:]}") from None
+        message, where = problem["msg"].removeprefix("Value error, "), ""
+        if problem["loc"]:  # else the options do not go together, and the message names them
+            flag, value = str(problem["loc"][0]).replace("_", "-"), shortened(str(problem["input"]), LONGEST_VALUE)
+            where = f"--{flag} {value}: "
+        raise UserError(f"{where}{message[0].lower()}{message[1:]}") from None
 
 
 def _help(field: FieldInfo) -> str:

@@ -14,8 +14,8 @@ from vllm_ppd.vllm_plugins.cli.arguments import Command, CommandParser, Group, a
 COMMANDS: dict[str, Command | Group] = {
     "fit": Command(
         "make heads for a model within a time limit",
-        "Write data, then train, calibrate and plan heads, as well as this machine can within a time limit; a "
-        "stopped run goes on with the same command.",
+        "Write data, then train, calibrate and plan heads, as well as this machine can within a time limit; run the "
+        "same command again to resume.",
         fit.run, "heads.fitting.options:FitOptions", positional="model",
     ),
     "data": Command(
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, table: Mapping[str, Command | Group]
         with termination_as_interrupt():
             return args.command.run(options_from(model_of(args.command), args))
     except KeyboardInterrupt as stopped:
-        print(f"{prog}: {str(stopped) or 'stopped; the same command continues it'}", file=sys.stderr)
+        print(f"{prog}: {str(stopped) or 'interrupted'}", file=sys.stderr)
         return 130
     except (UserError, OSError) as error:
         print(f"{prog}: error: {_message(error)}", file=sys.stderr)

@@ -13,7 +13,9 @@ FILES = {
     "benchmarks/decode/table.py": "body = 1",
     "heads/read.py": '"""Read."""\n\n\ndef x():\n    """Say x."""\n    return "#1"  # why\n',
     "heads/other.py": "y = 1",
-    "vllm_plugins/engine/host.py": "host = 1",
+    "heads/named.py": "z = 1",
+    "heads/read_triton.py": "kernel = 1",
+    "vllm_plugins/engine/host.py": "host = 1\nNAMED = 'vllm_ppd.heads.named.Adapter'",
     "vllm_plugins/engine/v2/runner.py": "runner = 1",
     "vllm_plugins/methods/cp/drafter.py": "cp = 1",
     "vllm_plugins/methods/cp/speculator.py": "from vllm_ppd.vllm_plugins.engine.v2.runner import runner",
@@ -32,7 +34,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    for cached in (sources.digest, sources.files_imported, sources.digest_of_file):
+    for cached in (sources.digest, sources.files_imported, sources.files_loaded, sources.digest_of_file):
         cached.cache_clear()
 
 
@@ -50,6 +52,7 @@ def digest(v2: bool) -> str:
         ("heads/read.py", "#1", "#2", True),
         ("heads/read.py", "    return", "    if True:\n        return", True),
         ("heads/other.py", "1", "2", False),  # not imported
+        ("heads/named.py", "1", "2", True),
         ("benchmarks/decode/table.py", "1", "2", False),  # shows turns
         ("vllm_plugins/engine/host.py", "1", "2", True),
         ("vllm_plugins/methods/cp/drafter.py", "1", "2", True),
@@ -67,8 +70,9 @@ def test_only_code_that_ran_changes_the_digest(
 
 
 @pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("file", ["vllm_plugins/engine/v2/runner.py", "vllm_plugins/methods/cp/speculator.py"])
-def test_runner_v2_counts_where_it_ran(tree: Path, file: str, v2: bool) -> None:
+@pytest.mark.parametrize("file", ["vllm_plugins/engine/v2/runner.py", "vllm_plugins/methods/cp/speculator.py",
+                                  "heads/read_triton.py"])  # fmt: skip
+def test_runner_v2_and_kernels_count_where_they_ran(tree: Path, file: str, v2: bool) -> None:
     before = digest(v2)
     (tree / file).write_text(FILES[file] + "\nmore = 1")
     assert (digest(v2) != before) is v2

@@ -55,7 +55,7 @@ def test_calibration_asks_for_them_first(tmp_path: Path, target: Target) -> None
         prompts, prompt_tokens, new_tokens = 5, 8, 12
 
     made = Calibration.__new__(Calibration)
-    made._shared, made.options, made.target = None, Options(), target  # type: ignore[assignment]
+    made.options, made.target = Options(), target  # type: ignore[assignment]
     assert made.prompts.ids.shape == (5, 33)
     del made.prompts
     Options.data = (write(tmp_path / "b.jsonl", *[{"text": "abcdefghijklmnop"}] * 9),)

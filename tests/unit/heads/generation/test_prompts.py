@@ -6,18 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from records import templated
+from records import TEMPLATE, templated
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation.options import DataOptions
 from vllm_ppd.heads.generation.prompts import ChatTemplate, beginning, read_prompts
 
 END = 0
-TEMPLATE = (
-    "{% if messages[0].role != 'system' %}<system>be<|end|>{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def options(**changes: Any) -> DataOptions:

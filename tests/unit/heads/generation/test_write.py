@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import Factory
-from records import templated
+from records import TEMPLATE, templated
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.generation import write
@@ -26,11 +26,6 @@ from vllm_ppd.vllm_plugins.cli.data import progress_bar, reporter
 from vllm_ppd.vllm_plugins.cli.main import main
 
 END = 0
-TEMPLATE = (
-    "{% if messages[0].role != 'system' %}<system>be<|end|>{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 TURNS = ["what is two?", "What is  two?", "why?", "", "tell me \ufffd", "and then?", "how so?", "is it?"]
 
 

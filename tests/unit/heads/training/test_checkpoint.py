@@ -92,7 +92,7 @@ def test_facts_of_another_shape_are_refused(tmp_path: Path, facts: str) -> None:
 def test_a_checkpoint_of_other_heads_or_of_another_step_is_refused(tmp_path: Path) -> None:
     save(tmp_path / STATE, RUN, prepared()[0])
     others, _, _ = prepared(width=1)  # the weights could be broadcast
-    with pytest.raises(TrainingError, match="has other heads"):
+    with pytest.raises(TrainingError, match="does not match these heads"):
         load(tmp_path / STATE, 3, others)
     with pytest.raises(TrainingError, match="it is not from step 4"):
         load(tmp_path / STATE, 4, prepared()[0])

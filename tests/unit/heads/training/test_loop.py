@@ -216,7 +216,7 @@ BAD = [
     (("--batch-size", "3", "--accumulation", "2"), "--batch-size 3 is not divisible"),
     (("--model", "/nowhere"), "cannot load model '/nowhere'"),
     (("--data", "/nowhere.jsonl"), "data file '/nowhere.jsonl' does not exist"),
-    (("--device", "cuda:7"), "no CUDA device is available"),
+    (("--device", "cuda:7"), "no CUDA devices are available; use another, or --device cpu"),
     (("--device", "abacus"), "--device abacus"),
 ]
 

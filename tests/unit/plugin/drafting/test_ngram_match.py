@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The n-gram matcher of the prompt lookup: what it finds, and that no text makes it slow.
 
-`pytest -s tests/unit/plugin/test_ngram_match.py -k slow` prints the times.
+`pytest -s tests/unit/plugin/drafting/test_ngram_match.py -k slow` prints the times.
 """
 
 import time
