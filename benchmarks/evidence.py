@@ -62,7 +62,7 @@ def parts(data: str) -> dict[str, Part]:
     lookup = f"cp + lookup={json.dumps({'model': heads('cp'), 'prompt_lookup_min': 2})}"
     ours = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists()), "--also", lookup]
     decode = [*PPD, "decode", *plain, "--prompt-tokens", "256", "--rounds", "4"]
-    methods = [*decode, *ours, "--plain", "ngram", *peers, "--batch-sizes", "1,4,16", "--new-tokens", "96"]
+    methods = [*decode, *ours, "--plain", "ngram", peers[0], "--batch-sizes", "1,4,16", "--new-tokens", "96"]
     early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
     paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
     paradecode |= {f", gamma {gamma}": early | {"gamma": gamma} for gamma in (0.4, 0.8)}
