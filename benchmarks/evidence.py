@@ -61,10 +61,12 @@ def parts(data: str) -> dict[str, Part]:
     peers = [f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa")]
     lookup = f"cp + lookup={json.dumps({'model': heads('cp'), 'prompt_lookup_min': 2})}"
     ours = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists()), "--also", lookup]
-    decode = [*PPD, "decode", *plain, "--prompt-tokens", "256", "--rounds", "4"]
-    methods = [*decode, *ours, "--plain", "ngram", peers[0], "--batch-sizes", "1,4,16", "--new-tokens", "96"]
+    decode = [*PPD, "decode", *plain, "--prompt-tokens", "256"]
+    loads = ["--batch-sizes", "1,4,16", "--rounds", "4", "--new-tokens", "96"]
+    methods = [*decode, *ours, "--plain", "ngram", peers[0], *loads]
     early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
     paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
+    paradecode |= {", untrained": {name: early[name] for name in early if name != "model"}}
     paradecode |= {f", gamma {gamma}": early | {"gamma": gamma} for gamma in (0.4, 0.8)}
     also = [f"paradecode{name}={json.dumps(config)}" for name, config in paradecode.items()]
     ranks = [f"build/smollm/heads/{name}" for name in ("none-r1", "none-r3", "chain-r1", "chain-r3",
@@ -77,7 +79,7 @@ def parts(data: str) -> dict[str, Part]:
         steps += ["--contender", f"{name}={json.dumps(config)}"]
     return {
         "paradecode": Part(20, [[*decode, "--plain", "none", "--also", *also, "--eager", "--new-tokens", "64",
-                                 "--batch-sizes", "1"]]),
+                                 "--batch-sizes", "1", "--rounds", "26"]]),
         "group": Part(30, [[*PPD, "decode", *group, "--rounds", "6", "--new-tokens", "96", "--batch-sizes", "1"]],
                       groups_are_as_fast_as_promised),
         "cp_conditions": Part(30, [[*PPD, "acceptance", *smollm, "--prompts", "52", "--plain", "none",
