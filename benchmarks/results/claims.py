@@ -99,7 +99,7 @@ def early_output(results: Results) -> Ours:
     text = (
         f"{row['same']} of {row['prompts']} texts in float32, {shares[0]:.0%} to {shares[-1]:.0%} in bfloat16, by token"
     )
-    return Ours(text, row["same"] == row["prompts"], "bfloat16 rounds near-ties differently where other layers run together")
+    return Ours(text, row["same"] == row["prompts"], "bfloat16 rounds near-ties differently in other groups of layers")
 
 
 def rank(results: Results) -> Ours:

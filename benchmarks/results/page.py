@@ -128,10 +128,8 @@ def main() -> None:
     new = sorted(outdated.names(older) - outdated.names(listed))
     if new and "--outdated" not in sys.argv:
         lines = "\n".join(f"{file}: {name}, of commit {commit}" for file, commit, name in new)
-        sys.exit(
-            "these results are older than the code; measure them again (make evidence), or list them with --outdated:\n"
-            + lines
-        )
+        ways = "measure them again (make evidence), or list them with --outdated"
+        sys.exit(f"these results are older than the code; {ways}:\n{lines}")
     if outdated.names(older) != outdated.names(listed):
         (RESULTS / outdated.LIST).write_text(json.dumps(older, indent=1) + "\n")
     for document in documents():

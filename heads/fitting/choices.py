@@ -77,13 +77,12 @@ def state_bytes(tokens: int, hidden_size: int) -> int:
 def heads(num_layers: int, vocab_size: int) -> Iterator[dict[str, Any]]:
     """Options of CP heads, from those that accept most to those that train fastest.
 
-    Higher ranks accept no more drafts on top of a recurrent state (benchmarks/results, cp_conditions).
-
     Args:
         num_layers: of the target; 0 where it cannot give their states.
         vocab_size: of the target.
     """
     vocabulary = VOCABULARY if vocab_size > VOCABULARY else 0
+    # Higher ranks accept no more drafts on top of a recurrent state (benchmarks/results/cp_conditions.json).
     recurrent = {"condition": "recurrent", "rank": 1, "dropout": 0.1, "train_vocab_size": vocabulary}
     if num_layers >= 4:
         yield recurrent | {"layers": tuple(round(share * num_layers / 4) for share in (1, 2, 3))}

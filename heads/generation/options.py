@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FREE_TO_CHANGE = frozenset({"out", "number", "batch", "precision", "kv_cache_gib", "trust_remote_code"})
-
 
 class DataOptions(BaseModel):
     """Options for what the target writes and how it is sampled."""
@@ -44,4 +42,5 @@ class DataOptions(BaseModel):
 
     def essence(self) -> dict[str, Any]:
         """The options that must be the same for a stopped run to continue."""
-        return self.model_dump(mode="json", exclude=set(FREE_TO_CHANGE))
+        free_to_change = {"out", "number", "batch", "precision", "kv_cache_gib", "trust_remote_code"}
+        return self.model_dump(mode="json", exclude=free_to_change)
