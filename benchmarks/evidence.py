@@ -58,12 +58,12 @@ def parts(data: str) -> dict[str, Part]:
     """All parts, by the names of their results; the quick ones first."""
     smollm = ["--model", TARGET, "--data", f"spec-bench={data}/spec_bench.jsonl", "--top-p", "0.95"]
     plain = ["--model", TARGET, "--data", f"{data}/spec_bench.jsonl", "--dtype", "bfloat16", "--kv-cache-gib", "0.5"]
-    peers = [f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa")]
+    eagle, medusa = (f"--{kind}={heads(kind)}" for kind in ("eagle", "medusa"))
     lookup = f"cp + lookup={json.dumps({'model': heads('cp'), 'prompt_lookup_min': 2})}"
     ours = ["--heads", *(heads(kind) for kind in KINDS if Path(heads(kind)).exists()), "--also", lookup]
     decode = [*PPD, "decode", *plain, "--prompt-tokens", "256"]
     loads = ["--batch-sizes", "1,4,16", "--rounds", "4", "--new-tokens", "96"]
-    methods = [*decode, *ours, "--plain", "ngram", peers[0], *loads]
+    methods = [*decode, *ours, "--plain", "ngram", eagle, *loads]
     early = {"method": "paradecode", "model": heads("early"), "exit_layer": 15} | DRAFTS
     paradecode = {"": early, ", parallel schedule": early | {"schedule": "parallel"}}
     paradecode |= {", untrained": {name: early[name] for name in early if name != "model"}}
@@ -88,7 +88,7 @@ def parts(data: str) -> dict[str, Part]:
                             "--rounds", "2", "--new-tokens", "64", "--rates", "0.5,1", "--concurrencies", "1,4"]]),
         "smollm_decode": Part(60, [[*methods, "--temperatures", "0,0.8"],
                                    [*methods, "--temperatures", "0.6", "--top-p", "0.9"]]),
-        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "ngram", *ours, *peers]],
+        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "ngram", *ours, eagle, medusa]],
                            greedy_text_is_vllms),
         "gpu_steps": Part(10, [["-m", "vllm_ppd.benchmarks.gpu.steps", "--model", DEMO, "--engine",
                                 '{"kv_cache_memory_bytes": 1073741824}', *steps]], gpu=True),

@@ -38,7 +38,7 @@ def files_imported(file: str) -> frozenset[str]:
         file: path from the root of the tree, like the returned ones.
     """
     names = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    for node in _nodes(file):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -49,18 +49,24 @@ def files_imported(file: str) -> frozenset[str]:
 @cache
 def files_loaded(file: str) -> frozenset[str]:
     """The files that a file imports or loads by name: by pkgutil.resolve_name, or as a reference's Triton namesake."""
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    namesake = file.removesuffix(".py") + TRITON
-    return files_imported(file) | _files(texts) - {file} | {name for name in [namesake] if (ROOT / name).is_file()}
+    texts = {node.value for node in _nodes(file) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    loaded, namesake = files_imported(file) | _files(texts) - {file}, file.removesuffix(".py") + TRITON
+    return loaded | {namesake} if (ROOT / namesake).is_file() else loaded
+
+
+@cache
+def _nodes(file: str) -> tuple[ast.AST, ...]:
+    """All nodes of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse((ROOT / file).read_text())))
 
 
 def _files(names: Iterable[str]) -> frozenset[str]:
     """The files of this project behind dotted names of modules or of what is in them."""
-    paths = (name.removeprefix("vllm_ppd.").replace(".", "/") for name in names if name.startswith("vllm_ppd."))
-    choices = ([f"{place}{end}" for place in (path, path.rpartition("/")[0]) for end in (".py", "/__init__.py")]
-               for path in paths)  # fmt: skip
-    return frozenset(file for files in choices for file in [f for f in files if (ROOT / f).is_file()][:1])
+    files = set()
+    for path in (name.removeprefix("vllm_ppd.").replace(".", "/") for name in names if name.startswith("vllm_ppd.")):
+        choices = (f"{place}{end}" for place in (path, path.rpartition("/")[0]) for end in (".py", "/__init__.py"))
+        files.add(next((file for file in choices if (ROOT / file).is_file()), ""))
+    return frozenset(files - {""})
 
 
 def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def machine() -> str:
 
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    word, info = "core" if cores == 1 else "cores", Path("/proc/cpuinfo")
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores, info = "1 core" if count == 1 else f"{count} cores", Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
         if line.startswith("model name"):
-            return f"{cores} {word}, {line.split(':', 1)[1].strip()}"
-    return f"{cores} {word}, {platform.machine()}"
+            return f"{cores}, {line.split(':', 1)[1].strip()}"
+    return f"{cores}, {platform.machine()}"
 
 
 def provenance(**facts: Any) -> dict[str, Any]:

@@ -8,10 +8,14 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,8 @@ from refusals import Readers
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.usefixtures("bounded")
 CASES = 40  # a kind
+SECONDS, BYTES = 30, 2 << 30  # of a case; of memory in all
 HARMFUL, HARMLESS, UNSAID = "harmful", "harmless", "unsaid"
 # Another value of these may be as good, or say what only some of the ways in compare.
 OTHERWISE = {
@@ -122,9 +126,25 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
+@contextmanager
+def within(seconds: int, what: str) -> Iterator[None]:
+    """Whatever hangs is interrupted."""
+
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"{what}: more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.parametrize("kind", heads_folders.KINDS)
 def test_damaged_heads_folders(readers: Readers, whole_heads: Factory, tmp_path: Path, kind: str) -> None:
-    verdicts = []
+    memory, verdicts = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for case in range(CASES):
         rng, folder = random.Random(f"{kind} {case}"), tmp_path / f"{kind}{case}"
         shutil.copytree(whole_heads(kind), folder)
@@ -132,10 +152,14 @@ def test_damaged_heads_folders(readers: Readers, whole_heads: Factory, tmp_path:
         verdict = judged(folder, whole_heads(kind))
         verdicts.append(verdict)
         for name in readers.of:
-            line = readers.refusal(name, str(folder))
+            started = time.process_time()
+            with within(SECONDS, f"{told}, {name}"):
+                line = readers.refusal(name, str(folder))
+            assert time.process_time() - started < SECONDS, told
             assert verdict != HARMFUL or line is not None, f"{told}: {name} takes it"
             assert verdict != HARMLESS or line is None, f"{told}: {name} refuses what is harmless: {line}"
         shutil.rmtree(folder)
+    assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) < BYTES
     assert verdicts.count(HARMFUL) > CASES / 2
     assert HARMLESS in verdicts
 
@@ -153,8 +177,9 @@ def test_damaged_reports(readers: Readers, whole_heads: Factory, tmp_path: Path,
         put(data, place, value)
         path.write_text(json.dumps(data) if case % 5 else content[: rng.randrange(len(content))])
         told = f"case {case}: {place} is {value!r}"[:200]
-        refused += readers.refusal("plan", str(folder)) is not None
-        assert readers.refusal("inspect", str(folder)) is None, told
+        with within(SECONDS, told):
+            refused += readers.refusal("plan", str(folder)) is not None
+            assert readers.refusal("inspect", str(folder)) is None, told
     assert refused > CASES / 2
     assert readers.refusal("model alone", str(folder)) is None
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that can be watched: progress in every phase, the curve, evaluations, and stopping when the loss is flat."""
 
+import itertools
 import json
 import math
 import re
@@ -148,16 +149,14 @@ def test_patience_survives_a_stop(train: Train, stop_at: Factory, monkeypatch: A
 
 
 def test_patience_survives_a_crash_after_the_best_evaluation(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, compute, losses = loop.evaluate, Recipe.forward, 0
+    real, compute, losses = loop.evaluate, Recipe.forward, itertools.count(1)
     accepted = {0: 0.5, 2: 0.6}
 
     def noted(*args: Any) -> Evaluation:
         return real(*args).model_copy(update={"accepted": accepted.get(args[4], 0.1)})
 
     def crashing(self: Recipe, batch: Batch) -> Any:
-        nonlocal losses
-        losses += 1
-        if losses == 3:
+        if next(losses) == 3:
             raise RuntimeError("crashed")
         return compute(self, batch)
 
