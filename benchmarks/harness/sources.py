@@ -84,7 +84,7 @@ def sources(benchmark: str, configs: Iterable[dict[str, Any] | None]) -> dict[st
 
 
 def are_current(stored: dict[str, Any] | None) -> bool:
-    """Whether the code that measured a result is the current one, except for comments, docstrings and empty lines."""
+    """Whether the code that measured a result is the current one, except for what digest_of_file leaves out."""
     return stored is not None and stored["digest"] == digest(
         stored["benchmark"], tuple(stored["methods"]), stored["v2"]
     )
@@ -145,7 +145,7 @@ def folders_of(config: dict[str, Any]) -> set[str]:
 
 @cache
 def digest_of_file(file: str) -> str:
-    """The digest of a file's lines without comments, docstrings and empty lines."""
+    """The digest of a file's lines without comments, docstrings, descriptions of options and empty lines."""
     text = (ROOT / file).read_text()
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -154,6 +154,10 @@ def digest_of_file(file: str) -> str:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            lines[first.lineno - 1 : first.end_lineno] = [""] * ((first.end_lineno or first.lineno) - first.lineno + 1)
+        described = isinstance(node, ast.keyword) and node.arg == "description"
+        prose = node.value if described else first.value if isinstance(first, ast.Expr) else None
+        if isinstance(prose, ast.Constant | ast.JoinedStr) and isinstance(getattr(prose, "value", ""), str):
+            start, end = prose.lineno - 1, prose.end_lineno or prose.lineno
+            head, tail = lines[start].encode()[: prose.col_offset], lines[end - 1].encode()[prose.end_col_offset :]
+            lines[start:end] = [(head + tail).decode(), *[""] * (end - start - 1)]
     return hashlib.sha256("\n".join(line.rstrip() for line in lines if line.strip()).encode()).hexdigest()
