@@ -208,11 +208,7 @@ def read_calibration(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[Path, dict[str, str]]:
-    """Check every number of the tensors that the configuration names; see load_tensors.
-
-    Returns:
-        The tensors of each file: the configuration's name of each by its name there.
-    """
+    """Check every number of the tensors that the configuration names (load_tensors); returns their names by file."""
     whole = Path(folder) / WEIGHTS_NAME
     places = _check_header(config, stored_tensors(folder, config.files_beside), whole)
     counts = {}
@@ -236,12 +232,9 @@ def _check_weights(config: HeadsConfig, folder: str | os.PathLike[str]) -> dict[
 
 
 def _check_header(config: HeadsConfig, tensors: dict[str, Stored], whole: Path) -> dict[Path, dict[str, str]]:
-    """Check the tensors' names, shapes and dtypes in the files against the configuration; returns as _check_weights.
+    """Check the names, shapes and dtypes in the files' headers against the configuration; returns as _check_weights.
 
-    Args:
-        config: of the heads.
-        tensors: those of the files' headers.
-        whole: the file to name if a tensor is missing.
+    `whole` is the file to name if a tensor is missing.
     """
     places: dict[Path, dict[str, str]] = {}
     for name, expected in config.shapes().items():

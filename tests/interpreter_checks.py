@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting through the Triton kernels, in Triton's interpreter, against drafting through their torch references.
 
-Run as a script by test_interpreter.py, with TRITON_INTERPRET=1: `parts` calls what drafting calls, without an engine;
-`group MODEL` prints what a worker group does, whose workers are processes of their own.
+Run as a script by test_interpreter.py, with TRITON_INTERPRET=1; calls what drafting calls, without an engine.
 """
 
-import json
 import os
 import sys
 from collections import Counter
@@ -136,27 +134,9 @@ def heads() -> None:
         same(choose, "find_peaks", "back_off", "draw_ngrams")
 
 
-def group(model: str) -> None:
-    """Prints what a worker group of three candidates says, and its hits and misses, with the environment's kernels."""
-    from cases import generate, greedy, prompts
-    from conftest import start_engine
-
-    from vllm_ppd.vllm_plugins.engine.metrics import totals
-
-    options = {"method": "ppd", "candidates": 3, "exit_layer": 4, "num_speculative_tokens": 5}
-    llm = start_engine(Path(model), options, pipeline_parallel_size=2)
-    output = generate(llm, prompts(3, 40), greedy(30))
-    counts = {name: totals()[f"group_{name}"] for name in ("micro_steps", "hits", "misses", "candidates")}
-    llm.llm_engine.engine_core.shutdown()
-    print("RESULT", json.dumps([output, counts]))
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
-    if sys.argv[1] == "parts":
-        with torch.inference_mode():
-            for part in (reader, heads):
-                part()
-    else:
-        group(sys.argv[2])
+    with torch.inference_mode():
+        for part in (reader, heads):
+            part()
     print("same")

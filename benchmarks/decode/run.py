@@ -19,6 +19,7 @@ from vllm_ppd.benchmarks.harness.session import Session
 
 WARM_UP_TOKENS = 48  # enough for adaptive drafting to time its steps
 TRACED_STEPS = 20
+Running = EngineProcess | SharedEngine
 SPIN_SECONDS = 1.2  # vLLM's ranks spin for a second after a step before they sleep
 
 
@@ -84,7 +85,7 @@ def decode(options: DecodeOptions, everyone: list[Contender]) -> list[Results]:
     return runs
 
 
-class _Decoding(Session["EngineProcess | SharedEngine", Load]):
+class _Decoding(Session[Running, Load]):
     """Engines in separate processes; every temperature has the same prompts."""
 
     options: DecodeOptions
@@ -101,7 +102,7 @@ class _Decoding(Session["EngineProcess | SharedEngine", Load]):
         self.arguments = options.engine_arguments
         self.text_of_base: list[list[int]] = []  # of this round
 
-    def start(self, contender: Contender, log: Path) -> EngineProcess | SharedEngine:
+    def start(self, contender: Contender, log: Path) -> Running:
         if contender.shares is None:
             return EngineProcess(contender, self.arguments, log)
         engines = {engine.name: engine for engine in self.alive if isinstance(engine, EngineProcess)}
@@ -109,11 +110,11 @@ class _Decoding(Session["EngineProcess | SharedEngine", Load]):
             raise BenchError(f'{contender.name}: "shares" needs {contender.shares} to run, and no --turn-steps')
         return SharedEngine(contender, engines[contender.shares])
 
-    def settle(self, running: EngineProcess | SharedEngine) -> None:
+    def settle(self, running: Running) -> None:
         if self.options.together and isinstance(running, EngineProcess):
             running.call("time_steps")
 
-    def ready(self, running: EngineProcess | SharedEngine) -> None:
+    def ready(self, running: Running) -> None:
         running.ready()
         needed = max(load.batch for load in self.loads) * self.arguments["max_model_len"]
         room = running.facts["kv_cache_tokens"]
@@ -123,15 +124,15 @@ class _Decoding(Session["EngineProcess | SharedEngine", Load]):
                 "give more with --kv-cache-gib"
             )
 
-    def warm_up(self, running: EngineProcess | SharedEngine, load: Load) -> None:
+    def warm_up(self, running: Running, load: Load) -> None:
         running.call("turn", self.others[: load.batch], min(WARM_UP_TOKENS, self.options.new_tokens), load.temperature)
 
-    def turn(self, running: EngineProcess | SharedEngine, load: Load, number: int) -> Turn:
+    def turn(self, running: Running, load: Load, number: int) -> Turn:
         if any(other.ranks > 1 for other in self.alive if other is not running):
             time.sleep(SPIN_SECONDS)
         return self._turn(running, load, running.call("turn", *self._request(load, number)))
 
-    def after(self, running: EngineProcess | SharedEngine, load: Load) -> None:
+    def after(self, running: Running, load: Load) -> None:
         if running.name in self.options.traces:
             name = f"{running.name}-batch-{load.batch}-temperature-{load.temperature}".replace(" ", "-")
             running.call("begin", *self._request(load, 0))
@@ -159,7 +160,7 @@ class _Decoding(Session["EngineProcess | SharedEngine", Load]):
     def _request(self, load: Load, number: int) -> tuple[list[list[int]], int, float, float]:
         return self.batches[load.batch, number], self.options.new_tokens, load.temperature, self.options.top_p
 
-    def _turn(self, engine: EngineProcess | SharedEngine, load: Load, ended: dict[str, Any]) -> Turn:
+    def _turn(self, engine: Running, load: Load, ended: dict[str, Any]) -> Turn:
         """The record of a batch that has ended."""
         ids = ended.pop("token_ids")
         if engine is self.alive[0]:

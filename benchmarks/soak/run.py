@@ -191,9 +191,9 @@ def row_of(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [method.contender.name for method in methods()]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="beside vLLM alone (default: all)")
-    parser.add_argument("--requests", type=int, default=REQUESTS, help="of each server (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path("build/soak"), help="of answers (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="besides vLLM alone (default: all)")
+    parser.add_argument("--requests", type=int, default=REQUESTS, help="to each server (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=Path("build/soak"), help="for answers (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build/soak/soak.json"), help="report (default: %(default)s)")
     options = parser.parse_args()
     with writing_folder(options.folder, "--folder"):

@@ -160,9 +160,7 @@ def _walk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode along each window from its first position; after the end of a document continue with the next one.
 
-    Returns:
-        The log-probabilities of the n-grams taken, summed [thresholds], and passes that took 1, 2, ... n tokens
-        [thresholds, n].
+    Returns the summed log-probabilities of the n-grams taken [thresholds], and passes by tokens taken [thresholds, n].
     """
     counts, windows, length = order.shape
     total = torch.zeros(counts, dtype=torch.float64)

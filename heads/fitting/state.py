@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import TrainingError, refuse_other_options
 from vllm_ppd.heads.files import first_problem, write_text
 from vllm_ppd.heads.progress import Stage
-from vllm_ppd.heads.quote import place, quoted
+from vllm_ppd.heads.quote import place
 
 NAME = "state.json"
 KEPT_EVERY = 2.0  # seconds between saves within a stage
@@ -50,12 +50,7 @@ class State:
                 raise TrainingError(
                     f"{place(self.path)} is damaged ({first_problem(error)}); delete {place(folder)} to start again"
                 ) from None
-        for name, value in options.items():
-            if (before := self.facts.options.get(name)) != value:
-                raise TrainingError(
-                    f"{place(folder)} is of a fit with {name}={quoted(before)}, but this one has {quoted(value)}; give "
-                    "the same options to continue it, or another --out"
-                )
+        refuse_other_options(f"{place(folder)} is of a fit", self.facts.options, options, "another --out")
         self._keep("options", self.facts.options)
 
     def choose(self, name: str, make: Callable[[], Any]) -> Any:

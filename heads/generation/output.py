@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import TrainingError, refuse_other_options
 from vllm_ppd.heads.files import replaced, write_text
 from vllm_ppd.heads.locking import writing_file
-from vllm_ppd.heads.quote import place, quoted
+from vllm_ppd.heads.quote import place
 
 SYNC_EVERY = 64  # chats between two syncs to disk
 
@@ -128,9 +128,4 @@ class ChatFile:
             theirs = {name: stored.get(name) for name in self._essence}
         except (OSError, ValueError, AttributeError):
             raise TrainingError(f"--out {place(self.path)} was not written by `ppd data`; give another file") from None
-        for name, ours in self._essence.items():
-            if theirs[name] != ours:
-                raise TrainingError(
-                    f"--out {place(self.path)} was written with {name}={quoted(theirs[name])}, but this run has "
-                    f"{quoted(ours)}: give the same options to continue it, or another file"
-                )
+        refuse_other_options(f"--out {place(self.path)} was written", theirs, self._essence, "another file")

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import TrainingError, refuse_other_options
 from vllm_ppd.heads.files import FileDigest, digest_of, first_damaged, first_problem, write_text
 from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.locking import writing_folder
@@ -85,13 +85,8 @@ def _check(out: Path, facts: RunFacts | None, ours: dict[str, Any]) -> None:
         if (out / CONFIG_NAME).exists():
             raise TrainingError(f"--out {str(out)!r} already holds heads or a model; delete it or give another folder")
         return
-    theirs = facts.options
-    for name in sorted((set(ours) | set(theirs)) - FREE_TO_CHANGE):
-        if ours.get(name) != theirs.get(name):
-            raise TrainingError(
-                f"--out {str(out)!r} holds an unfinished run with {name}={theirs.get(name)!r}, but this one has "
-                f"{ours.get(name)!r}: give the same options to continue it, or another folder"
-            )
+    theirs, ours = ({name: run[name] for name in run.keys() - FREE_TO_CHANGE} for run in (facts.options, ours))
+    refuse_other_options(f"--out {str(out)!r} holds an unfinished run", theirs, ours, "another folder")
 
 
 def save(folder: Path, facts: RunFacts, processes: Processes) -> None:

@@ -235,12 +235,9 @@ class _Run:
         return {} if last is None or last.accepted is None else {"accepted": f"{last.accepted:.3f}"}
 
     def _loss_and_gradient(self, progress: Bar, stop: list[int]) -> tuple[float, bool]:
-        """Accumulate the gradient over the step's windows.
+        """Accumulate the gradient over the step's windows; returns the mean loss, and whether any process is to stop.
 
         A single process that is to stop returns after the current part of the step, which is done again later.
-
-        Returns:
-            (the mean loss over all processes, whether any of them is to stop).
         """
         options, processes, step = self.options, self.processes, self.facts.step
         world, rank = processes.num_processes, processes.process_index

@@ -52,8 +52,8 @@ class TrainingOptions(BaseModel):
     evaluation_tokens: int = Field(65_536, ge=1, description="held-out tokens that an evaluation reads")
     evaluate_every: int | None = Field(None, ge=1, description="steps between further evaluations within the run")
     patience: int | None = Field(
-        None, ge=1, description="stop after so many evaluations in which no more held-out drafts were accepted (by "
-        "0.1 %), and keep the best weights",
+        None, ge=1, description="stop after this many evaluations without 0.1 % more accepted held-out drafts, "
+        "and keep the best weights",
     )  # fmt: skip
     states_cache: str | None = Field(
         None, description="folder that caches the frozen target's states for further epochs and runs on the data"

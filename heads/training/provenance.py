@@ -45,11 +45,16 @@ def machine() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores, info = "1 core" if count == 1 else f"{count} cores", Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            return f"{cores}, {line.split(':', 1)[1].strip()}"
-    return f"{cores}, {platform.machine()}"
+    return f"{'1 core' if count == 1 else f'{count} cores'}, {processor()}"
+
+
+def processor() -> str:
+    """The model of the processor, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def provenance(**facts: Any) -> dict[str, Any]:

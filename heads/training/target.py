@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vllm_ppd.heads.base import TargetLayers
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.target import fingerprint
 from vllm_ppd.heads.training.tokens import Batch
 from vllm_ppd.kernels.unembedding_loss import token_log_probs
@@ -62,14 +62,11 @@ class Target:
 
         logging.disable_progress_bar()
 
-        try:
+        with loading(name):
             self.tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 name, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise TrainingError(f"cannot load model {name!r}: {reason}") from None
         self.name, self.device, self.dtype = name, device, dtype
         model: torch.nn.Module = self.model
         model.to(device).eval().requires_grad_(trainable)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short commands: `ppd train`, `ppd calibrate`, `ppd plan` and `ppd env`.
+"""The short commands: `ppd train`, `ppd calibrate` and `ppd plan`.
 
 Each takes its options and returns the exit code. torch and transformers take seconds to import, so data is checked
 first.
@@ -8,11 +8,7 @@ first.
 from __future__ import annotations
 
 import os
-import platform
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
-
-from pydantic import BaseModel
 
 from vllm_ppd.heads.data.check import check_data
 from vllm_ppd.heads.in_words import in_words
@@ -73,42 +69,3 @@ def plan(options: PlanOptions) -> int:
 
     print(report(make_plan(options), options))
     return 0
-
-
-class EnvOptions(BaseModel):
-    """`ppd env` takes no options."""
-
-
-def env(options: EnvOptions) -> int:
-    """Print what a bug report needs."""
-    from vllm_ppd.heads.training.provenance import machine, versions
-    from vllm_ppd.vllm_plugins.patches import SUPPORTED_VLLM, is_supported, vllm_version
-
-    version = vllm_version()
-    lines = {
-        "platform": platform.platform(),
-        "machine": machine(),
-        **versions(),
-        "vLLM supported": f"{'yes' if is_supported(version) else 'no'} (supported: {SUPPORTED_VLLM}; found {version})",
-        "plugin": _plugin(),
-    }
-    for name in sorted(os.environ):
-        if name.startswith(("VLLM_", "PPD_", "CUDA_VISIBLE", "OMP_")) and "KEY" not in name and "TOKEN" not in name:
-            lines[name] = os.environ[name]
-    print_aligned(lines)
-    return 0
-
-
-def print_aligned(lines: dict[str, str]) -> None:
-    """Print names and values in two columns."""
-    width = max(map(len, lines))
-    for name, value in lines.items():
-        print(f"{name:<{width}}  {value}")
-
-
-def _plugin() -> str:
-    if "vllm_ppd" not in {point.name for point in entry_points(group="vllm.general_plugins")}:
-        return "not registered: install vllm-ppd into the environment that runs vLLM"
-    chosen = os.environ.get("VLLM_PLUGINS")
-    off = chosen is not None and "vllm_ppd" not in chosen.split(",")
-    return "disabled by VLLM_PLUGINS" if off else "registered"

@@ -7,13 +7,12 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import loading
 from vllm_ppd.heads.progress import Bar, say
 from vllm_ppd.heads.quote import place
 
@@ -53,7 +52,7 @@ def write_chats(
     from vllm_ppd.heads.generation.prompts import ChatTemplate, beginning, read_prompts
     from vllm_ppd.heads.generation.write import ChatWriter, Writer
 
-    with reading(options.model):
+    with loading(options.model):
         tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
     template, prompts = None, read_prompts(options, tokenizer)
     if not options.prompts and getattr(tokenizer, "chat_template", None):
@@ -76,16 +75,6 @@ def write_chats(
             else:
                 ChatWriter(options, engine, file, report).converse(template, seen, wanted)
     return file
-
-
-@contextmanager
-def reading(model: str) -> Iterator[None]:
-    """Raise a TrainingError, of one line, where transformers cannot read a model."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise TrainingError(f"cannot load model {model!r}: {lines[0]}") from None
 
 
 def vllm_engine(options: DataOptions) -> OfflineEngine:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads.data.check import check_data
-from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.errors import TrainingError, loading
 from vllm_ppd.heads.locking import writing_folder
 from vllm_ppd.heads.progress import Stage
 from vllm_ppd.heads.quote import place
-from vllm_ppd.vllm_plugins.cli.data import reading, vllm_engine, write_chats
+from vllm_ppd.vllm_plugins.cli.data import vllm_engine, write_chats
 
 if TYPE_CHECKING:
     from vllm_ppd.heads.fitting.options import FitOptions
@@ -69,7 +69,7 @@ class Fit:
 
         self.options, self.folder, self.state, self.stage, self.out = options, folder, state, stage, Path(options.out)
         code = options.trust_remote_code
-        with reading(options.model):
+        with loading(options.model):
             config = AutoConfig.from_pretrained(options.model, trust_remote_code=code)
         self.architecture, self.config = next(iter(config.architectures or []), ""), config.get_text_config()
         self.length = min(LENGTH, getattr(self.config, "max_position_embeddings", None) or LENGTH)
@@ -84,7 +84,7 @@ class Fit:
         from vllm_ppd.heads.generation.options import DataOptions
 
         options, folder, state, stage = self.options, self.folder, self.state, self.stage
-        with reading(options.model):
+        with loading(options.model):
             tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=options.trust_remote_code)
         prompts, longest = folder / "prompts.jsonl", self.length // 2
         categories = data.write_prompts(options.prompts, tokenizer, longest, prompts)

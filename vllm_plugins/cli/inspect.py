@@ -8,8 +8,6 @@ from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field
 
-from vllm_ppd.vllm_plugins.cli.commands import print_aligned
-
 UNKNOWN = "not recorded"
 UNREAD = "; weights are checked after they are fetched (`hf download`)"
 
@@ -97,3 +95,10 @@ def _calibration(folder: str) -> str:
 
     load_calibration(folder)
     return "yes"
+
+
+def print_aligned(lines: dict[str, str]) -> None:
+    """Print names and values in two columns."""
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        print(f"{name:<{width}}  {value}")

@@ -40,9 +40,6 @@ COMMANDS: dict[str, Command | Group] = {
         "describe heads and check them", "Describe heads, and check them as the server would.",
         inspect.run, inspect.InspectOptions, positional="heads",
     ),
-    "env": Command(
-        "print versions and machine for a bug report", "Print versions and machine.", commands.env, commands.EnvOptions
-    ),
 }  # fmt: skip
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ppd`: commands and flags from the options' models, what `inspect` and `env` print, and how errors end."""
+"""`ppd`: commands and flags from the options' models, what `inspect` prints, and how errors end."""
 
 import re
 from typing import Any
 
 import pytest
-import torch
 from conftest import DEMO, Factory
 
 from vllm_ppd.heads.kinds import KINDS
@@ -32,11 +31,3 @@ def test_inspect_says_whether_heads_load(tiny_model: Factory, capsys: Any) -> No
         assert main(["inspect", folder, flag, str(tiny_model("qwen2"))]) == 2
         assert "hidden_size is" in capsys.readouterr().err
     assert main(["inspect", "/nowhere"]) == 2
-
-
-def test_env_tells_versions(capsys: Any) -> None:
-    assert main(["env"]) == 0
-    text = capsys.readouterr().out
-    assert torch.__version__ in text
-    assert re.search(r"vLLM supported +yes", text)
-    assert re.search(r"plugin +(registered|disabled)", text)

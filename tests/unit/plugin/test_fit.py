@@ -174,7 +174,7 @@ def test_what_is_refused_ends_with_one_line(tmp_path: Path, tiny_model: Factory,
     folder.mkdir()
     State(folder, {"minutes": 2.0})
     for more, message in (
-        ([], "is of a fit with model=None, but this one has"),
+        ([], "is of a fit with minutes=2.0, but this run has"),
         (["--prompts", str(tmp_path / "none.jsonl")], "does not exist"),
     ):
         assert main([*command, *more]) == 2

@@ -27,6 +27,7 @@ class Engine:
         self.rng = np.random.default_rng(seed)
         self.made, self.waiting = 0, list[tuple[int, np.ndarray]]()
         self.verified: list[int] = []  # drafts of each step
+        self.may_draft = [True] * requests
 
     def run(self, steps: int, acceptance: float) -> float:
         """Run some steps; returns tokens per cost in units of those without drafts."""
@@ -34,7 +35,7 @@ class Engine:
         for _ in range(steps):
             drafts, self.made = self.made, self.lookup[self.requests]
             right = np.cumprod(self.rng.random((self.requests, DRAFTS)) < acceptance, axis=1).sum(axis=1)
-            emitted = 1 + np.minimum(right, drafts)
+            emitted = 1 + np.minimum(right, drafts) * self.may_draft
             self.waiting.append((drafts, emitted))
             self.verified.append(drafts)
             tokens += emitted.sum()
@@ -43,7 +44,8 @@ class Engine:
             if len(self.waiting) >= self.ahead:
                 drafts, emitted = self.waiting.pop(0)
                 names = [str(i) for i in range(self.requests)]
-                self.lookup.observe(names, [drafts] * self.requests, emitted.tolist(), [True] * self.requests)
+                drafted = [drafts * may for may in self.may_draft]
+                self.lookup.observe(names, drafted, emitted.tolist(), [True] * self.requests, self.may_draft)
         return float(tokens / seconds / self.requests)
 
 
@@ -92,6 +94,16 @@ def test_large_batches_do_not_draft() -> None:
     lookup = ScheduledDrafts(DRAFTS, 8, 64)
     assert [lookup[n] for n in (1, 8, 9, 64)] == [DRAFTS, DRAFTS, 0, 0]
     assert lookup.take_counts() == {"drafting_off_steps/batch_size": 2} and lookup.take_counts() == {}
+
+
+@pytest.mark.parametrize("drafting", [0, 1])
+def test_requests_that_opted_out_have_their_share_of_the_cost(drafting: int) -> None:
+    """Drafts of one request of eight do not pay for a step in which all have drafts; without one, none are made."""
+    engine = Engine(0.5, 8, 2)
+    engine.may_draft = [True] * drafting + [False] * (8 - drafting)
+    engine.run(64, 0.9)
+    assert engine.run(1000, 0.9) > 0.97
+    assert np.mean([drafts > 0 for drafts in engine.verified[64:]]) <= 0.04 * drafting
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

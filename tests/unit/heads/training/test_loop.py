@@ -246,7 +246,7 @@ def test_unfinished_run_of_other_options_is_kept(train: Train, monkeypatch: pyte
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(step=0, loss=1.0, figures={}))
     with pytest.raises(OSError, match="gone"):
         train()
-    with pytest.raises(TrainingError, match="holds an unfinished run with batch_size=4, but this one has 2"):
+    with pytest.raises(TrainingError, match="holds an unfinished run with batch_size=4, but this run has 2"):
         train(batch_size=2)
 
 

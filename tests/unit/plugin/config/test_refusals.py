@@ -276,3 +276,4 @@ def test_what_a_runner_cannot_do(tiny_model: Factory, monkeypatch: pytest.Monkey
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
     check(verification)
     check(verification, "--enforce-eager", enforce_eager=True)
+    check({**verification, "method": "lookup"}, "^adaptive_verification is not supported with prompt lookup")

@@ -4,9 +4,6 @@
 `pytest -s tests/unit/plugin/drafting/test_ngram_match.py -k slow` prints the times.
 """
 
-import time
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -64,29 +61,3 @@ def test_a_row_that_is_not_looked_up_finds_nothing() -> None:
         assert (part.dtype, part.shape) == (np.int64, (0,))
     drafts = find(token_ids, np.array([0, 50, 1]), 1, 3)
     assert (drafts.counts.tolist(), drafts.tokens.tolist()) == ([0, 3, 0], [[0] * 3, [1] * 3, [0] * 3])
-
-
-TEXTS: dict[str, Callable[[int], list[int]]] = {
-    "one token": lambda tokens: [1] * tokens,
-    "two, alternating": lambda tokens: [1, 2] * (tokens // 2),
-    "random": lambda tokens: np.random.default_rng(0).integers(0, 32_000, size=tokens).tolist(),
-    "Fibonacci word": fibonacci,
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_no_text_is_slow(name: str) -> None:
-    """At most 10 ms a row at 100K tokens, of this thread's own time; it takes less than 1."""
-    for tokens in (1_000, 8_000, 100_000):
-        text = TEXTS[name](tokens)
-        for rows in (1, 8, 32):
-            token_ids = np.zeros((rows, tokens + 100), dtype=np.int32)
-            token_ids[:, :tokens] = text
-            ends = np.full(rows, tokens)
-            seconds = []
-            for _ in range(3):
-                before = time.thread_time()
-                find(token_ids, ends, 3, 8)
-                seconds.append(time.thread_time() - before)
-            print(f"{name:16} {tokens:7} tokens, {rows:2} rows: {1e3 * min(seconds):7.3f} ms")
-            assert min(seconds) < 5e-3 + 1e-7 * rows * tokens
