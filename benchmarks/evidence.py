@@ -2,7 +2,7 @@
 """Measure and check the results on the results page, part by part, on a machine without a GPU.
 
     python -m vllm_ppd.benchmarks.evidence --data FOLDER            # all parts; or make evidence ARGS='--data FOLDER'
-    python -m vllm_ppd.benchmarks.evidence --data FOLDER --only group decode
+    python -m vllm_ppd.benchmarks.evidence --data FOLDER --only group serve
 
 FOLDER has spec_bench.jsonl: questions of Spec-Bench, one per line, as chats with a `category`. A part is measured in
 build/evidence, where a stopped part continues, and becomes a result once it is complete without a fault; parts whose

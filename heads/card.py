@@ -64,7 +64,7 @@ def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: str | No
         "through the plugin `vllm-ppd`. The target verifies every draft, so its output distribution stays as it is."
     )
     sizes = f"hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
-    yield table(["what", "is"], [
+    yield table(["property", "value"], [
         ["target", f"{name} ({target.model_type}, {target.num_hidden_layers} layers, {sizes})"],
         ["heads", f"{config.kind}: {config.describe()}, {config.dtype}"],
         ["recommended drafts per step", config.num_speculative_tokens],

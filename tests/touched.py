@@ -48,6 +48,10 @@ ASSUMED = [
         "gather_batch_req_state", "_dummy_run",
     )),
     f"{V2}.sample.sampler:Sampler._sample_random",
+    f"{V2}.sample.sampler:Sampler.get_logprobs_dims",  # what the log-probabilities of sharded requests leave out
+    f"{V2}.sample.logprob:LogprobTokenIdsState.max_num_token_ids",
+    "vllm.config.parallel:ParallelConfig.reconfigure_for_independent_dp_rank",  # of dense models
+    "vllm.v1.worker.gpu_worker:Worker.update_max_model_len",
     f"{V2}.sample.sampler:Sampler.apply_sampling_params",
     f"{V2}.spec_decode.ngram.speculator:NgramGPUSpeculator.propose",  # launches the kernels that Lookup does
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",  # placeholders of as many drafts

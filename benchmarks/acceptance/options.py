@@ -24,7 +24,7 @@ class AcceptanceOptions(DecodeOptions):
     batch_sizes: Annotated[tuple[int, ...], COMMAS] = Field(
         (16,), min_length=1, max_length=1, description="requests decoded together"
     )
-    dtype: Dtype = Field("float32", description="arithmetic")
+    dtype: Dtype = Field("float32", description="dtype of the engines")
     eager: bool = Field(True, description="without compilation, which starts faster and runs slower")
     out: str = Field("acceptance.json", description="file of results; a stopped run continues there")
 

@@ -11,9 +11,9 @@ from vllm_ppd.benchmarks import BenchError
 from vllm_ppd.benchmarks.harness.contenders import Contender
 from vllm_ppd.benchmarks.harness.machine import free_bytes, peak_bytes
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
-from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.scheduled import ScheduledDrafts
 from vllm_ppd.vllm_plugins.engine.metrics import totals
+from vllm_ppd.vllm_plugins.patches.scheduling import follow_step_costs
 
 COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 
@@ -103,11 +103,7 @@ class Engine:
 
     def time_steps(self) -> None:
         """Measure step costs for adaptive drafting of runner V2 again, when no other engine is starting."""
-        drafts = self._core.scheduler.dynamic_sd_lookup
-        if isinstance(drafts, ScheduledDrafts) and drafts.controller is not None:
-            costs = self._core.model_executor.collective_rpc("step_costs", kwargs={"again": True})[0]
-            if costs is not None:
-                drafts.follow(StepCosts(costs.method))
+        follow_step_costs(self._core, again=True)
 
     def adapt(self, adaptive: bool) -> None:
         """Draft adaptively from here on, or always; raises BenchError where drafting was not adaptive on runner V2."""

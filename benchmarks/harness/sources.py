@@ -154,8 +154,9 @@ def digest_of_file(file: str) -> str:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         first = body[0] if isinstance(body, list) and body else None
-        described = isinstance(node, ast.keyword) and node.arg == "description"
-        prose = node.value if described else first.value if isinstance(first, ast.Expr) else None
+        prose = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(node, ast.keyword) and node.arg == "description":
+            prose = node.value
         if isinstance(prose, ast.Constant | ast.JoinedStr) and isinstance(getattr(prose, "value", ""), str):
             start, end = prose.lineno - 1, prose.end_lineno or prose.lineno
             head, tail = lines[start].encode()[: prose.col_offset], lines[end - 1].encode()[prose.end_col_offset :]

@@ -12,7 +12,8 @@ from vllm_ppd.benchmarks.harness.results import Row, stored
 from vllm_ppd.heads.in_words import table
 
 HOLDS = {True: "yes", False: "no", None: "not decided"}
-THEOREM_SHARE = 0.92  # share of Theorem 4.1's speed-up that a worker group must reach
+THEOREM_SHARE = 0.92  # share of Theorem 4.1's speed-up that `make evidence` asks of a worker group
+PAPERS_SHARES = {"group, k = 1": 0.93, "group, k = 3": 0.84}  # measured against predicted latency, Tables 2 and 3
 EARLY = "ppd early"
 
 
@@ -65,7 +66,8 @@ def group_theorem(results: Results) -> Ours:
     rows = {name: row for name, (row, *_) in results.decoded("group").items() if row.get("predicted")}
     shares = {name: row["speed_up"][0] / row["predicted"] for name, row in rows.items()}
     text = ", ".join(f"{share:.2f} of {rows[name]['predicted']:.2f}x at {name[7:]}" for name, share in shares.items())
-    return Ours(text, min(shares.values()) >= THEOREM_SHARE, "the stages share the machine's memory")
+    holds = all(shares[name] >= share for name, share in PAPERS_SHARES.items())
+    return Ours(text, holds, "the stages share the machine's memory")
 
 
 def match_rates(results: Results) -> Ours:
@@ -80,13 +82,15 @@ def match_rates(results: Results) -> Ours:
 
 def early_speed(results: Results) -> Ours:
     rows, early = results.decoded("paradecode")["paradecode"], results.accepted("acceptance")[EARLY]
-    layer = results.matches["layers"][0]
+    layer, measured = results.matches["layers"][0], 15  # the exit whose speed is measured
     cost = early["cost"] / early["drafted"] if early["cost"] else 0.0
-    first = results.matches["acceptance"]["greedy"]["Y"][str(layer)][0]["rate"]
+    at_layer = results.matches["acceptance"]["greedy"]["Y"]
+    first, deeper = (at_layer[str(at)][0]["rate"] for at in (layer, measured))
     why = (
-        f"a draft at layer {layer} reads {cost:.2f} of the target's weights, including a large LM head, and is right "
-        f"{first:.0%} of the time; drafting gains if the second number is larger, as for models with more and wider "
-        "layers and a relatively smaller LM head, or with better heads"
+        f"even a draft at layer {layer} reads {cost:.2f} of the target's weights, including a large LM head, and is "
+        f"right {first:.0%} of the time ({deeper:.0%} at layer {measured}, whose speed this is); drafting gains if "
+        "the second number is larger, as for models with more and wider layers and a relatively smaller LM head, or "
+        "with better heads"
     )
     text = ", ".join(f"{row['speed_up'][0]:.2f}x" for row in rows)
     return Ours(text, _above_one([row["speed_up"] for row in rows]), why)

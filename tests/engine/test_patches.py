@@ -120,6 +120,19 @@ def test_runner_v2_and_asynchronous_scheduling_are_open_to_us(tiny_model: Factor
     assert any("custom_class" in feature for feature in vllm_config._get_v2_model_runner_unsupported_features())
 
 
+def test_data_parallel_ranks_choose_their_drafts(tiny_model: Factory) -> None:
+    """vLLM takes the choice from every model, though ranks of a dense one are independent."""
+    schedule = [(1, 1, 3), (2, 8, 0)]
+    for ours in ({}, {"method": "ppd", "exit_layer": 3}):
+        asked = ours or {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+        vllm_config = from_dict(tiny_model(), asked)
+        vllm_config.parallel_config.data_parallel_size = 2
+        vllm_config.speculative_config.num_speculative_tokens_per_batch_size = schedule
+        vllm_config._maybe_disable_dynamic_sd_for_data_parallel()
+        kept = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        assert kept == (schedule if ours else None)
+
+
 def test_version_range() -> None:
     assert all(patches.is_supported(version) for version in ("0.32.0", "0.32.0+cpu", "0.32.1", "0.33.0", "0.33.0+cpu"))
     assert not any(patches.is_supported(version) for version in ("0.31.2", "0.34.0", "0.34.0rc1", "1.0", "unknown"))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, generate, greedy, prompts
+from configured import drafting, from_dict
 from conftest import Factory, drafter_of, our_log, runner_of, start_engine
 from test_bypass import ADAPTIVE, with_costs
 from vllm import envs
@@ -188,12 +189,25 @@ def test_engines_with_the_same_table_make_the_same_drafts(
 
     def noted(drafter: Any, looked_up: bool, *arguments: Any) -> list[float]:
         timed.append(looked_up)
+        np.random.seed(1)  # noqa: NPY002
         return time_steps(drafter, looked_up, *arguments)
 
     monkeypatch.setattr(worker, "time_steps", noted)
+    random = np.random.get_state()[1].tolist()  # noqa: NPY002
     worker.set_draft_length(drafter)
+    assert np.random.get_state()[1].tolist() == random  # noqa: NPY002
     assert step_costs.load(path) not in (None, kept, MeasuredCosts(method=TABLE))
     assert timed and not any(timed)  # without prompt lookup none of its steps is timed
+
+
+def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
+    """So a start that measures mends what later starts read."""
+    files = [
+        step_costs.cache_file(drafting(vllm_config), vllm_config)
+        for options in ({}, {"step_costs": "measure"}, {"adaptive": False}, {"exit_layer": 4})
+        for vllm_config in [from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, **options})]
+    ]
+    assert files[0] == files[1] == files[2] != files[3]
 
 
 @pytest.mark.engine

@@ -48,6 +48,12 @@ def test_a_prompt_that_joins_leaves_the_others_their_states(v2_engine: Factory, 
     assert modes["mixed"] >= 2 and modes["deep"] >= 2
 
 
+def test_drafts_end_at_the_length_that_fits(v2_engine: Factory) -> None:
+    """vLLM reduces an automatic --max-model-len to what the KV cache holds, after the model has loaded."""
+    runner = runner_of(v2_engine(EARLY, max_model_len=-1, kv_cache_memory_bytes=1 << 20))
+    assert runner.speculator.passes.max_model_len == runner.max_model_len < runner.speculator.max_model_len
+
+
 def test_shallow_work_is_not_done_twice(
     v2_engine: Factory, modes: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,16 +104,10 @@ def _names_heads(model: str) -> bool:
 
 
 def _is_on_hub(model: str, serving: bool = False) -> bool:
-    """Whether a name on the Hub is a heads repository.
+    """Whether a name on the Hub is a heads repository; only names of heads may have a revision (else an OptionError).
 
-    Args:
-        model: the name; only names of heads may have a revision.
-        serving: whether vLLM asks the Hub for it next anyway. Then the Hub is asked only if its cache does not
-            tell, and vLLM reports that it does not answer.
-
-    Raises:
-        HeadsError: if the Hub does not have it, or cannot be reached.
-        OptionError: if another model than heads is given with a revision.
+    If `serving`, vLLM asks the Hub for it next: then the Hub is asked only if its cache does not tell, and vLLM reports
+    that it does not answer. Else a HeadsError says so, or that the Hub does not have it.
     """
     name = hub_name(model)
     if name is None or platform.uses_modelscope():

@@ -128,8 +128,8 @@ class DraftingOptions(BaseModel):
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto uses V2 if vLLM would and the method supports it, else V1 (on the "
-        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, "
-        "early drafting with prompt lookup)",
+        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, early "
+        "drafting with prompt lookup, and for multimodal targets of early drafting and dynamo)",
     )
     max_drafting_requests: Count | None = Field(
         None, description="soft batch cut-off on runner V1: only this many requests of a batch draft, the first ones"
@@ -137,7 +137,7 @@ class DraftingOptions(BaseModel):
     disable_by_batch_size: Count | None = Field(
         None,
         description="hard batch cut-off: in larger batches no request drafts, and decode steps skip "
-        "dynamo's heads unless verify is false (default: none; 8 with pipeline parallelism)",
+        "dynamo's layers on runner V1 unless verify is false (default: none; 8 with pipeline parallelism)",
     )
 
     @field_validator("method")

@@ -228,6 +228,8 @@ def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
         f"adaptive_verification is not supported with runner V1{because}; leave it out")
     yield config.adaptive_verification and (args.enforce_eager or platform.is_cpu()) and (
         "adaptive_verification needs whole-model CUDA graphs: leave it out, or --enforce-eager")
+    yield config.adaptive_verification and config.prompt_lookup_min is not None and (
+        "adaptive_verification is not supported with prompt lookup, whose drafts have no confidence; leave it out")
     if config.stages > 1:
         split = os.environ.get(PARTITION)
         yield split is not None and split != config.partition and (

@@ -32,9 +32,8 @@ class RepeatedText:
 
     def forget_others(self, req_ids: Collection[str]) -> None:
         """Forget all requests but these."""
-        if len(self._seen) > len(req_ids):
-            for req_id in self._seen.keys() - set(req_ids):
-                del self._seen[req_id], self._lengths[req_id], self._repeats[req_id]
+        for req_id in [req_id for req_id in self._seen if req_id not in req_ids]:
+            del self._seen[req_id], self._lengths[req_id], self._repeats[req_id]
 
     def repeats(self, req_ids: Sequence[str]) -> list[bool]:
         """Whether each request's last tokens occurred before."""

@@ -13,8 +13,8 @@ from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, DraftLengthCont
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 
-# Counters of steps without drafts, by reason: drafts are not expected to pay off; no request has a lookup match;
-# more requests than disable_by_batch_size.
+# Counters of steps without drafts, by reason: drafts are not expected to pay off; no request has a lookup match or,
+# with lookups or without, may draft; more requests than disable_by_batch_size.
 COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF = tuple(
     f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
 )
@@ -48,7 +48,7 @@ class ScheduledDrafts:
         self.counts: Counter[str] = Counter()  # for our counters at /metrics
         self._chosen, self._left, self._any_allowed = drafts, 0, True
         self._req_ids: list[str] = []
-        self._greedy = np.zeros(0, dtype=np.int64)
+        self._greedy, self._may_draft = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
 
     def follow(self, costs: StepCosts) -> None:
         """Choose by the costs of steps from here on."""
@@ -91,7 +91,7 @@ class ScheduledDrafts:
             return self.drafts
         controller.acceptance.align(self._req_ids)  # requests may have arrived since the last verification
         kinds, looked_up = self._kinds_of(self._req_ids, self._greedy)
-        allowed = np.where(looked_up | (not self.lookups_alone), self.drafts, 0)
+        allowed = np.where(self._may_draft & (looked_up | (not self.lookups_alone)), self.drafts, 0)
         self._any_allowed = bool(allowed.any())
         return int(controller.choose(allowed, len(self._req_ids), kinds).max())
 
@@ -100,7 +100,9 @@ class ScheduledDrafts:
         looked_up = np.array(self.texts.repeats(req_ids) if self.texts else [False] * len(req_ids), dtype=bool)
         return greedy + KINDS * looked_up, looked_up
 
-    def observe(self, req_ids: list[str], drafts: list[int], emitted: list[int], greedy: list[bool]) -> None:
+    def observe(
+        self, req_ids: list[str], drafts: list[int], emitted: list[int], greedy: list[bool], may_draft: list[bool]
+    ) -> None:
         """Count a step's verified drafts, which were made for the texts known here.
 
         Args:
@@ -108,10 +110,12 @@ class ScheduledDrafts:
             drafts: that each of them had.
             emitted: tokens of each.
             greedy: whether each decodes greedily.
+            may_draft: whether each may draft; all count for the cost of a step.
         """
         if self.controller is None or not req_ids:
             return
-        self._req_ids, self._greedy = req_ids, np.array(greedy, dtype=np.int64)
+        self._req_ids, self._may_draft = req_ids, np.array(may_draft)
+        self._greedy = np.array(greedy, dtype=np.int64)
         if any(drafts):
             kinds, looked_up = self._kinds_of(req_ids, self._greedy)
             if looked_up.any():

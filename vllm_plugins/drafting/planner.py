@@ -22,8 +22,8 @@ class Plan(NamedTuple):
 class Batch(Protocol):
     """The facts about vLLM's batch that planning reads; arrays have an entry per batch row."""
 
-    max_model_len: int
-
+    @property
+    def max_model_len(self) -> int: ...
     @property
     def num_requests(self) -> int: ...
     @property

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
+
 logger = logging.getLogger("vllm.vllm_ppd")
 
 _warned: set[str] = set()
@@ -16,11 +18,8 @@ def unseen_by_connectors() -> Iterator[None]:
     """A context for layers that run between steps, which hides their KV of drafts from connectors."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
-    try:
+    with temporarily(kv_transfer_state, _KV_CONNECTOR_AGENT=None):
         yield
-    finally:
-        kv_transfer_state._KV_CONNECTOR_AGENT = agent
 
 
 def on_device(groups: Iterable[Any]) -> bool:

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs of an engine: measured when vLLM has warmed up, or taken from an earlier start."""
 
+import copy
 import hashlib
 import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 from vllm import envs
 from vllm.distributed import get_tp_group
 
 from vllm_ppd.heads.planning.timings import Engine
+from vllm_ppd.heads.training.provenance import processor
+from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import measure_table
@@ -60,9 +63,11 @@ def costs_of_engine(
         return None
     largest = min(largest, config.disable_by_batch_size or largest)  # larger batches do not draft
     # A connector would need the scheduler's metadata of dummy requests. Sampled output must not depend on whether steps
-    # were measured.
+    # were measured; runner V2 draws seeds with NumPy.
+    random = np.random.get_state()  # noqa: NPY002
     with counters.paused(), unseen_by_connectors(), torch.random.fork_rng():
         tables = [measure_table(timed, largest, counts, group.broadcast_object) for counts, timed in steps]
+    np.random.set_state(random)  # noqa: NPY002
     lookup = tables[1] if len(tables) > 1 else None
     costs = MeasuredCosts(method=tables[0], lookup=lookup, engine=described(config, vllm_config))
     seconds = time.perf_counter() - started
@@ -111,21 +116,17 @@ def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
     """The file in vLLM's caches for a model, a machine, and the engine's settings that affect a step."""
     options = config.model_dump(exclude=NOT_STEPS)
     scheduler, device = vllm_config.scheduler_config, vllm_config.device_config.device_type
-    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    without_ours = copy.copy(vllm_config)  # all of our options, NOT_STEPS included, are hashed there
+    without_ours.additional_config = {
+        key: value for key, value in vllm_config.additional_config.items() if key != CONFIG_KEY
+    }
+    name = torch.cuda.get_device_name() if device == "cuda" else processor()
     settings = [
-        vllm_config.compute_hash(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, options, name,
+        without_ours.compute_hash(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, options, name,
         torch.get_num_threads(), torch.__version__,
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "vllm_ppd_step_costs" / f"{key}.json"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def summary(table: CostTable) -> str:

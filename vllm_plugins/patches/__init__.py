@@ -41,6 +41,7 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
     (_CONFIG, "num_lookahead_tokens", start.num_lookahead_tokens),
     (_CONFIG, "use_v2_model_runner", start.use_v2_model_runner),
     (_CONFIG, "_get_v2_model_runner_unsupported_features", start.unsupported_features),
+    (_CONFIG, "_maybe_disable_dynamic_sd_for_data_parallel", start.disable_choice_by_batch_size),
     ("vllm.v1.engine.input_processor:InputProcessor", "_validate_params", requests.validate_params),
     ("vllm.v1.engine.async_llm:AsyncLLM", "generate", requests.checked_before_streaming),
     (_RESPONSES, "_generate_with_builtin_tools", requests.checked_before_streaming),

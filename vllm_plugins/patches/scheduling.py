@@ -26,8 +26,7 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
     # Tokens that a worker group emits in a step are scheduled as drafts, but never verified.
     if config.stages == 1 and not config.spec.looks_up_alone:
         watch_acceptance(self)
-    lookup: Any = self.dynamic_sd_lookup
-    if config.runner == "v2" and config.adaptive and lookup is not None:  # vLLM has none with data parallelism
+    if config.runner == "v2" and config.adaptive:
         self.dynamic_sd_lookup = ScheduledDrafts(
             config.num_speculative_tokens,
             config.disable_by_batch_size,
@@ -46,9 +45,14 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
 def make_core(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """EngineCore.__init__: let the scheduler of runner V2 choose the number of drafts by the workers' step costs."""
     original(self, *args, **kwargs)
-    lookup = getattr(self.scheduler, "dynamic_sd_lookup", None)
+    follow_step_costs(self)
+
+
+def follow_step_costs(core: Any, again: bool = False) -> None:
+    """Let an EngineCore's scheduler of runner V2 choose by step costs, which are measured again if `again`."""
+    lookup = getattr(core.scheduler, "dynamic_sd_lookup", None)
     if isinstance(lookup, ScheduledDrafts):
-        costs = self.model_executor.collective_rpc("step_costs")[0]
+        costs = core.model_executor.collective_rpc("step_costs", kwargs={"again": again})[0]
         if costs is not None:
             lookup.follow(StepCosts(costs.method))
 

@@ -9,6 +9,7 @@ from vllm_ppd.heads import hub
 from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -88,6 +89,12 @@ def unsupported_features(original: Callable[..., list[str]], self: Any) -> list[
     return features if active_config(self) is None else [name for name in features if "'custom_class'" not in name]
 
 
+def disable_choice_by_batch_size(original: Callable[..., None], self: Any) -> None:
+    """Keep the choice of the number of drafts with data parallelism: the ranks of a dense model are independent."""
+    if active_config(self) is None:
+        original(self)
+
+
 def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 allows only for its own methods."""
     config = active_config(self)
@@ -95,9 +102,5 @@ def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwarg
         return original(self, *args, **kwargs)
     from vllm.config import vllm as module
 
-    stock = module.NgramGPUTypes
-    module.NgramGPUTypes = Literal[(*get_args(stock), "custom_class")]
-    try:
+    with temporarily(module, NgramGPUTypes=Literal[(*get_args(module.NgramGPUTypes), "custom_class")]):
         return original(self, *args, **kwargs)
-    finally:
-        module.NgramGPUTypes = stock

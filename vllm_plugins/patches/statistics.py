@@ -34,7 +34,7 @@ def update_from_output(
     scheduled, seen = isinstance(lookup, ScheduledDrafts), []
     if scheduled or watch is not None:
         seen = verified(self.requests, scheduler_output, output, scheduled)
-    for _, drafts, emitted, _ in seen:
+    for _, drafts, emitted, *_ in seen:
         if drafts and watch is not None:
             watch.observe(drafts, emitted - 1)
     if isinstance(lookup, ScheduledDrafts):
@@ -49,8 +49,8 @@ def update_from_output(
             setattr(self, PENDING, pending)
     result = original(self, scheduler_output, output, *args, **kwargs)
     if isinstance(lookup, ScheduledDrafts) and lookup.texts is not None:
-        for req_id, *_ in seen:
-            if req_id in self.requests:
+        for req_id, *_, may_draft in seen:
+            if may_draft and req_id in self.requests:
                 lookup.texts.extend(req_id, self.requests[req_id].all_token_ids)
         lookup.texts.forget_others(self.requests)
     return result
@@ -58,18 +58,20 @@ def update_from_output(
 
 def verified(
     requests: dict[str, Any], scheduler_output: Any, output: Any, with_others: bool
-) -> list[tuple[str, int, int, bool]]:
-    """The verified drafts of a step: (request, its drafts, its emitted tokens, whether it decodes greedily) for each.
+) -> list[tuple[str, int, int, bool, bool]]:
+    """(Request, verified drafts, emitted tokens, whether it decodes greedily, whether it may draft) for each in a step.
 
-    Requests that emitted nothing or opted out (whose drafts runner V2 rejects) are left out, and so are those
-    without drafts, unless requested.
+    Requests that emitted nothing are left out, and so are those without drafts, unless requested. The drafts of a
+    request that opted out do not count, as runner V2 rejects them.
     """
     drafts, seen = scheduler_output.scheduled_spec_decode_tokens, []
     for req_id in output.req_ids if with_others else drafts:
         emitted, request = len(output.sampled_token_ids[output.req_id_to_index[req_id]]), requests.get(req_id)
-        if emitted and request is not None and drafting_allowed(request.sampling_params.extra_args):
-            greedy = not request.sampling_params.temperature
-            seen.append((req_id, len(drafts.get(req_id, ())), emitted, greedy))
+        if emitted and request is not None:
+            params = request.sampling_params
+            may_draft = drafting_allowed(params.extra_args)
+            number = len(drafts.get(req_id, ())) if may_draft else 0
+            seen.append((req_id, number, emitted, not params.temperature, may_draft))
     return seen
 
 

@@ -9,6 +9,8 @@ from torch.nn import functional
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import LinearBase
 
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
+
 
 @contextmanager
 def plain_weights() -> Iterator[None]:
@@ -24,8 +26,5 @@ def plain_weights() -> Iterator[None]:
         else:
             stock(layer, remove_weight)
 
-    utils.dispatch_cpu_unquantized_gemm = dispatch
-    try:
+    with temporarily(utils, dispatch_cpu_unquantized_gemm=dispatch):
         yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = stock

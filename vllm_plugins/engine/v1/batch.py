@@ -23,7 +23,11 @@ class Batch:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self.max_model_len: int = runner.max_model_len
+
+    @property
+    def max_model_len(self) -> int:
+        """The runner's, which vLLM may reduce to what fits into the KV cache."""
+        return int(self._runner.max_model_len)
 
     @property
     def num_requests(self) -> int:

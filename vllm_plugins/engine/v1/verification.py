@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from vllm.v1.sample import rejection_sampler
 
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
+
 
 class Verification:
     """Mixed into GPUModelRunner or CPUModelRunner (V1)."""
@@ -47,11 +49,8 @@ class Verification:
             budgets.in_spec_mode = drafts  # without drafts a step has one row of logits per request
         if drafts or self.model_config.has_inner_state:
             return prepare(scheduler_output, *args, **kwargs)
-        speculative_config, self.speculative_config = self.speculative_config, None
-        try:
+        with temporarily(self, speculative_config=None):
             return prepare(scheduler_output, *args, **kwargs)
-        finally:
-            self.speculative_config = speculative_config
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         return common_attn_metadata is not None  # we enforce length limits per request
@@ -80,12 +79,8 @@ class Verification:
             return
         draw, any_logits = self.sampler.topk_topp_sampler, self._any_logits()
         draws = {row: Draws(generator, counts[row], draw, any_logits) for row, generator in drafted.items()}
-        stock = rejection_sampler.rejection_sample
-        rejection_sampler.rejection_sample = verify(stock, draws)
-        try:
+        with temporarily(rejection_sampler, rejection_sample=verify(rejection_sampler.rejection_sample, draws)):
             yield
-        finally:
-            rejection_sampler.rejection_sample = stock
 
     @contextmanager
     def _gathering_chosen_tokens(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from vllm_ppd.vllm_plugins.engine.cpu.workarounds import mend_expand_kernel
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
 from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin, Proposer
 
@@ -93,13 +94,9 @@ if current_platform.is_cpu():
             super().__init__(vllm_config, *args, **kwargs)
 
         def init_device(self) -> None:
-            stock = cpu_worker.CPUModelRunner
             group = _group_runner(self.vllm_config, PrefillGenerators, CPUModelRunner)
-            cpu_worker.CPUModelRunner = group or CPUDraftingModelRunner
-            try:
+            with temporarily(cpu_worker, CPUModelRunner=group or CPUDraftingModelRunner):
                 super().init_device()
-            finally:
-                cpu_worker.CPUModelRunner = stock
 
 else:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner

@@ -44,6 +44,7 @@ class FirstStackPasses:
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
         """Bind the KV cache; an engine has none while vLLM measures its memory."""
         self.kv_cache_config, self.block_tables = kv_cache_config, block_tables
+        self.max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have reduced it to what fits
 
     @property
     def capturable(self) -> bool:

@@ -21,6 +21,7 @@ import torch
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_ppd.vllm_plugins.config.activation import required_config
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.v2.verification import Verification
 
@@ -37,24 +38,19 @@ class DraftingRunnerMixin:
     _drafted = True  # whether the latest step made drafts
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
-        config, stock = required_config(vllm_config, self), model_runner.init_speculator
+        config, stock = required_config(vllm_config, self), model_runner.RequestState
         assert config.spec.speculator is not None
-        states = model_runner.RequestState
-        model_runner.init_speculator = resolve_name(config.spec.speculator)
-        if config.prompt_lookup_min is not None:  # as for vLLM's own lookups on the device
-            model_runner.RequestState = lambda **kwargs: states(**kwargs | {"use_dense_all_token_ids": True})
-        try:
+        dense = {} if config.prompt_lookup_min is None else {"use_dense_all_token_ids": True}  # as vLLM's own lookups
+        with temporarily(
+            model_runner,
+            init_speculator=resolve_name(config.spec.speculator),
+            RequestState=lambda **kwargs: stock(**kwargs | dense),
+        ):
             super().__init__(vllm_config, device)  # type: ignore[call-arg]
-        finally:
-            model_runner.init_speculator, model_runner.RequestState = stock, states
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        stock = model_runner.RejectionSampler
-        model_runner.RejectionSampler = functools.partial(Verification, self.speculator)
-        try:
+        with temporarily(model_runner, RejectionSampler=functools.partial(Verification, self.speculator)):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            model_runner.RejectionSampler = stock
         self.speculator.bind(self)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
@@ -94,21 +90,17 @@ class DraftingRunnerMixin:
     def _sample_without_drafting(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's sample_tokens as without speculation, except that pending drafts are verified."""
         self._drafted = False
-        speculator, drafts, stock = self.speculator, self.num_speculative_steps, self.sample
+        speculator, stock = self.speculator, self.sample
 
         def sample(*arguments: Any) -> Any:
-            self.speculator = speculator
-            try:
+            with temporarily(self, speculator=speculator):
                 return stock(*arguments)
-            finally:
-                self.speculator = None  # type: ignore[assignment]
 
-        self.speculator, self.num_speculative_steps, self.sample = None, 0, sample  # type: ignore[assignment]
         try:
-            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
+            with temporarily(self, speculator=None, num_speculative_steps=0, sample=sample):
+                return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.speculator, self.num_speculative_steps = speculator, drafts
-            del self.sample
+            del self.sample  # restores the class's method
 
     def take_draft_token_ids(self) -> Any:
         return super().take_draft_token_ids() if self._drafted else None  # type: ignore[misc]

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from vllm_ppd.kernels.acceptance import accept_drawn
@@ -30,6 +32,10 @@ class Verification(RejectionSampler):
         super().__init__(*args, **kwargs)
         self.speculator = speculator
         self._compiled = False  # whether vLLM's kernel is compiled for the model's logits
+        self._rows: torch.Tensor | None = None  # [rows of logits] request rows of the current chunk
+        self._token_ids = 0  # most logprob_token_ids of a request of the batch
+        # vLLM gathers log-probabilities of sharded requests without them.
+        self._sharded = speculator.vllm_config.parallel_config.enable_batch_sharded_sampling
 
     def __call__(
         self,
@@ -43,6 +49,8 @@ class Verification(RejectionSampler):
             unusable = invalid_drafts
         elif invalid_drafts is not None:
             unusable |= invalid_drafts
+        states = self.sampler.logprob_token_ids_state
+        self._token_ids = 0 if self._sharded else states.max_num_token_ids(input_batch.idx_mapping_np)
         return super().__call__(logits, input_batch, draft_logits, unusable)
 
     def _verify(
@@ -59,6 +67,7 @@ class Verification(RejectionSampler):
         seq_lens_upper_bound_np: np.ndarray,
         verify_draft_sampled: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self._rows = expanded_idx_mapping
         processed_logits = self.sampler.apply_sampling_params(
             logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, draft_sampled, expanded_local_pos,
             seq_lens_upper_bound_np,
@@ -74,6 +83,22 @@ class Verification(RejectionSampler):
         width = self.num_speculative_steps + 1
         sampled, num_sampled = chosen(accept_drawn, drawn)(drawn, verify_draft_sampled, cu_num_logits, width)
         return processed_logits, sampled, num_sampled
+
+    def _get_logprobs_tensors(
+        self, sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor, *args: Any
+    ) -> LogprobsTensors | None:
+        """As vLLM's sampler gives them: of logprob_token_ids, too, which its rejection sampler leaves out."""
+        *places, most = args
+        if not self._token_ids:
+            return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
+        most = max(most, 0)
+        likeliest = super()._get_logprobs_tensors(sampled, num_sampled, logits, *places, most)
+        return compute_topk_scores(
+            logits, most, likeliest.logprob_token_ids[:, 0].contiguous(),
+            likeliest.cu_num_generated_tokens or likeliest.cu_num_generated_tokens_tensor,
+            self.sampler.logprob_token_ids_state, self._rows, self._token_ids,
+            self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )  # fmt: skip
 
 
 def warm_up_top_p(rows: int, vocab_size: int, device: torch.device) -> None:

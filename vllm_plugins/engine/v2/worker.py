@@ -10,6 +10,7 @@ from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
 from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.v2.verification import warm_up_top_p
@@ -56,12 +57,8 @@ if current_platform.is_cpu():
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
 
         def init_device(self) -> None:
-            stock = cpu_model_runner.CPUModelRunner
-            cpu_model_runner.CPUModelRunner = CPUDraftingModelRunner
-            try:
+            with temporarily(cpu_model_runner, CPUModelRunner=CPUDraftingModelRunner):
                 super().init_device()
-            finally:
-                cpu_model_runner.CPUModelRunner = stock
 
 else:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
