@@ -144,7 +144,7 @@ class DraftLengthController:
     Args:
         costs: of steps with up to N drafts.
         kinds: see Acceptance.
-        lookups: costs of steps in which all requests have looked-up drafts (None: as of others).
+        lookups: costs of steps with looked-up drafts alone (None: as of others).
         counts: numbers of drafts beside 0 that a step may have, each of them for every request (None: any, and fewer
             for a request whose drafts do not pay).
         first_wait: choices in OFF before an exploration step.
@@ -216,7 +216,7 @@ class DraftLengthController:
         if verified.any():
             self.acceptance.learn(verified, emitted - 1)
             self._tried |= set(self.acceptance.kinds[verified > 0].tolist())
-            self._paid = self.state is State.EXPLORING and emitted[emitted > 0].mean() > self._cost
+            self._paid = self.state is State.EXPLORING and emitted[verified > 0].mean() > self._cost
 
     def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> np.ndarray:
         """Drafts of each row for the next step: [rows], at most `allowed`.
@@ -261,34 +261,25 @@ class DraftLengthController:
     def _best(self, allowed: np.ndarray, emitting: int) -> Choice:
         """The choice of the highest expected speed-up, with all drafts or with the looked-up ones alone."""
         choices, looked_up, accepted = [], self.acceptance.kinds >= KINDS, self.acceptance.probabilities()
-        if allowed[looked_up].any():
-            lookups, by_tokens = self.lookups or self.costs, self.counts is None
-            choices.append(self._best_at(lookups, accepted, np.where(looked_up, allowed, 0), emitting, by_tokens))
-        if allowed[~looked_up].any():
+        if self.lookups is not None and allowed[looked_up].any():
+            choices.append(self._best_at(self.lookups, accepted, np.where(looked_up, allowed, 0), emitting))
+        if not choices or allowed[~looked_up].any():
             choices.append(self._best_at(self.costs, accepted, allowed, emitting))
         return max(choices, key=lambda choice: choice.gain)
 
-    def _best_at(
-        self, costs: StepCosts, accepted: np.ndarray, allowed: np.ndarray, emitting: int, by_tokens: bool = False
-    ) -> Choice:
-        """The best number of drafts by the costs of steps in which all requests draft.
-
-        If `by_tokens`, such a step costs as much as its tokens: looked-up drafts are verified for few of the requests,
-        and nothing is computed to make them.
-        """
+    def _best_at(self, costs: StepCosts, accepted: np.ndarray, allowed: np.ndarray, emitting: int) -> Choice:
         relative = costs.relative(emitting)
         accepted = np.where(np.arange(self.costs.most) < allowed[:, None], accepted, 0)
         if self.counts is None:
             counts = np.arange(1, int(allowed.max()) + 1)
-            # A draft must gain its share of the cost, or half if the step costs the same however many requests draft.
-            floor = (relative[counts] - 1) / counts * (1 if by_tokens else 0.5)  # [n]
+            # A step costs the same however many requests draft, so a draft must gain half of its share.
+            floor = (relative[counts] - 1) / (2 * counts)  # [n]
         else:
             counts = np.array(self.counts)
             floor = np.zeros(len(counts))
         pays = (accepted[None] >= floor[:, None, None]) & (accepted[None] > 0)
         pays &= np.arange(self.costs.most) < counts[:, None, None]  # [n, rows, N]
-        each = pays.sum(axis=(1, 2)) / emitting if by_tokens else counts  # [n] drafts of a request, on average
-        cost = np.interp(each, np.arange(len(relative)), relative)
-        gains = (emitting + (accepted * pays).sum(axis=(1, 2))) / (emitting * cost)
+        gains = (emitting + (accepted * pays).sum(axis=(1, 2))) / (emitting * relative[counts])
         best = int(np.argmax(gains))
-        return Choice(int(counts[best]), float(gains[best]), float(cost[best]), allowed, pays[best].sum(axis=1))
+        drafts, cost = pays[best].sum(axis=1), float(relative[counts[best]])
+        return Choice(int(counts[best]), float(gains[best]), cost, allowed, drafts)

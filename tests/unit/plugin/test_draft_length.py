@@ -26,7 +26,7 @@ from vllm_ppd.vllm_plugins.draft_length.controller import (
 )
 from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, StepCosts
 
-Cost = Callable[[int, float], float]
+Cost = Callable[[int, int], float]
 MOST = 4
 SIZES, COUNTS = [1, 2, 4, 8, 16], [0, 1, MOST]
 COMES_BACK = {(1, 0.06): 0.972, (1, 0.25): 0.953, (8, 0.06): 0.972, (8, 0.25): 0.969}  # by requests and share
