@@ -29,7 +29,7 @@ class PlanOptions(BaseModel):
     )
     timings: str | None = Field(
         None,
-        description="results of `ppd bench decode` on this machine, whose steps without drafts tell a layer's time; "
+        description="results of `ppd bench decode` on this machine, whose steps without drafts give a layer's time; "
         "or the file of step costs named in a server's log, which has measured times of steps with and without drafts, "
         "host time included (default: the calibration's times)",
     )

@@ -201,7 +201,7 @@ def test_engines_with_the_same_table_make_the_same_drafts(
 
 
 def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
-    """So a start that measures mends what later starts read."""
+    """So a start that measures replaces the file that later starts read."""
     files = [
         step_costs.cache_file(drafting(vllm_config), vllm_config)
         for options in ({}, {"step_costs": "measure"}, {"adaptive": False}, {"exit_layer": 4})

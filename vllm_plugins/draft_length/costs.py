@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs: seconds of a decode step by batch size and drafts per request."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
-from vllm_ppd.heads.files import write_text
 from vllm_ppd.heads.planning.timings import Engine, StepTable
 
 LIMIT = 0.25  # of a step; a wrong number of drafts loses at most the error of the costs
@@ -55,7 +55,9 @@ class MeasuredCosts(BaseModel):
     def save(self, path: Path) -> None:
         """Write a file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, self.model_dump_json())
+        part = path.with_suffix(f".{os.getpid()}")  # data-parallel ranks write the same file
+        part.write_text(self.model_dump_json())
+        part.replace(path)
 
 
 class StepCosts:

@@ -13,8 +13,8 @@ from vllm_ppd.vllm_plugins.draft_length.controller import KINDS, DraftLengthCont
 from vllm_ppd.vllm_plugins.draft_length.costs import StepCosts
 from vllm_ppd.vllm_plugins.draft_length.repeated_text import RepeatedText
 
-# Counters of steps without drafts, by reason: drafts are not expected to pay off; no request has a lookup match or,
-# with lookups or without, may draft; more requests than disable_by_batch_size.
+# Counters of steps without drafts, by reason: drafts are not expected to pay off; no request has a lookup match, or
+# none may draft; more requests than disable_by_batch_size.
 COST, NO_MATCH, BATCH_SIZE = DRAFTING_OFF = tuple(
     f"drafting_off_steps/{reason}" for reason in ("cost", "no_match", "batch_size")
 )

@@ -34,7 +34,7 @@ class Verification(RejectionSampler):
         self._compiled = False  # whether vLLM's kernel is compiled for the model's logits
         self._rows: torch.Tensor | None = None  # [rows of logits] request rows of the current chunk
         self._token_ids = 0  # most logprob_token_ids of a request of the batch
-        # vLLM gathers log-probabilities of sharded requests without them.
+        # vLLM gathers the log-probabilities of sharded requests without those of logprob_token_ids.
         self._sharded = speculator.vllm_config.parallel_config.enable_batch_sharded_sampling
 
     def __call__(
@@ -87,15 +87,14 @@ class Verification(RejectionSampler):
     def _get_logprobs_tensors(
         self, sampled: torch.Tensor, num_sampled: torch.Tensor, logits: torch.Tensor, *args: Any
     ) -> LogprobsTensors | None:
-        """As vLLM's sampler gives them: of logprob_token_ids, too, which its rejection sampler leaves out."""
-        *places, most = args
+        """As vLLM's sampler returns them, with those of logprob_token_ids, which its rejection sampler omits."""
         if not self._token_ids:
             return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args)
-        most = max(most, 0)
-        likeliest = super()._get_logprobs_tensors(sampled, num_sampled, logits, *places, most)
+        *places, most = *args[:-1], max(args[-1], 0)
+        emitted = super()._get_logprobs_tensors(sampled, num_sampled, logits, *places, 0)
         return compute_topk_scores(
-            logits, most, likeliest.logprob_token_ids[:, 0].contiguous(),
-            likeliest.cu_num_generated_tokens or likeliest.cu_num_generated_tokens_tensor,
+            logits, most, emitted.logprob_token_ids[:, 0].contiguous(),
+            emitted.cu_num_generated_tokens or emitted.cu_num_generated_tokens_tensor,
             self.sampler.logprob_token_ids_state, self._rows, self._token_ids,
             self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )  # fmt: skip

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The n-gram matcher of the prompt lookup: what it finds, and that no text makes it slow.
+"""The n-gram matcher of the prompt lookup: what it finds, and that no text makes it slow."""
 
-`pytest -s tests/unit/plugin/drafting/test_ngram_match.py -k slow` prints the times.
-"""
+import time
 
 import numpy as np
 import pytest
@@ -61,3 +60,11 @@ def test_a_row_that_is_not_looked_up_finds_nothing() -> None:
         assert (part.dtype, part.shape) == (np.int64, (0,))
     drafts = find(token_ids, np.array([0, 50, 1]), 1, 3)
     assert (drafts.counts.tolist(), drafts.tokens.tolist()) == ([0, 3, 0], [[0] * 3, [1] * 3, [0] * 3])
+
+
+@pytest.mark.parametrize("text", [[1] * 100_000, [1, 2] * 50_000, fibonacci(100_000)], ids=["one", "two", "Fibonacci"])
+def test_no_text_is_slow(text: list[int]) -> None:
+    """At most ten times what it takes, of this thread's own time."""
+    token_ids, started = np.array([text] * 8, dtype=np.int32), time.thread_time()
+    find(token_ids, np.full(8, len(text)), 3, 8)
+    assert time.thread_time() - started < 0.08
