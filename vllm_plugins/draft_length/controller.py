@@ -216,7 +216,7 @@ class DraftLengthController:
         if verified.any():
             self.acceptance.learn(verified, emitted - 1)
             self._tried |= set(self.acceptance.kinds[verified > 0].tolist())
-            self._paid = self.state is State.EXPLORING and emitted[verified > 0].mean() > self._cost
+            self._paid = self.state is State.EXPLORING and emitted[emitted > 0].mean() > self._cost
 
     def choose(self, allowed: np.ndarray, emitting: int, kinds: np.ndarray) -> np.ndarray:
         """Drafts of each row for the next step: [rows], at most `allowed`.
