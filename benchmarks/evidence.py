@@ -11,6 +11,7 @@ results are of the current code are skipped. Minutes are for two cores of an AMD
 
 import argparse
 import json
+import os
 import re
 import shutil
 import signal
@@ -34,6 +35,7 @@ PPD = ["-m", "vllm_ppd.vllm_plugins.cli.main", "bench"]
 TARGET, INFLATED, DEMO = "build/smollm/model", "build/inflated", "benchmarks/demo/model"
 DRAFTS: dict[str, Any] = {"num_speculative_tokens": 3, "adaptive": False}
 DRIVER = "a GPU, or a driver that counts (benchmarks/gpu/README.md)"
+STAGES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # a core for each stage
 GROUP_SPEED_UP = 1.5  # at three candidates, relative to the same stages
 
 
@@ -166,7 +168,9 @@ def main() -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         lacking = []
         for words in part.commands:
-            code = subprocess.run([sys.executable, *words, "--out", str(out)], check=False).returncode
+            environment = {**(STAGES if name == "group" else {}), **os.environ}
+            command = [sys.executable, *words, "--out", str(out)]
+            code = subprocess.run(command, check=False, env=environment).returncode
             if code == 130:
                 print("stopped; the same command continues")
                 return 130
