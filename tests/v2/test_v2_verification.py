@@ -10,6 +10,7 @@ import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, full_but
 from small import METHODS
+from test_token_logprobs import answers
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 from vllm_ppd.kernels import draws
@@ -54,22 +55,15 @@ def test_sampled_output_is_vllms(v2_engine: Factory, name: str, limits: dict[str
     assert seen["accepted"] > 3
 
 
-@pytest.mark.parametrize("others", [{}, {"logprobs": 2}])
-def test_log_probabilities_of_chosen_tokens_are_vllms(v2_engine: Factory, others: dict[str, Any]) -> None:
+@pytest.mark.parametrize("beside", [{}, {"logprobs": 2}])
+def test_log_probabilities_of_chosen_tokens_are_vllms(v2_engine: Factory, beside: dict[str, Any]) -> None:
     """Also in steps that verify drafts, which vLLM's rejection sampler answers without them."""
-    params = [greedy(16, logprob_token_ids=[300, 7, 44]), greedy(16, **others), greedy(16, logprob_token_ids=[5])]
+    params = [greedy(16, logprob_token_ids=[300, 7, 44]), greedy(16, **beside), greedy(16, logprob_token_ids=[5])]
     llm = v2_engine(METHODS["cp"])
     with counting(llm) as seen:
-        said = [
-            [
-                (output.token_ids, [{token: round(entry.logprob, 3) for token, entry in at.items()} for at in rows])
-                for output in (answer.outputs[0] for answer in engine.generate(prompts(3), params, use_tqdm=False))
-                for rows in [output.logprobs or []]
-            ]
-            for engine in (llm, v2_engine())
-        ]
-    assert said[0] == said[1] and seen["accepted"] > 3
-    assert [len(said[0][row][1]) for row in (0, 2)] == [16, 16] and {300, 7, 44} <= set(said[0][0][1][5])
+        first, *others = answers(llm, prompts(3), params)
+    assert [first, *others] == answers(v2_engine(), prompts(3), params) and seen["accepted"] > 3
+    assert first[1] is not None and {300, 7, 44} <= {token for token, *_ in first[1][5]}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="draws are in a graph there")

@@ -8,10 +8,13 @@ from typing import Any
 
 @contextmanager
 def temporarily(owner: Any, **values: Any) -> Iterator[None]:
-    """Replace attributes of a module or an object within a context."""
-    before = {name: getattr(owner, name) for name in values}
-    vars(owner).update(values)
+    """Replace attributes of a module or an object, its class's too, within a context."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
-        vars(owner).update(before)
+        for name in values:
+            del attributes[name]
+        attributes.update(before)

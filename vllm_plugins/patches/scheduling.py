@@ -26,16 +26,17 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
     # Tokens that a worker group emits in a step are scheduled as drafts, but never verified.
     if config.stages == 1 and not config.spec.looks_up_alone:
         watch_acceptance(self)
-    if config.runner == "v2" and config.adaptive:
-        lookup: Any = ScheduledDrafts(
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        # Ranks that step together must draft as many tokens; those of vLLM's own processes see a size of 1.
+        self.dynamic_sd_lookup = None
+    elif config.runner == "v2" and config.adaptive:
+        self.dynamic_sd_lookup = ScheduledDrafts(
             config.num_speculative_tokens,
             config.disable_by_batch_size,
             self.max_num_running_reqs,
             None if config.prompt_lookup_min is None else RepeatedText(config.prompt_lookup_min),
             config.spec.looks_up_alone,
         )
-        # Ranks that step together must make the same number of drafts; those of vLLM's own processes see a size of 1.
-        self.dynamic_sd_lookup = lookup if vllm_config.parallel_config.data_parallel_size == 1 else None
     # vLLM pads a request with one token to compute (the rest is cached, or the request was preempted) with
     # placeholder drafts, unless the number of drafts depends on the batch size. As these have no q(x), the rejection
     # sampler would ignore q(x) of the whole batch. Hence the number is the same for every batch size. (Runner V2

@@ -86,10 +86,11 @@ def test_make_serve_takes_heads_of_the_model(
 
 
 @pytest.mark.parametrize("kind", ["early", "cp"])
-def test_heads_in_the_repository_are_calibrated(kind: str) -> None:
+def test_heads_in_the_repository_are_calibrated_and_small(kind: str) -> None:
     folder = ROOT / "benchmarks" / "smollm" / "heads" / kind
     assert json.loads((folder / "provenance.json").read_text())["tokens"] > 1_000_000
     assert json.loads((folder / "calibration.json").read_text())["parts"]
+    assert sum(path.stat().st_size for path in folder.parent.rglob("*")) < 14 << 20
 
 
 @pytest.mark.full

@@ -98,15 +98,12 @@ class Verification:
             return gathered
 
         columns = max(metadata.max_num_logprobs or 0, *map(len, chosen.values()))
-        self.sampler.gather_logprobs = gather_chosen
-        self.input_batch.sampling_metadata = dataclasses.replace(
-            metadata, logprob_token_ids=None, max_num_logprobs=columns
-        )
-        try:
+        widened = dataclasses.replace(metadata, logprob_token_ids=None, max_num_logprobs=columns)
+        with (
+            temporarily(self.sampler, gather_logprobs=gather_chosen),
+            temporarily(self.input_batch, sampling_metadata=widened),
+        ):
             yield
-        finally:
-            self.input_batch.sampling_metadata = metadata
-            del self.sampler.gather_logprobs  # restores the class's method
 
     def _any_logits(self) -> torch.Tensor:
         return torch.zeros(1, self.model_config.get_vocab_size(), device=self.device)

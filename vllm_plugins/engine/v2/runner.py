@@ -96,11 +96,8 @@ class DraftingRunnerMixin:
             with temporarily(self, speculator=speculator):
                 return stock(*arguments)
 
-        try:
-            with temporarily(self, speculator=None, num_speculative_steps=0, sample=sample):
-                return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            del self.sample  # restores the class's method
+        with temporarily(self, speculator=None, num_speculative_steps=0, sample=sample):
+            return super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
 
     def take_draft_token_ids(self) -> Any:
         return super().take_draft_token_ids() if self._drafted else None  # type: ignore[misc]
