@@ -82,7 +82,8 @@ def match_rates(results: Results) -> Ours:
 
 def early_speed(results: Results) -> Ours:
     rows, early = results.decoded("paradecode")["paradecode"], results.accepted("acceptance")[EARLY]
-    layer, measured = results.matches["layers"][0], 15  # the exit whose speed is measured
+    config = stored(results.folder / "paradecode.json")[-1].run["contenders"]["paradecode"]["speculative_config"]
+    layer, measured = results.matches["layers"][0], config["exit_layer"]
     cost = early["cost"] / early["drafted"] if early["cost"] else 0.0
     at_layer = results.matches["acceptance"]["greedy"]["Y"]
     first, deeper = (at_layer[str(at)][0]["rate"] for at in (layer, measured))
