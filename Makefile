@@ -71,8 +71,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The models that speeds are measured on (benchmarks/demo/README.md), and the papers' ways of training; what was stopped
-# goes on.
+# The wider demo model (benchmarks/demo/README.md), and the papers' ways of training. A stopped run continues.
 inflated recipes: setup
 	$(MAKE) -f benchmarks/models/models.mk $@ PYTHON=$(BIN)/python
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lines of Python at most. Who needs more removes some elsewhere.
 MOST_SOURCE_LINES = 29_644  # of FOLDERS; to be 24,000
-MOST_TEST_LINES = 19_717  # to be 16,000
+MOST_TEST_LINES = 19_689  # to be 16,000
 
 # The folders, and the rooms of the plugin, from the bottom up: each imports itself and those before it.
 FOLDERS = ("kernels", "heads", "model_patches", "vllm_plugins", "benchmarks")

@@ -41,11 +41,6 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def readers(tiny_model: Factory) -> Readers:
-    return Readers(tiny_model())
-
-
 # ---- what is harmful
 
 

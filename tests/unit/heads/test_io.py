@@ -25,11 +25,6 @@ from vllm_ppd.vllm_plugins.config.naming import is_ours
 from vllm_ppd.vllm_plugins.config.options import OptionError
 
 
-@pytest.fixture(scope="module")
-def readers(tiny_model: Factory) -> Readers:
-    return Readers(tiny_model())
-
-
 @pytest.fixture
 def refused_by_all(readers: Readers, whole_heads: Factory, tmp_path: Path) -> Factory:
     """refused_by_all(kind, damage, message): a folder of a kind, damaged."""

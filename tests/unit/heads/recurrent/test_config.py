@@ -25,11 +25,6 @@ SERVERS = ("model alone", "--speculative-model")
 HEAD = "speculator.head.0.weight"
 
 
-@pytest.fixture(scope="module")
-def readers(tiny_model: Factory) -> Readers:
-    return Readers(tiny_model())
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_published_speculators_are_taken(

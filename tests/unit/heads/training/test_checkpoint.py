@@ -75,8 +75,8 @@ def test_every_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
             assert f"delete the folder {WORK} there" in str(error)
             assert len(str(error)) <= 300 and "\n" not in str(error)
             assert bool((module.weight == 0.5).all())
-        else:  # a fact that no weight depends on
-            assert name == FACTS
+        else:  # a flipped bit in a fact that no weight depends on
+            assert name == FACTS and data in flips
 
 
 @pytest.mark.parametrize("facts", ["", "[]", "{}", "3", "{", json.dumps(RUN.model_dump() | {"step": -1})])

@@ -152,27 +152,6 @@ def test_stopped_run_continues_to_the_same_heads(train: Train, tmp_path: Path, s
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.full
-def test_killed_run_continues(command: Command, tmp_path: Path) -> None:
-    """kill -9 at any moment, here in the middle of saving after every step."""
-    out = tmp_path / "heads"
-    argv = command("--steps", "400", "--save-every", "1")
-    state = out / WORK / STATE
-    run = subprocess.Popen(
-        [sys.executable, "-m", "vllm_ppd.vllm_plugins.cli.main", *argv], stderr=subprocess.DEVNULL, cwd=tmp_path
-    )
-    deadline = time.monotonic() + 120
-    while not state.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
-    run.kill()
-    run.wait()
-    facts = read_facts(state)
-    assert facts is not None and 0 < facts.step < 400, "killed too early or too late to tell"
-    assert main(argv) == 0
-    check_folder(out)
-
-
 def test_diverging_loss_stops_and_keeps_the_last_good(train: Train, tmp_path: Path, stop_at: Factory) -> None:
     stop_at(6)
     with pytest.raises(loop.Stopped):
