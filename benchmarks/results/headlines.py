@@ -87,7 +87,8 @@ def plots(folder: Path) -> dict[str, str]:
 
 
 def positions(runs: list[Measured]) -> str:
-    series = acceptance.by_position(newest(runs))
+    greedy = (measured for measured in runs if measured.run["options"]["temperature"] == 0)
+    series = {name: rates for measured in greedy for name, rates in acceptance.by_position(measured).items()}
     return lines("Drafts accepted at least up to a position, greedy", series, "position of the draft") if series else ""
 
 
