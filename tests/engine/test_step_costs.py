@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step costs: measured once when an engine has warmed up, kept, and all that the number of drafts depends on."""
 
+import importlib.metadata
 import logging
 import math
+import shutil
 import time
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,13 @@ import pytest
 from cases import CASES, generate, greedy, prompts
 from configured import drafting, from_dict
 from conftest import Factory, drafter_of, our_log, runner_of, start_engine
+from safetensors.torch import load_file, save_file
 from test_bypass import ADAPTIVE, with_costs
 from vllm import envs
 
 from vllm_ppd.heads.planning.timings import served_steps
 from vllm_ppd.vllm_plugins.draft_length import costs, measure
-from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts
+from vllm_ppd.vllm_plugins.draft_length.costs import CostTable, MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.engine import step_costs
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
 from vllm_ppd.vllm_plugins.engine.v1 import worker
@@ -33,6 +37,8 @@ def measured(seconds: Callable[[int, int], float], largest: int, delay: float = 
     rounds: list[int] = []
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
+        if counts == [0]:
+            return [1.0]
         rounds.append(requests)
         time.sleep(delay)
         late = 10.0 if len(rounds) % 2 and not delay else 1.0
@@ -49,10 +55,25 @@ def test_the_fastest_round_of_each_batch_size_counts() -> None:
 
 
 def test_slow_steps_are_measured_in_few_rounds_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest batch and the last whose verification has a graph are measured however long it takes."""
     monkeypatch.setattr(measure, "SECONDS", 0.01)
-    monkeypatch.setattr(measure, "ROUND_SECONDS", 0.01)
     table, rounds = measured(lambda requests, drafts: 1.0, 1024, 0.02)
-    assert table.sizes == [1, 4, 16] and rounds == 3 * measure.LEAST_ROUNDS
+    assert table.sizes == [1, 4, 16, 128, 1024] and rounds == 5
+    assert table.second_fastest == table.seconds
+
+
+def test_a_batch_whose_steps_would_take_minutes_is_replaced_by_a_smaller_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def run(requests: int, counts: Sequence[int]) -> list[float]:
+        nonlocal now
+        now += sum(0.02 * requests * (1 + count) for count in counts)
+        return [0.02 * requests * (1 + count) for count in counts]
+
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    table = measure.measure_table(run, 256, [0, 1, 3], lambda value: value)
+    assert now < 3 * measure.SECONDS and 32 <= max(table.sizes) < 256 and 1 in table.sizes
+    assert StepCosts(table).relative(256)[3] == pytest.approx(4)
 
 
 BUSY = [[0.0203, 0.099, 0.3758], [0.0233, 0.029, 0.0345], [0.0171, 0.04, 0.0766]]
@@ -65,6 +86,8 @@ def test_a_busy_machine_is_measured_once_more(then: list[list[float]]) -> None:
     rounds: list[int] = []
 
     def run(requests: int, counts: Sequence[int]) -> list[float]:
+        if counts == [0]:
+            return [1.0]
         rounds.append(requests)
         return (BUSY if len(rounds) <= 3 * measure.ROUNDS else then)[[1, 4, 16].index(requests)]
 
@@ -95,7 +118,7 @@ def test_ranks_run_the_same_steps_whichever_of_them_is_on_a_busy_core(
     first = steps(0, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
     sent = iter(values)
     assert steps(1, lambda _: next(sent)) == first and not list(sent)
-    assert (first[0] != sorted(first[0])) is (busy == 0)  # the sizes, once or twice
+    assert (first[0].count(16) > measure.ROUNDS + 1) is (busy == 0)  # the sizes are measured once or twice
 
 
 @pytest.mark.parametrize(
@@ -210,6 +233,26 @@ def test_options_that_change_no_step_share_a_file(tiny_model: Factory) -> None:
     assert files[0] == files[1] == files[2] != files[3]
 
 
+def test_new_heads_in_the_same_folder_and_another_version_have_their_own_file(
+    tiny_model: Factory, whole_heads: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = tmp_path / "heads"
+    shutil.copytree(whole_heads("cp"), heads)
+
+    def kept_in() -> Path:
+        vllm_config = from_dict(tiny_model(), {"method": "cp", "model": str(heads)})
+        return step_costs.cache_file(drafting(vllm_config), vllm_config)
+
+    first = kept_in()
+    assert kept_in() == first
+    weights = load_file(heads / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, heads / "model.safetensors")
+    retrained = kept_in()
+    assert retrained != first
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9.9")
+    assert kept_in() != retrained
+
+
 @pytest.mark.engine
 def test_costs_of_a_busy_machine_serve_a_single_start(
     engine: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,8 +335,8 @@ def test_timed_steps_verify_and_make_the_drafts_that_they_are_said_to(
     seconds = time_steps(drafter, looked_up, 3, counts)
     assert len(seconds) == 3 and min(seconds) > 0
     decode = steps[1:-1]  # after the prompts, before the end
-    timed = decode[1::2]
-    assert timed == [[count] * 3 for count in (most, 1, 0)]
+    timed = [decode[i : i + STEPS][1:] for i in range(0, len(decode), STEPS)]
+    assert timed == [[[count] * 3] * (STEPS - 1) for count in (most, 1, 0)]
     monkeypatch.undo()
     assert not any("dummy" in name for name in runner.requests) and drafter.planner.forced is None
     requests = prompts(3, 20)

@@ -14,12 +14,34 @@ logger = logging.getLogger("vllm.vllm_ppd")
 
 GROWTH = 4  # factor between measured batch sizes
 LEAST_ROUNDS, ROUNDS, ROUND_SECONDS = 2, 5, 0.5  # per batch size; no further rounds start after these seconds
-SECONDS, LEAST_SIZES = 2.0, 3  # no batch size starts after this time if this many are measured
+SECONDS = 8.0  # after which only the first rounds of required batch sizes start
+GRAPH_TOKENS = 512  # tokens of the largest graph that vLLM captures by default
 
 
 def counts_of(most: int) -> list[int]:
     """The numbers of drafts, within 0 to `most`, that are measured."""
     return sorted({0, 1, most})
+
+
+def sizes_to_measure(largest: int, max_drafts: int) -> tuple[list[int], list[int]]:
+    """Batch sizes in the order in which they are measured.
+
+    The cost of drafts rises where a step becomes limited by compute, and where verification no longer fits a graph.
+    A table that ends before these batches would let an engine draft there at a loss, so they come first. Small batches
+    take little time and are always measured, too.
+
+    Args:
+        largest: batch size.
+        max_drafts: of a request.
+
+    Returns:
+        (sizes that are always measured, sizes that are measured while there is time).
+    """
+    last_with_graph = min(max(GRAPH_TOKENS // (1 + max_drafts), 1), largest)
+    powers = [GROWTH**i for i in range(10) if GROWTH**i < largest]
+    required = list(dict.fromkeys([largest, last_with_graph, *powers[:3]]))
+    others = [size for size in powers if size not in required]
+    return required, others
 
 
 def measure_table(
@@ -28,9 +50,10 @@ def measure_table(
     counts: list[int],
     from_first_rank: Callable[[Any], Any],
 ) -> CostTable:
-    """Measure steps of growing batches, as many sizes as time allows; once more if the result is implausible.
+    """Measure steps of several batch sizes, as many as time allows; once more if the result is implausible.
 
-    The fastest round of all measurements counts, since other work on the machine only makes steps slower.
+    The fastest round of all measurements counts, since other work on the machine only makes steps slower. All of it
+    takes about SECONDS; on a slow machine the first rounds of the required sizes take as long again.
 
     Args:
         time_steps: (requests, counts) -> seconds of a step with each number of drafts.
@@ -39,25 +62,41 @@ def measure_table(
         from_first_rank: gives all tensor-parallel ranks the first rank's value, since they must run the same steps.
     """
 
+    began = time.perf_counter()
+
+    def late(since: float, seconds: float) -> bool:
+        return bool(from_first_rank(time.perf_counter() - since > seconds))
+
     def two_fastest(size: int) -> np.ndarray:  # rounds: [2, counts]
-        started, rounds = time.perf_counter(), [time_steps(size, counts)]
-        while len(rounds) < LEAST_ROUNDS or (
-            len(rounds) < ROUNDS and not from_first_rank(time.perf_counter() - started > ROUND_SECONDS)
-        ):
+        started = time.perf_counter()
+        rounds = [time_steps(size, counts)]
+        while len(rounds) < ROUNDS and not late(began, SECONDS):
+            if len(rounds) >= LEAST_ROUNDS and late(started, ROUND_SECONDS):
+                break
             rounds.append(time_steps(size, counts))
+        if len(rounds) == 1:
+            rounds *= 2
         return np.sort(rounds, axis=0)[:2]
 
-    sizes: list[int] = []
-    measured: list[np.ndarray] = []
-    began, size = time.perf_counter(), 1
-    while size <= largest and (len(sizes) < LEAST_SIZES or not from_first_rank(time.perf_counter() - began > SECONDS)):
-        sizes.append(size)
-        measured.append(two_fastest(size))
-        size = min(size * GROWTH, largest) if size < largest else largest + 1
-    table = _table(sizes, counts, from_first_rank(np.array(measured)))
-    if reason := table.implausible():
+    # A step that is limited by compute takes a time that grows with its tokens. If a round of the largest batch took
+    # longer than all the time there is, a smaller batch is limited by compute, too, and has the same relative costs.
+    time_steps(largest, [0])
+    seconds = (time.perf_counter() - began) * sum(1 + count for count in counts)
+    largest = from_first_rank(min(max(int(largest * SECONDS / seconds), 1), largest))
+    required, others = sizes_to_measure(largest, counts[-1])
+    measured = {size: two_fastest(size) for size in required}
+    for size in others:
+        if late(began, SECONDS):
+            break
+        measured[size] = two_fastest(size)
+    sizes = sorted(measured)
+    rounds = np.array([measured[size] for size in sizes])
+    table = _table(sizes, counts, from_first_rank(rounds))
+    reason = table.implausible()
+    if reason and not late(began, SECONDS):
         logger.info("vllm-ppd: measuring step costs again, as the machine seems to have been busy: %s", reason)
-        again = np.concatenate([measured, [two_fastest(size) for size in sizes]], axis=1)
+        began = time.perf_counter()
+        again = np.concatenate([rounds, [two_fastest(size) for size in sizes]], axis=1)
         table = _table(sizes, counts, from_first_rank(np.sort(again, axis=1)))
     return table
 

@@ -3,6 +3,7 @@
 
 import copy
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -17,6 +18,8 @@ from pydantic import ValidationError
 from vllm import envs
 from vllm.distributed import get_tp_group
 
+from vllm_ppd.heads.files import digest_of
+from vllm_ppd.heads.io import CONFIG_NAME
 from vllm_ppd.heads.planning.timings import Engine
 from vllm_ppd.heads.training.provenance import processor
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY
@@ -122,11 +125,29 @@ def cache_file(config: DraftingConfig, vllm_config: Any) -> Path:
     }
     name = torch.cuda.get_device_name() if device == "cuda" else processor()
     settings = [
-        without_ours.compute_hash(), scheduler.max_num_seqs, scheduler.max_num_batched_tokens, options, name,
-        torch.get_num_threads(), torch.__version__,
-    ]  # fmt: skip
+        without_ours.compute_hash(),
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        options,
+        heads_content(config.model),
+        name,
+        torch.get_num_threads(),
+        torch.__version__,
+        importlib.metadata.version("vllm-ppd"),  # another version may have faster kernels
+    ]
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:16]
     return Path(envs.VLLM_CACHE_ROOT) / "vllm_ppd_step_costs" / f"{key}.json"
+
+
+def heads_content(folder: str | None) -> dict[str, str]:
+    """Digests of the files that define heads in a folder, which may be trained again in place.
+
+    The name of heads on the Hub has a commit, so it needs no digest.
+    """
+    if folder is None or not os.path.isdir(folder):
+        return {}
+    files = [Path(folder) / CONFIG_NAME, *sorted(Path(folder).glob("*.safetensors"))]
+    return {path.name: digest_of(path).sha256 for path in files}
 
 
 def summary(table: CostTable) -> str:
