@@ -10,6 +10,7 @@ from small import METHODS
 from test_v2_draft_length import follow, lookup_of
 
 from vllm_ppd.vllm_plugins.drafting.prompt_lookup import find
+from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
 
 pytestmark = pytest.mark.engine
 LOOKUP = {"prompt_lookup_min": 2}
@@ -17,7 +18,7 @@ REPEATED = {"prompt_token_ids": [9, 8, 7, 6, 5, 4] * 8}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("name", full_but({"cp"}, ("cp", "dynamo")))
+@pytest.mark.parametrize("name", full_but({"cp", "early"}, ("cp", "early", "dynamo")))
 def test_output_is_the_same_and_more_is_accepted(v2_engine: Factory, name: str, asynchronous: bool) -> None:
     """Texts that repeat themselves beside others, greedy and sampled."""
     repeated = [REPEATED, *prompts(2)]
@@ -64,23 +65,26 @@ def test_the_longest_match_is_taken_and_the_methods_drafts_elsewhere(
 ) -> None:
     llm = v2_engine({**METHODS["cp"], **LOOKUP})
     speculator, states = runner_of(llm).speculator, runner_of(llm).req_states
-    stock, rows_seen = speculator.lookup.replace, [0, 0]
+    stock = speculator.host.draft_on_device
+    rows_seen = [0, 0]
 
-    def replace(rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        before = drafts.clone()
-        stock(rows, drafts)
-        for row, own, taken in zip(rows.tolist(), before, drafts, strict=True):
+    def draft_on_device(requests: int, sampled: bool, looked_up: LookedUp) -> None:
+        stock(requests, sampled)
+        own_drafts = speculator.draft_tokens[:requests].clone()
+        stock(requests, sampled, looked_up)
+        rows = speculator.host.staging.rows[:requests].tolist()
+        for row, own, drafts in zip(rows, own_drafts, speculator.draft_tokens, strict=False):
             if row < 0:
                 continue
             text = states.all_token_ids.gpu[row, : int(states.total_len.gpu[row])].numpy()[None]
-            match = find(text, np.array([text.shape[1]]), 2, drafts.shape[1])
-            rows_seen[int(match.counts[0] > 0)] += 1
-            if not match.counts[0]:
-                assert torch.equal(own, taken)
+            match = find(text, np.array([text.shape[1]]), 2, len(drafts))
+            count = int(match.counts[0])
+            rows_seen[int(count > 0)] += 1
+            if not count:
+                assert torch.equal(own, drafts)
             elif match.lengths[0] < 8 and (text[0, :-1] == text[0, -1]).sum() == 1:  # one place alone
-                count = int(match.counts[0])
-                assert taken[:count].tolist() == match.tokens[0, :count].tolist()
+                assert drafts[:count].tolist() == match.tokens[0, :count].tolist()
 
-    monkeypatch.setattr(speculator.lookup, "replace", replace)
+    monkeypatch.setattr(speculator.host, "draft_on_device", draft_on_device)
     generate(llm, [{"prompt_token_ids": [5, 17, 230, 41, 9, 77, 12] * 3}, *prompts(2)], greedy(12))
     assert min(rows_seen) > 3

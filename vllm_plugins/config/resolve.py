@@ -84,7 +84,6 @@ def resolve(
         "schedule: parallel": options.schedule == "parallel",
         "verify: false": not options.verify,
         "several exit layers": len(exits or ()) > 1,
-        "prompt_lookup_min and early drafting": options.prompt_lookup_min is not None and method.writes_ahead,
         f"method {options.method}": method.speculator is None,
     }
     needs_v1 = next((reason for reason, holds in v1_alone.items() if holds), None)

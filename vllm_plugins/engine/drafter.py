@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
     from vllm_ppd.vllm_plugins.engine.draft_vocabulary import DraftVocabulary
     from vllm_ppd.vllm_plugins.engine.target import Target
+
+
+class LookedUp(NamedTuple):
+    """Drafts that were looked up in the requests' own texts; they take the place of the method's."""
+
+    matched: torch.Tensor  # [requests] bool, whether the request has looked-up drafts
+    token_ids: torch.Tensor  # [requests, K] int64, arbitrary where there is no match
+
+    def at(self, offset: int, token_ids: torch.Tensor) -> torch.Tensor:
+        """The drafts at an offset: looked-up ones where there is a match, else token_ids [requests]."""
+        return torch.where(self.matched, self.token_ids[:, offset], token_ids)
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,8 @@ class DraftInputs:
     shallow: Callable[[int, torch.Tensor], CutState] | None = None  # for methods that cut the target: see run_shallow
     options: Mapping[str, torch.Tensor] = field(default_factory=dict)  # request options by name, [requests], or NaN
     context: torch.Tensor | None = None  # [requests, Drafter.context_tokens] latest tokens, newest first, -1 for none
+    # Drafts that will replace the method's: a method whose drafts run layers of the target must run them over these.
+    looked_up: LookedUp | None = None
     with_probs: bool = False  # whether Drafts.probs is read
     with_confidence: bool = False  # whether Drafts.confidence is read
 

@@ -21,7 +21,7 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.drafts import finish
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.config.resolved import DraftingConfig
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, Drafts, LookedUp
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
 from vllm_ppd.vllm_plugins.engine.staging import Staging
@@ -114,7 +114,14 @@ class DraftingHost:
         """Whether any of some request rows has drafts drawn at its temperature; else each draft is the best token."""
         return self.sampled and not self.options.is_greedy[rows].all()
 
-    def draft(self, requests: int, sampled: bool, num_drafts: int | None = None, with_probs: bool = False) -> Drafts:
+    def draft(
+        self,
+        requests: int,
+        sampled: bool,
+        num_drafts: int | None = None,
+        with_probs: bool = False,
+        looked_up: LookedUp | None = None,
+    ) -> Drafts:
         """Draft for the first staged requests.
 
         Args:
@@ -122,14 +129,21 @@ class DraftingHost:
             sampled: whether drafts are drawn.
             num_drafts: the most drafts of any request; None: K.
             with_probs: whether to return q(x).
+            looked_up: drafts that will replace the method's.
         """
         most, with_confidence = num_drafts or self.num_drafts, self.confidence is not None
-        inputs = self.staging.inputs(requests, sampled, most, self.shallow, with_probs, with_confidence)
+        inputs = self.staging.inputs(requests, sampled, most, self.shallow, with_probs, with_confidence, looked_up)
         return self.drafter.propose(inputs)
 
-    def draft_on_device(self, requests: int, sampled: bool) -> None:
-        """Draft, and leave the tokens that the next step embeds and verifies on the device; part of a CUDA graph."""
-        drafts = self.draft(requests, sampled)
+    def draft_on_device(self, requests: int, sampled: bool, looked_up: LookedUp | None = None) -> None:
+        """Draft, and leave the tokens that the next step embeds and verifies on the device; part of a CUDA graph.
+
+        Args:
+            requests: the number of staged requests.
+            sampled: whether drafts are drawn.
+            looked_up: drafts that replace the method's where there is a match.
+        """
+        drafts = self.draft(requests, sampled, looked_up=looked_up)
         rows, most = self.staging.rows[:requests], self.staging.setting(Setting.MAX_DRAFTS, requests)
         confidence = None
         if self.confidence is not None:
@@ -139,6 +153,9 @@ class DraftingHost:
             drafts.token_ids, drafts.counts, rows, most, self._stand_in, self.draft_tokens, confidence,
             self._invalid.value,
         )  # fmt: skip
+        if looked_up is not None:
+            tokens = self.draft_tokens[:requests]
+            torch.where(looked_up.matched[:, None], looked_up.token_ids, tokens, out=tokens)
 
     def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], None] | None = None) -> None:
         """Draft for padding at some batch sizes, sampled and greedily, to allocate memory and compile kernels.

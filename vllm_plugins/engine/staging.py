@@ -9,7 +9,7 @@ from vllm_ppd.kernels.dispatch import chosen
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.kernels.staging import Staged, StepEnd, stage
 from vllm_ppd.model_patches.base import CutState
-from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs
+from vllm_ppd.vllm_plugins.engine.drafter import Drafter, DraftInputs, LookedUp
 from vllm_ppd.vllm_plugins.engine.requests import RequestOptions, Setting
 from vllm_ppd.vllm_plugins.engine.target import Target
 
@@ -83,6 +83,7 @@ class Staging:
         shallow: Callable[[int, torch.Tensor], CutState] | None,
         with_probs: bool,
         with_confidence: bool,
+        looked_up: LookedUp | None = None,
     ) -> DraftInputs:
         """The drafter's inputs for the first staged requests; arguments as in DraftInputs and the host."""
         sampling = None
@@ -102,6 +103,7 @@ class Staging:
             shallow=shallow,
             options={"eps_b": self.setting(Setting.EPS_B, requests)} if self.reads_eps_b else {},
             context=None if self.context is None else self.context[:requests],
+            looked_up=looked_up,
             with_probs=with_probs and sampling is not None,
             with_confidence=with_confidence,
         )

@@ -12,6 +12,8 @@ import torch
 from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 
+from vllm_ppd.vllm_plugins.engine.drafter import LookedUp
+
 LONGEST = 8  # most tokens compared, unless the shortest match is longer
 BLOCK = 256  # places of a text compared per program
 
@@ -34,14 +36,14 @@ class Lookup:
         self.scores = torch.zeros(rows, blocks, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
 
-    def replace(self, rows: torch.Tensor, drafts: torch.Tensor) -> None:
-        """Put looked-up drafts in place of others, in requests that have a match.
+    def find(self, rows: torch.Tensor) -> LookedUp:
+        """Look up drafts for request rows.
 
         Args:
-            rows: [requests] int64, -1 for padding.
-            drafts: [requests, K] int64, changed in place.
+            rows: [requests] int64, -1 for padding, which has no match.
         """
         states, (requests, blocks) = self.states, (len(rows), self.scores.shape[1])
+        num_drafts = self.tokens.shape[1]
         token_ids, places, ended = states.all_token_ids.gpu, rows.clamp(min=0), (rows >= 0).int()
         ngram._ngram_scan_kernel[(requests, blocks)](
             token_ids,
@@ -69,9 +71,9 @@ class Lookup:
             self.tokens,
             self.max_len,
             blocks,
-            drafts.shape[1],
-            next_power_of_2(drafts.shape[1]),
+            num_drafts,
+            next_power_of_2(num_drafts),
             next_power_of_2(blocks),
         )
-        matched = self.scores[:requests].amax(dim=1, keepdim=True) > 0
-        drafts.copy_(torch.where(matched, self.tokens[:requests], drafts))
+        matched = self.scores[:requests].amax(dim=1) > 0
+        return LookedUp(matched, self.tokens[:requests])

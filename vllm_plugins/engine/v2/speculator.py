@@ -188,9 +188,10 @@ class Speculator(DraftModelSpeculator):
 
     def _draft(self, requests: int, sampled: bool) -> None:
         """Draft for the staged requests; part of a CUDA graph."""
-        self.host.draft_on_device(requests, sampled)
+        looked_up = None
         if self.lookup is not None:
-            self.lookup.replace(self.host.staging.rows[:requests], self.draft_tokens[:requests])
+            looked_up = self.lookup.find(self.host.staging.rows[:requests])
+        self.host.draft_on_device(requests, sampled, looked_up)
 
     def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Stage the latest tokens, newest first, -1 for missing ones."""

@@ -43,6 +43,8 @@ class EarlyExitDrafter(Drafter):
                 reading = self.reader.sample(self.exit_layer, state, sampling, step.with_probs)
             readings.append(reading)
             token_ids = reading.token_ids
+            if step.looked_up is not None:
+                token_ids = step.looked_up.at(offset, token_ids)
         step.run_shallow(step.num_drafts, token_ids)  # for the last draft's state, from which the deep pass starts
         tokens = torch.stack([reading.token_ids for reading in readings], dim=1)
         confidence = _stacked([reading.confidence for reading in readings])

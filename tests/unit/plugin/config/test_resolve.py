@@ -44,7 +44,6 @@ def test_v2_where_vllm_takes_it() -> None:
         ({"method": "paradecode", "schedule": "parallel"}, 1, "schedule: parallel"),
         ({"method": "dynamo", "verify": False}, 1, "verify: false"),
         ({"method": "ppd", "exit_layer": [2, 4]}, 1, "several exit layers"),
-        ({"method": "ppd", "prompt_lookup_min": 2}, 1, "prompt_lookup_min and early drafting"),
     ],
 )
 def test_v1_where_v2_cannot(options: dict[str, Any], stages: int, reason: str) -> None:
