@@ -50,8 +50,11 @@ def test_full_back_off_is_ordinary_sampling(unverified: Any, engine: Factory) ->
     assert worst(sample(unverified, 500, extra_args={"ppd_eps_b": 0.0}), expected) < LEVEL
 
 
-def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> JointChoice:
-    """Algorithm 1 at every position of a sequence, by transformers and without a cache."""
+def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float, given_first: bool = False) -> JointChoice:
+    """Algorithm 1 at every position of a sequence, by transformers and without a cache.
+
+    With given_first, the joint is conditioned on the token that follows each position.
+    """
     config, tensors = load_tensors(folder)
     target = Target(str(model), torch.device("cpu"), torch.float32)
     heads = DynaMoHeads(new_layers(target, config.tokens))  # type: ignore[attr-defined]
@@ -61,7 +64,11 @@ def choices_along(model: Path, folder: str, tokens: list[int], eps_b: float) -> 
     log_probs = [measures.log_probs(states) for states in measures.states(batch)]
     settings = config.sampling.model_copy(update={"eps_b": eps_b})  # type: ignore[attr-defined]
     counts = CoOccurrence.from_tensors(tensors)
-    return candidates(log_probs, settings, counts and counts.ngrams).back_off(settings)
+    first_token = None
+    if given_first:
+        log_probs = log_probs[1:]
+        first_token = torch.tensor([*tokens[1:], 0])
+    return candidates(log_probs, settings, counts and counts.ngrams, first_token).back_off(settings)
 
 
 @pytest.mark.parametrize("eps_b", [0.0, 0.2])

@@ -82,7 +82,6 @@ def resolve(
         "a multimodal target": multimodal and method.cuts,
         "pipeline parallelism": stages > 1,
         "schedule: parallel": options.schedule == "parallel",
-        "verify: false": not options.verify,
         "several exit layers": len(exits or ()) > 1,
         f"method {options.method}": method.speculator is None,
     }

@@ -93,7 +93,8 @@ class DraftingHost:
         self.config, self.vllm_config, self.device = config, vllm_config, device
         self.rows, self.num_drafts = rows, num_drafts
         self.sampled, self.confidence = sampled, confidence
-        self.options = RequestOptions(rows, num_drafts, vllm_config.model_config.get_vocab_size(), device, keyed)
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        self.options = RequestOptions(rows, num_drafts, vocab_size, device, keyed, config.verify)
         self.counters = Counters()
         self._invalid = DeviceCount(device)
         self._warned_invalid = False
@@ -135,7 +136,7 @@ class DraftingHost:
         inputs = self.staging.inputs(requests, sampled, most, self.shallow, with_probs, with_confidence, looked_up)
         return self.drafter.propose(inputs)
 
-    def draft_on_device(self, requests: int, sampled: bool, looked_up: LookedUp | None = None) -> None:
+    def draft_on_device(self, requests: int, sampled: bool, looked_up: LookedUp | None = None) -> Drafts:
         """Draft, and leave the tokens that the next step embeds and verifies on the device; part of a CUDA graph.
 
         Args:
@@ -156,8 +157,9 @@ class DraftingHost:
         if looked_up is not None:
             tokens = self.draft_tokens[:requests]
             torch.where(looked_up.matched[:, None], looked_up.token_ids, tokens, out=tokens)
+        return drafts
 
-    def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], None] | None = None) -> None:
+    def warm_up(self, sizes: Iterable[int], draft: Callable[[int, bool], Any] | None = None) -> None:
         """Draft for padding at some batch sizes, sampled and greedily, to allocate memory and compile kernels.
 
         Args:

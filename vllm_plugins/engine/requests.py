@@ -37,13 +37,22 @@ class RequestOptions:
         vocab_size: of the target.
         device: on which drafts are made.
         keyed: whether drafts are drawn with the target's own random numbers, so that output does not depend on them.
+        verified: whether drafts are verified; if not, requests that need one token at a time have none.
     """
 
-    def __init__(self, rows: int, num_drafts: int, vocab_size: int, device: torch.device, keyed: bool = False) -> None:
+    def __init__(
+        self,
+        rows: int,
+        num_drafts: int,
+        vocab_size: int,
+        device: torch.device,
+        keyed: bool = False,
+        verified: bool = True,
+    ) -> None:
         self.num_drafts, self.vocab_size, self.keyed = num_drafts, vocab_size, keyed
-        self.drafting = np.zeros(rows, dtype=bool)  # False if the request opted out
+        self.verified = verified
+        self.drafting = np.zeros(rows, dtype=bool)  # False if the request has no drafts
         self.is_greedy = np.zeros(rows, dtype=bool)
-        self.several_at_once = np.zeros(rows, dtype=bool)  # whether unverified n-grams are allowed
         self.max_tokens = np.zeros(rows, dtype=np.int64)
         # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
@@ -58,9 +67,8 @@ class RequestOptions:
         """
         extra = getattr(params, "extra_args", None)
         threshold = back_off_threshold(extra)
-        self.drafting[row] = drafting_allowed(extra)
+        self.drafting[row] = drafting_allowed(extra) and (self.verified or not needs_single_tokens(params))
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
-        self.several_at_once[row] = not needs_single_tokens(params)
         limit = getattr(params, "max_tokens", None)
         self.max_tokens[row] = np.iinfo(np.int32).max if limit is None else limit
         alone = params is not None and (params.seed is not None or bool(params.structured_outputs))

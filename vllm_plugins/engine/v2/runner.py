@@ -83,7 +83,7 @@ class DraftingRunnerMixin:
         else:
             output = self._sample_without_drafting(*args, **kwargs)
         if output is not None:
-            self.speculator.host.take_counts()
+            self.speculator.take_counts()
             self.speculator.counters.attach(output.model_runner_output)
         return output
 

@@ -21,6 +21,7 @@ from vllm_ppd.vllm_plugins.engine.host import DraftingHost, buckets
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import Setting
 from vllm_ppd.vllm_plugins.engine.v2.lookup import Lookup
+from vllm_ppd.vllm_plugins.engine.v2.unverified import UnverifiedDrafts
 
 logger = logging.getLogger("vllm.vllm_ppd")
 
@@ -41,13 +42,16 @@ class Speculator(DraftModelSpeculator):
             device,
             rows=self.max_num_reqs,
             num_drafts=self.num_speculative_steps,
-            sampled=self.config.draft_sample_method == "probabilistic",
+            sampled=self.config.draft_sample_method == "probabilistic" or not self.config.verify,
             keyed=True,
             confidence=self.draft_token_confidence_probs if self.enable_adaptive_verification else None,
         )
         self.draft_tokens, self.lookup = self.host.draft_tokens, None
         if (shortest := self.config.prompt_lookup_min) is not None:
             self.lookup = Lookup(shortest, self.max_num_reqs, self.num_speculative_steps, req_states, device)
+        self.unverified: UnverifiedDrafts | None = None
+        if not self.config.verify:
+            self.unverified = UnverifiedDrafts(self.max_num_reqs, device)
         self.graphs: CudaGraphManager | None = None  # vLLM reads such attributes to measure their memory
         self.sampled_graphs: CudaGraphManager | None = None
 
@@ -191,7 +195,11 @@ class Speculator(DraftModelSpeculator):
         looked_up = None
         if self.lookup is not None:
             looked_up = self.lookup.find(self.host.staging.rows[:requests])
-        self.host.draft_on_device(requests, sampled, looked_up)
+        drafts = self.host.draft_on_device(requests, sampled, looked_up)
+        if self.unverified is not None:
+            staging = self.host.staging
+            max_drafts = staging.setting(Setting.MAX_DRAFTS, requests)
+            self.unverified.store(staging.rows[:requests], drafts, max_drafts)
 
     def _stage_context(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Stage the latest tokens, newest first, -1 for missing ones."""
@@ -200,12 +208,20 @@ class Speculator(DraftModelSpeculator):
         tokens = states.all_token_ids.gpu[rows[:, None], at.clamp(min=0)].long()
         out.copy_(torch.where(at < 0, -1, tokens))
 
+    def take_counts(self) -> None:
+        """Add the device's counts to ours."""
+        self.host.take_counts()
+        if self.unverified is not None:
+            self.counters.add("unverified_tokens", self.unverified.emitted.take())
+
     def unusable(self, batch: Any) -> torch.Tensor | None:
         """Which of the step's logits belong to drafts that their request must not use: [logits] bool; None: none.
 
         Only requests that opted out must not use theirs. Drafts that the method does not propose are verified, too, as
         vLLM schedules one number for a batch, and accepted if they are right.
         """
+        if self.unverified is not None:
+            return self.unverified.beyond(batch)
         options = self.host.options
         if options.drafting[batch.idx_mapping_np].all():
             return None

@@ -80,6 +80,9 @@ class Verification(RejectionSampler):
                 is_drafting=False, use_fp64=self.sampler.use_fp64_gumbel,
             )  # fmt: skip
         self._compiled = True
+        unverified = self.speculator.unverified
+        if unverified is not None:
+            drawn = unverified.emit(drawn, verify_draft_sampled, expanded_local_pos)
         width = self.num_speculative_steps + 1
         sampled, num_sampled = chosen(accept_drawn, drawn)(drawn, verify_draft_sampled, cu_num_logits, width)
         return processed_logits, sampled, num_sampled

@@ -48,7 +48,7 @@ class NGramEmission:
         proposer = self.proposer
         emitted, request_rows = proposer.batch.emitting, proposer.request_rows
         most, _ = proposer.planner.allowed_drafts(emitted, request_rows)
-        rows = np.flatnonzero(most * proposer.host.options.several_at_once[request_rows])
+        rows = np.flatnonzero(most)
         if not len(rows):
             return output
         n = self.drafter.drafts + 1

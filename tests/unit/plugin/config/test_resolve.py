@@ -42,7 +42,6 @@ def test_v2_where_vllm_takes_it() -> None:
     [
         ({"method": "ppd"}, 2, "pipeline parallelism"),
         ({"method": "paradecode", "schedule": "parallel"}, 1, "schedule: parallel"),
-        ({"method": "dynamo", "verify": False}, 1, "verify: false"),
         ({"method": "ppd", "exit_layer": [2, 4]}, 1, "several exit layers"),
     ],
 )
