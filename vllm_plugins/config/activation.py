@@ -153,9 +153,12 @@ def _resolved(
     refuse(of_target(options, model_config, parallel_config, args))
     heads = None if options.model is None else _checked_heads(options, model_config)
     config = resolve(
-        options, model_config.hf_text_config.num_hidden_layers, heads, parallel_config.pipeline_parallel_size,
-        Runners.of_platform(), model_config.is_multimodal_model,
-    )  # fmt: skip
+        options,
+        model_config.hf_text_config.num_hidden_layers,
+        heads,
+        parallel_config.pipeline_parallel_size,
+        Runners.of_platform(),
+    )
     refuse(of_scheduling(config, args))
     return config
 

@@ -52,7 +52,6 @@ def resolve(
     heads: HeadsConfig | None = None,
     stages: int = 1,
     runners: Runners = V1_ALONE,
-    multimodal: bool = False,
 ) -> DraftingConfig:
     """Fill in values that depend on the target (L layers), the heads, the pipeline stages and vLLM's model runners.
 
@@ -79,7 +78,6 @@ def resolve(
 
     exits = values["exit_layer"] if stages == 1 else None
     v1_alone = {
-        "a multimodal target": multimodal and method.cuts,
         "pipeline parallelism": stages > 1,
         "schedule: parallel": options.schedule == "parallel",
         "several exit layers": len(exits or ()) > 1,

@@ -80,7 +80,9 @@ class FirstStackPasses:
             set_forward_context(self.metadata, self.vllm_config, num_tokens=requests, slot_mapping=slots),
         ):
             # Compiled stacks have no guards: ids must look exactly as vLLM's own do.
-            return self.cut.stacks[0](inputs.input_ids[:requests], positions)
+            input_ids = inputs.input_ids[:requests]
+            state: CutState = self.cut.start(self.cut.stacks[0], input_ids, positions, self.cut.embeddings(input_ids))
+            return state
 
     def _bring_up_to_date(self, offset: int, requests: int, mappings: torch.Tensor) -> None:
         """Metadata of the next pass, made once per step unless a backend's cannot be updated in place."""

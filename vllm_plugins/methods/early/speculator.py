@@ -114,8 +114,9 @@ class DeferredKVSpeculator(Speculator):
             batch.num_tokens_after_padding,
             on_device,
         )
-        # With adaptive verification the device alone knows where each request's tokens are.
-        self.deferred.begin_step(step, may_mix=not adaptive)
+        # With adaptive verification the device alone knows where each request's tokens are. Token IDs do not describe
+        # the content of a multimodal prompt.
+        self.deferred.begin_step(step, may_mix=not adaptive and not self.cut.embedded)
         if self.deferred.mode == "mixed":
             self.passes.begin_step(batch)
 
