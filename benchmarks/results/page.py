@@ -103,7 +103,8 @@ def _runs(body: Callable[[Measured], str], legend: str) -> Section:
 
 def acceptances(path: Path, data: dict[str, Any]) -> str:
     everything = stored(path)
-    commands = list(dict.fromkeys(_source(measured.run) for measured in everything))
+    runs = [run for measured in everything for run in (*measured.earlier, measured.run)]
+    commands = list(dict.fromkeys(map(_source, runs)))
     return "\n\n".join([*(f"{command}." for command in commands), acceptance.report(everything)])
 
 
