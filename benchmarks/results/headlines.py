@@ -93,8 +93,8 @@ def _prompts(measured: Measured) -> str:
     counts = []
     for (size,) in sorted(measured.places("batch")):
         turns = [row["turns"] for row in rows_of(measured) if row["batch"] == size and row["contender"] != BASE]
-        counts.append(f"{size * min(turns)} at batch {size}")
-    return f"prompts: {', '.join(counts)}"
+        counts.append(f"{size * min(turns)}{'' if counts else ' prompts'} at batch {size}")
+    return ", ".join(counts)
 
 
 def group(runs: list[Measured]) -> str:
