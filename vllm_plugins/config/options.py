@@ -75,7 +75,7 @@ class DraftingOptions(BaseModel):
     eps_b: Share | None = Field(
         None,
         le=1,
-        description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
+        description="back-off threshold of the joint (DynaMo, section 3.2.2): 0 drafts all tokens, 1 none (default: "
         "what the heads recommend); requests may set their own with vllm_xargs ppd_eps_b",
     )
     verify: bool = Field(

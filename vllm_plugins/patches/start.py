@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
@@ -33,7 +34,7 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        logger.info("vllm-ppd: %s", config.summary())
+        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.own_version())
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted as DynaMo's heads sample them, "

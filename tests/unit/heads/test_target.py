@@ -68,7 +68,7 @@ def test_a_target_that_is_nowhere(tiny_model: Factory, tmp_path: Path, capsys: A
         EngineArgs(model=str(folder)).create_engine_config()
     assert main(["inspect", str(folder)]) == 0
     assert (
-        "target 'some/old/path' is not on this disk, so it was not compared (give --target DIR)"
+        "not compared with its target 'some/old/path', which is not on this disk (give --target DIR)"
         in capsys.readouterr().out
     )
     assert main(["inspect", str(folder), "--target", str(tiny_model())]) == 0
