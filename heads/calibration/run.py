@@ -120,8 +120,12 @@ def _complete(calibration: Calibration) -> None:
     """Store what published heads lack: their target, and the counts of the data's tokens."""
     target, config, folder = calibration.target, calibration.config, Path(calibration.options.heads)
     counts = torch.zeros(target.vocab_size, dtype=torch.int64)
-    for ids in Documents(calibration.options.data, lambda: target.tokenizer, report=False).token_ids():
-        counts += torch.from_numpy(np.bincount(np.array(ids, np.int64), minlength=target.vocab_size))
+    documents = Documents(calibration.options.data, lambda: target.tokenizer, report=False, by_answer=True)
+    for document in documents.tokens():
+        ids = np.array(document.ids, np.int64)
+        if document.mask is not None:
+            ids = ids[np.array(document.mask, np.bool_)]
+        counts += torch.from_numpy(np.bincount(ids, minlength=target.vocab_size))
     write_tensors(folder / COUNTS_NAME, {"token_counts": counts}, {"format": "pt"})
     known = target.description() | {"token_counts": True, "verifier": stored_name(target.name, folder)}
     known["target"] = known["target"].model_dump()

@@ -5,6 +5,7 @@ Each head learns the text's token at its position, the target's own distribution
 """
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,10 @@ class DynaMoRecipe(HeadsRecipe):
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options, count = self.options, len(store.starts["train"])
         if options.mask_entries:
-            documents = Bar(store.documents(), "counting n-grams", count, unit=" documents", mininterval=1)
+            documents = Bar(store.responses(), "counting n-grams", count, unit=" documents", mininterval=1)
+            chunks = itertools.chain.from_iterable(documents)
             self.cooccurrence = CoOccurrence.from_tokens(
-                documents, self.target.vocab_size, options.tokens, options.mask_entries
+                chunks, self.target.vocab_size, options.tokens, options.mask_entries
             )
         super().prepare_output(store, folder)
 
