@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat rendered by the model's chat template: the text, the prompt to answer, and the responses as they are written."""
+"""A chat rendered by the model's chat template: the text, the prompt to answer, and what of it the model writes."""
 
 from __future__ import annotations
 

@@ -58,6 +58,10 @@ class DynaMoRecipe(HeadsRecipe):
         self.cooccurrence: CoOccurrence | None = None
 
     @property
+    def reach(self) -> dict[str, int]:
+        return {f"head {token}": token for token in range(2, self.options.tokens + 1)}
+
+    @property
     def reads(self) -> Reads:
         return Reads(stem=True, top_k=self.options.distillation_top_k if self.options.distillation else 0)
 
@@ -137,7 +141,7 @@ class DynaMoRecipe(HeadsRecipe):
 
         heads = range(1, self.options.tokens + 1)
         distilled = {f"head {i} distilled_nats": mean("distilled", i) for i in heads if f"distilled.{i}" in counts}
-        return {f"head {i} nats": mean("nll", i) for i in heads} | distilled
+        return {f"head {i} nats": mean("nll", i) for i in heads if f"nll.{i}" in counts} | distilled
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options, count = self.options, len(store.starts["train"])

@@ -49,6 +49,11 @@ class Recipe(nn.Module, ABC):
         return None
 
     @property
+    def reach(self) -> dict[str, int]:
+        """How many tokens of a response in a row each trained part needs to learn from them, by the part's name."""
+        return {"the heads": 1}
+
+    @property
     def reads(self) -> Reads:
         """What this kind of heads reads of the frozen target, in addition to its final states."""
         return Reads()
@@ -86,7 +91,7 @@ class Recipe(nn.Module, ABC):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         """The loss to minimise (a mean over the tokens that count), and counts for summary().
 
-        Outside of training the counts include accepted_counts.
+        Outside of training the counts include accepted_counts. They are empty if no token counts.
         """
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -99,7 +104,7 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        """Readable figures from the summed counts."""
+        """Readable figures from the summed counts, which may lack parts of which nothing counts."""
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """The optimiser's parameter groups; `peak` is each group's highest learning rate."""

@@ -31,6 +31,7 @@ FILES = tuple(f"{split}.tokens" for split in SPLITS)
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; document's first
 NAME = "tokens.json"  # describes the data of the token files next to it, with their hashes
 SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
+LOOKED_AT = 16  # windows at once
 FORMAT = 5  # of token files: incremented when the same data is stored differently
 
 
@@ -137,14 +138,23 @@ class TokenStore:
                     f"the data holds {len(tokens)} {words} tokens, but a window needs {length}; "
                     "give more data, or a smaller --sequence-length"
                 )
-            if not tokens["counted"].any():
+            if split == "train" and not tokens["counted"].any():
                 raise TrainingError(
-                    f"no {words} token belongs to a response; give data with responses, or --train-on-prompts"
+                    "no token to train on belongs to a response; give data with responses, or --train-on-prompts"
                 )
             self.tokens[split], self.starts[split] = tokens, np.flatnonzero(tokens["begins"])
 
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
+
+    def has_rows(self, split: str, ahead: int, windows: int | None = None) -> bool:
+        """Whether any of the first windows (None: of all) has so many tokens in a row that count."""
+        windows = self.num_windows(split) if windows is None else windows
+        for start in range(0, windows, LOOKED_AT):
+            batch = self.batch(split, range(start, min(start + LOOKED_AT, windows)))
+            if batch.ahead(ahead)[1].any():
+                return True
+        return False
 
     def batch(self, split: str, windows: Sequence[int], shifts: Sequence[int] = ()) -> Batch:
         """Windows of a split.

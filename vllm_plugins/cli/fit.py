@@ -127,8 +127,9 @@ class Fit:
             loop.train(CPOptions(**chosen | {"license": self.options.license}))
         shutil.rmtree(self.out / WORK, ignore_errors=True)
         facts = provenance_of(self.out)
-        accepted = facts.held_out_after["accepted_a_step"]
-        self.stage.status = f"{facts.steps:,} steps; held out {accepted:.3f} greedy drafts accepted per step"
+        accepted = facts.held_out_after.get("accepted_a_step")
+        shown = "" if accepted is None else f"; held out {accepted:.3f} greedy drafts accepted per step"
+        self.stage.status = f"{facts.steps:,} steps{shown}"
 
     def _training(self) -> dict[str, Any]:
         """Options of the training that fits the time, by measured speeds."""
