@@ -18,7 +18,7 @@ from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.card import shown_target, write_card
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.files import expand
-from vllm_ppd.heads.errors import HeadsError, MissingFile
+from vllm_ppd.heads.errors import HeadsError, MissingFile, TrainingError
 from vllm_ppd.heads.files import check_is_folder, digest_of_value, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensors, parts_of, save_config
@@ -62,6 +62,10 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
         config, options.heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
         num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder),
     )  # fmt: skip
+    if target.max_length is not None and options.new_tokens >= target.max_length:
+        raise TrainingError(
+            f"--new-tokens {options.new_tokens} leave no prompt of the model's {target.max_length} tokens"
+        )
     return Calibration(options, config, tensors, target)
 
 

@@ -148,8 +148,9 @@ class DynaMoRecipe(HeadsRecipe):
         if options.mask_entries:
             documents = Bar(store.responses(), "counting n-grams", count, unit=" documents", mininterval=1)
             chunks = itertools.chain.from_iterable(documents)
+            vocab_size = self.target.vocab_size
             self.cooccurrence = CoOccurrence.from_tokens(
-                chunks, self.target.vocab_size, options.tokens, options.mask_entries
+                chunks, vocab_size, options.tokens, options.mask_entries, store.token_counts(vocab_size).numpy()
             )
         super().prepare_output(store, folder)
 

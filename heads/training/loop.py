@@ -113,9 +113,11 @@ def _prepared(
         raise TrainingError(
             f"--patience {options.patience} needs --evaluate-every; give the number of steps between evaluations"
         )
+    full = getattr(options, "recipe", None) == "full"
+    if full and options.states_cache is not None:
+        raise TrainingError("--states-cache needs a frozen target, but --recipe full trains it; omit one of them")
     if processes.is_main_process:
         say(f"vllm-ppd: loading {options.model}")
-    full = getattr(options, "recipe", None) == "full"
     # The full recipe's updates of the base model are too small for bfloat16.
     dtype = torch.float32 if full else getattr(torch, options.precision)
     target = Target(options.model, processes.device, dtype, options.trust_remote_code, trainable=full)
@@ -125,6 +127,7 @@ def _prepared(
         )
     torch.manual_seed(options.seed)
     recipe = make(options, target)
+    recipe.check()
     work.mkdir(parents=True, exist_ok=True)
 
     def make_store() -> TokenStore:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.card import write_card
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.files import first_problem, write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
@@ -39,6 +41,14 @@ class Recipe(nn.Module, ABC):
         super().__init__()
         self.options, self.target = options, target  # options: the TrainingOptions of the kind
         self.cache: StatesCache | None = None  # set by the loop if states are cached
+
+    def check(self) -> None:
+        """Refuse what could not be written at the end of a run (nothing by default).
+
+        Raises:
+            TrainingError: on options or a target of which no heads can be written.
+        """
+        return None
 
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Prepare from the data before a run's first step, or before it continues (nothing by default).
@@ -136,6 +146,14 @@ class HeadsRecipe(Recipe):
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         if self.full:
             self.target.save(folder / "base")
+
+    def check(self) -> None:
+        try:
+            self.config()
+        except ValidationError as error:
+            raise TrainingError(
+                f"no heads of this model can be written with these options: {first_problem(error)}"
+            ) from None
 
     @abstractmethod
     def config(self) -> HeadsConfig:

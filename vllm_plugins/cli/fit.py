@@ -40,6 +40,8 @@ def run(options: FitOptions) -> int:
     out, folder = Path(options.out), Path(f"{options.out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(f"--out {place(out)} already holds heads; delete it or give another folder")
+    with writing_folder(out):  # which training needs to write later
+        pass
     with writing_folder(folder, "the work folder"):
         files = [file.model_dump() for file in data_files(options.prompts)]
         state = State(folder, options.essence() | {"prompts": files})

@@ -221,6 +221,10 @@ def test_stopped_calibration_goes_on(heads: Factory, data: Path, monkeypatch: py
         (("--prompts", "100000"), "but 100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
         (("--temperature", "0"), "--temperature 0: input should be greater than 0"),
+        (("--batch-sizes", "4,0"), "--batch-sizes 0: input should be greater than or equal to 1"),
+        (("--batch-sizes", ","), "--batch-sizes (): tuple should have at least 1 item"),
+        (("--eps", "0.5,2"), "--eps 2: input should be less than or equal to 1"),
+        (("--new-tokens", "512"), "--new-tokens 512 leave no prompt of the model's 512 tokens"),
     ],
 )
 def test_bad_input(heads: Factory, data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:

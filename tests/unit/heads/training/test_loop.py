@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
-from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.kinds import KINDS, recipe_of
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training import recipe as training_recipe
 from vllm_ppd.heads.training.checkpoint import FACTS, STATE, WORK, read_facts
@@ -35,11 +35,11 @@ Command = Callable[..., list[str]]
 
 
 def losses(folder: Path, key: str) -> tuple[float, float]:
-    """A figure on held-out text before and after."""
-    facts = json.loads((folder / "provenance.json").read_text())
+    """A figure on held-out text before the first step and after the last, whichever of these weights are better."""
+    points = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    evaluated = [point["held_out"] for point in points if "held_out" in point]
     figures = []
-    for when in ("before", "after"):
-        value: Any = facts[f"held_out_{when}"]
+    for value in (evaluated[0], evaluated[-1]):
         for part in key.split("/"):
             value = value[part]
         figures.append(value)
@@ -184,6 +184,13 @@ def test_a_target_that_is_trained_is_judged_by_its_loss(train: Train, monkeypatc
     assert all("accepted_a_step" in evaluation.figures for evaluation in seen)
 
 
+def test_four_tokens_of_a_large_vocabulary(train: Train, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "model", vocab_size=128_256, num_hidden_layers=2)
+    folder = train("dynamo", model, tokens=4, steps=2, evaluation_tokens=64)
+    assert check_folder(folder).kind == "dynamo"
+    assert load_file(folder / "model.safetensors")["cooccurrence.4.keys"].numel() == 50
+
+
 def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
@@ -272,6 +279,17 @@ def test_bad_input_is_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert not (tmp_path / "heads" / "config.json").exists()
+
+
+def test_heads_that_could_not_be_written_are_refused_at_the_start(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_of("early"), "config", lambda self: KINDS["early"].model_validate({}))
+    monkeypatch.setattr(loop, "evaluate", None)
+    with pytest.raises(TrainingError, match="no heads of this model can be written with these options: "):
+        train()
+    with pytest.raises(TrainingError, match="--states-cache needs a frozen target, but --recipe full trains it"):
+        train("dynamo", recipe="full", states_cache="there")
 
 
 def test_folder_of_something_else_is_kept(train: Train, tmp_path: Path) -> None:
