@@ -43,9 +43,13 @@ class Documents:
     """
 
     def __init__(
-        self, data: Sequence[str | Path], tokenizer: Callable[[], Any], report: bool = True, system: str | None = None,
+        self,
+        data: Sequence[str | Path],
+        tokenizer: Callable[[], Any],
+        report: bool = True,
+        system: str | None = None,
         by_answer: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.files, self._load, self._report, self._system = expand(data), tokenizer, report, system
         self._by_answer = by_answer
         self.count = 0  # records read
@@ -121,9 +125,7 @@ class Documents:
                 mask = _mask(document.responses, where or [], len(ids))
             yield replace(document, ids=list(ids), mask=mask, prompt_ids=asked)
 
-    def _by_piece(
-        self, document: Document, ids: list[int], settings: dict[str, Any]
-    ) -> tuple[list[int], list[bool]]:  # fmt: skip
+    def _by_piece(self, document: Document, ids: list[int], settings: dict[str, Any]) -> tuple[list[int], list[bool]]:
         """Token ids and mask from a tokenizer that does not say where its tokens are in the text.
 
         Args:

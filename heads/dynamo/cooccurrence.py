@@ -35,9 +35,13 @@ class CoOccurrence:
 
     @classmethod
     def from_tokens(
-        cls, chunks: Iterable[np.ndarray], vocab_size: int, order: int, max_entries: int | None = None,
+        cls,
+        chunks: Iterable[np.ndarray],
+        vocab_size: int,
+        order: int,
+        max_entries: int | None = None,
         unigram: np.ndarray | None = None,
-    ) -> CoOccurrence:  # fmt: skip
+    ) -> CoOccurrence:
         """Count the n-grams of a stream of documents; no n-gram crosses the end of a chunk.
 
         Args:
@@ -92,9 +96,14 @@ class CoOccurrence:
             bounds.append(bounds[-1] + len(ratio) + 1)
         columns = self.digits.columns(self.vocab_size)
         return Ngrams(
-            torch.cat(keys), torch.cat(ratios), torch.tensor(bounds), tuple(bounds), self.digits.base, self.vocab_size,
+            torch.cat(keys),
+            torch.cat(ratios),
+            torch.tensor(bounds),
+            tuple(bounds),
+            self.digits.base,
+            self.vocab_size,
             None if columns is None else torch.from_numpy(columns),
-        )  # fmt: skip
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, in the smallest types that hold them."""

@@ -77,17 +77,21 @@ THOUGHT = {"role": "assistant", "content": "<think>\nhm</think>ho"}
     [
         (FORGETFUL, [USER, ANSWER], ["<user>hi<assistant>"], ["so: ho ho"]),
         (
-            FORGETFUL, [USER, ANSWER, OTHER, LAST],
-            ["<user>hi<assistant>", "<user>hi<assistant>ho ho<user>more?<assistant>"], ["so: ho ho", "so: no"],
+            FORGETFUL,
+            [USER, ANSWER, OTHER, LAST],
+            ["<user>hi<assistant>", "<user>hi<assistant>ho ho<user>more?<assistant>"],
+            ["so: ho ho", "so: no"],
         ),
         (FORGETFUL, [USER, ANSWER, OTHER], ["<user>hi<assistant>"], ["so: ho ho"]),
         (OPENING, [USER, THOUGHT], ["<user>hi<assistant><think>\n"], ["hm</think>ho<|end|>"]),
         (
-            OPENING, [USER, ANSWER, OTHER, THOUGHT],
-            ["<user>hi<assistant>ho ho<|end|><user>more?<assistant><think>\n"], ["hm</think>ho<|end|>"],
+            OPENING,
+            [USER, ANSWER, OTHER, THOUGHT],
+            ["<user>hi<assistant>ho ho<|end|><user>more?<assistant><think>\n"],
+            ["hm</think>ho<|end|>"],
         ),
     ],
-)  # fmt: skip
+)
 def test_a_chat_whose_template_rewrites_turns_is_split(
     tmp_path: Path, template: str, messages: list[Any], prompts: list[str], expected: list[str]
 ) -> None:
@@ -197,8 +201,10 @@ def test_answers_to_the_same_prompt_are_on_the_same_side(tmp_path: Path) -> None
     path = write(tmp_path / "chats.jsonl", *({"messages": messages[: 2 + i % 3]} for i, messages in enumerate(chats)))
     ids = [{"prompt_token_ids": [40 + i % 50, 41], "token_ids": [90 + i % 7, 0]} for i in range(200)]
     for name, data, template in (
-        ("whole", path, TEMPLATE), ("split", path, FORGETFUL), ("ids", write(tmp_path / "ids.jsonl", *ids), TEMPLATE),
-    ):  # fmt: skip
+        ("whole", path, TEMPLATE),
+        ("split", path, FORGETFUL),
+        ("ids", write(tmp_path / "ids.jsonl", *ids), TEMPLATE),
+    ):
         made = TokenStore(tmp_path / name, [data], templated(template), tiny.VOCAB, 0.3, 16)
         prompts = {}
         for split in ("train", "held_out"):
