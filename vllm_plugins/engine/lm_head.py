@@ -153,6 +153,11 @@ class CopiedLMHead(LMHead):
         self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
         self.unembedding, self.bias = PackedLinear(shard, vllm_config, device), bias
 
+    def load(self, shard: torch.Tensor, bias: torch.Tensor) -> None:
+        """Replace the shard and its bias by others of their shapes."""
+        self.unembedding.load(shard)
+        self.bias.copy_(bias)
+
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         logits = self.unembedding(hidden) + self.bias
         return self.gather(logits) if gather else logits
