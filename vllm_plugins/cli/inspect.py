@@ -62,8 +62,9 @@ def _check(config: Any, folder: str, target: str) -> str:
     """The server's checks against a target on this disk."""
     from vllm_ppd.heads.target import check_on_disk
 
-    if check_on_disk(config, folder, target):
-        return f"yes, with {target}"
+    weights = check_on_disk(config, folder, target)
+    if weights is not None:
+        return f"yes, with {target}" + (f" ({weights})" if weights else "")
     if not target:
         return "the folder is valid; it does not name its target, so it was not compared (give --target DIR)"
     return f"the folder is valid; target {target!r} is not on this disk, so it was not compared (give --target DIR)"
