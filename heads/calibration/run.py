@@ -45,7 +45,7 @@ def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.T
     name = options.model or find_target(config.verifier, options.heads)
     if options.model is None:
         check_reachable(name, options.heads, "give its folder with --target")
-    check_on_disk(config, options.heads, name, options.trust_remote_code)
+    check_on_disk(config, options.heads, name, options.trust_remote_code, strict=True)
     return config, tensors, name
 
 
@@ -61,7 +61,7 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     target = Target(name, device_of(options.device), dtype, options.trust_remote_code)
     check_target(
         config, options.heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder),
+        num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder), strict=True,
     )  # fmt: skip
     if target.max_length is not None and options.new_tokens >= target.max_length:
         raise TrainingError(

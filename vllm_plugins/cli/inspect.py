@@ -66,8 +66,9 @@ def _check(config: Any, folder: str, target: str, named: bool) -> str:
     """The server's checks against a target on this disk; named: whether --target names it."""
     from vllm_ppd.heads.target import check_on_disk
 
-    if check_on_disk(config, folder, target):
-        return f"yes, with {target}"
+    weights = check_on_disk(config, folder, target)
+    if weights is not None:
+        return f"yes, with {target}" + (f" ({weights})" if weights else "")
     if not target:
         return f"{NOT_COMPARED}, which it does not name (give --target DIR)"
     instead = "" if named else " (give --target DIR)"

@@ -130,6 +130,9 @@ class DraftPlanner:
         drafts *= emitted & options.drafting[request_rows]
         if able is not None:
             drafts[~able] = 0
+        if options.thinking_budget[request_rows].any():
+            # vLLM's V1 budgets count rejected drafts, and force the end of a thought in rows of other requests' drafts.
+            drafts[:] = 0
         if config.disable_by_batch_size is not None and batch.num_requests > config.disable_by_batch_size:
             drafts[:] = 0
         if config.max_drafting_requests is not None:

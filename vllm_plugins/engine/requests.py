@@ -44,6 +44,7 @@ class RequestOptions:
         self.drafting = np.zeros(rows, dtype=bool)  # False if the request opted out
         self.is_greedy = np.zeros(rows, dtype=bool)
         self.several_at_once = np.zeros(rows, dtype=bool)  # whether unverified n-grams are allowed
+        self.thinking_budget = np.zeros(rows, dtype=bool)  # whether the request has one
         self.max_tokens = np.zeros(rows, dtype=np.int64)
         # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
@@ -59,6 +60,7 @@ class RequestOptions:
         extra = getattr(params, "extra_args", None)
         threshold = back_off_threshold(extra)
         self.drafting[row] = drafting_allowed(extra)
+        self.thinking_budget[row] = getattr(params, "thinking_token_budget", None) is not None
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
         self.several_at_once[row] = not needs_single_tokens(params)
         limit = getattr(params, "max_tokens", None)
