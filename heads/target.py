@@ -109,7 +109,7 @@ def fingerprint(model_folder: str | Path) -> TargetFingerprint:
     )
 
 
-def tokenizer_hashes(file: Path) -> dict[str, str | None]:
+def tokenizer_hashes(file: Path) -> dict[str, Any]:
     """The tokenizer's fields of a fingerprint, from a tokenizer.json."""
     content = file.read_bytes()
     return {"tokenizer": hashlib.sha256(content).hexdigest(), "vocabulary": _vocabulary_hash(content)}

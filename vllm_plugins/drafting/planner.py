@@ -40,6 +40,7 @@ class Options(Protocol):
     """The requests' options that planning reads; arrays have an entry per request row."""
 
     drafting: np.ndarray
+    thinking_budget: np.ndarray
     is_greedy: np.ndarray
     max_tokens: np.ndarray
 
