@@ -20,6 +20,10 @@ SECOND_WORD = 0x9E3779B9  # where the hash of the upper 32 bits of 64 begins
 # Noise is within (-2.82, 22.9) from 32 bits, and within (-3.63, 36.8) from 53.
 RANGE_32 = 26.0
 RANGE_53 = 41.0
+# From how many tokens on those that cannot win are left out by their random bits, before any logarithm.
+MANY = 2048
+FIRST_STEP = 64  # one of so many tokens gives a first sum to beat
+SLACK = 1e-3  # for the rounding of sums
 SERIES_BELOW = np.float32(0.25)
 ALMOST_ZERO = np.float32(2.0**-24)
 
@@ -91,8 +95,32 @@ def gumbel_sample(
         position = int(positions[row])
         if IS_DRAFTING:
             position += DRAFT_SALT
+        if len(candidates) > MANY and not USE_FP64:
+            candidates = contenders(values, candidates, int(drawn[row]), int(seeds[rows_np[row]]), position)
         sums = values[candidates] + noise(int(seeds[rows_np[row]]), position, candidates, vocab_size)
         drawn[row] = candidates[sums.argmax()]
+
+
+def contenders(
+    values: np.ndarray,  # [V] float32
+    candidates: np.ndarray,  # [tokens]
+    best: int,
+    seed: int,
+    position: int,
+) -> np.ndarray:
+    """The candidates whose sums with noise in float32 may be the greatest: [fewer tokens].
+
+    The noise is -log(-log(1 - u)) <= -log(u), so a sum reaches s only if u <= exp(logit - s).
+    """
+    vocab_size = len(values)
+    some = np.append(candidates[::FIRST_STEP], best)
+    reached = (values[some] + noise_32(seed, position, some, vocab_size)).max()
+    if not np.isfinite(reached):
+        return candidates
+    limits = np.exp(values[candidates] - (reached - np.float32(SLACK)))
+    limits *= np.float32(2.0**32)
+    bits = hashes(seed, position, candidates, vocab_size)
+    return candidates[bits.astype(np.float32) <= limits]
 
 
 def noise_32(seed: int, position: int, token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
