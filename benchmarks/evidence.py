@@ -4,9 +4,10 @@
     python -m vllm_ppd.benchmarks.evidence --data FOLDER            # all parts; or make evidence ARGS='--data FOLDER'
     python -m vllm_ppd.benchmarks.evidence --data FOLDER --only group serve
 
-FOLDER has spec_bench.jsonl: questions of Spec-Bench, one per line, as chats with a `category`. A part is measured in
-build/evidence, where a stopped part continues, and becomes a result once it is complete without a fault; parts whose
-results are of the current code are skipped. Minutes are for two cores of an AMD EPYC.
+FOLDER has spec_bench.jsonl: questions of Spec-Bench (384 in the stored results), one per line, as chats with a
+`category`. A part is measured in build/evidence, where a stopped part continues, and becomes a result once it is
+complete without a fault; parts whose results are of the current code are skipped. Minutes are estimates; the stored
+results are of two cores of an Intel Xeon.
 """
 
 import argparse
@@ -73,16 +74,25 @@ def parts(data: str) -> dict[str, Part]:
     also = [f"paradecode{name}={json.dumps(config)}" for name, config in paradecode.items()]
     ranks = [f"build/smollm/heads/{name}" for name in ("none-r1", "none-r3", "chain-r1", "chain-r3",
                                                        "recurrent-r1", "recurrent-r3", "recurrent-r8")]  # fmt: skip
-    group = ["--model", f"{INFLATED}/model", "--heads", f"{INFLATED}/heads/early", "--group", "1,2,3,4,5",
+    group = ["--model", f"{INFLATED}/model", "--heads", f"{INFLATED}/heads/early", "--group", "1,3,5",
              "--data", "build/corpus/validation.jsonl", "--dtype", "float32", "--kv-cache-gib", "0.25"]  # fmt: skip
-    steps = ["--contender", "vLLM=null"]
-    for name, options in {"cp": {}, "early": {"exit_layer": 1}, "dynamo": {"num_speculative_tokens": 2}}.items():
-        config = {"model": f"benchmarks/demo/heads/{name}"} | DRAFTS | options
-        steps += ["--contender", f"{name}={json.dumps(config)}"]
+    demo = {name: {"method": name, "model": f"benchmarks/demo/heads/{name}"} | DRAFTS for name in ("cp", "dynamo")}
+    no_drafts = {key: value for key, value in demo["cp"].items() if key != "adaptive"} | {"disable_by_batch_size": 1}
+    configs = {
+        "vLLM": None,
+        "EAGLE": {"method": "eagle", "model": "build/eagle", "num_speculative_tokens": 3},
+        "cp": demo["cp"],
+        "ppd, early heads": {"method": "ppd", "model": "benchmarks/demo/heads/early", "exit_layer": 1} | DRAFTS,
+        "dynamo": demo["dynamo"] | {"num_speculative_tokens": 2},
+        "cp and lookups": demo["cp"] | {"prompt_lookup_min": 2},
+        "cp, no drafts at batch 8": no_drafts,
+    }
+    steps = [word for name, config in configs.items() for word in ("--contender", f"{name}={json.dumps(config)}")]
+    some = [*PPD, "acceptance", *smollm, "--prompts", "130"]
     return {
         "paradecode": Part(20, [[*decode, "--plain", "none", "--also", *also, "--eager", "--new-tokens", "64",
                                  "--batch-sizes", "1", "--rounds", "26"]]),
-        "group": Part(30, [[*PPD, "decode", *group, "--rounds", "6", "--new-tokens", "96", "--batch-sizes", "1"]],
+        "group": Part(30, [[*PPD, "decode", *group, "--rounds", "5", "--new-tokens", "96", "--batch-sizes", "1"]],
                       groups_are_as_fast_as_promised),
         "cp_conditions": Part(30, [[*PPD, "acceptance", *smollm, "--prompts", "52", "--plain", "none",
                                     "--batch-sizes", "4", "--heads", *ranks]], greedy_text_is_vllms),
@@ -90,8 +100,8 @@ def parts(data: str) -> dict[str, Part]:
                             "--rounds", "2", "--new-tokens", "64", "--rates", "0.5,1", "--concurrencies", "1,4"]]),
         "smollm_decode": Part(60, [[*methods, "--temperatures", "0,0.8"],
                                    [*methods, "--temperatures", "0.6", "--top-p", "0.9"]]),
-        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "ngram", *ours, eagle, medusa]],
-                           greedy_text_is_vllms),
+        "acceptance": Part(75, [[*PPD, "acceptance", *smollm, "--plain", "none", "--heads", heads("cp")],
+                                [*some, "--plain", "ngram", *ours, eagle, medusa]], greedy_text_is_vllms),
         "gpu_steps": Part(10, [["-m", "vllm_ppd.benchmarks.gpu.steps", "--model", DEMO, "--engine",
                                 '{"kv_cache_memory_bytes": 1073741824}', *steps]], gpu=True),
         "soak": Part(40, [["-m", "vllm_ppd.benchmarks.soak.run", "--requests", "3000", "--folder", str(WORK / "soak")]],

@@ -49,8 +49,11 @@ class TargetFingerprint(BaseModel):
     same_values: frozenset[str] = Field(default=frozenset(), exclude=True)
     rounded: frozenset[str] = Field(default=frozenset(), exclude=True)
 
+    # Where these hashes were computed, to compare values.
+    folder: str | None = Field(default=None, exclude=True)
+
     def difference(self, target: TargetFingerprint) -> str | None:
-        """The first difference between the target of these heads and another one; None if there is none.
+        """What differs between the vocabulary of these heads' target and another one's; None if nothing does.
 
         Only hashes that both sides have are compared (a target that is not on this disk yet has none).
         """
@@ -60,12 +63,19 @@ class TargetFingerprint(BaseModel):
                 return "the hash of its vocabulary differs"
         elif self.tokenizer and target.tokenizer and self.tokenizer != target.tokenizer:
             return "the hash of its tokenizer differs"
+        return None
+
+    def other_weights(self, target: TargetFingerprint) -> str | None:
+        """How the LM head of these heads' target differs from another one's, as far as hashes tell; None if equal.
+
+        Compared as by `difference`.
+        """
         if not self.lm_head or not target.lm_head or self.lm_head in {target.lm_head, *target.same_values}:
             return None
         both = self.lm_head_bfloat16 is not None and self.lm_head_bfloat16 == target.lm_head_bfloat16
         if both or self.lm_head in target.rounded:
             return "the dtype of its lm_head differs (the values are equal when rounded to the narrower dtype)"
-        return "the hash of its lm_head differs"
+        return "its lm_head has other values (a fine-tune or another dtype)"
 
 
 class TargetLayers(BaseModel):

@@ -61,7 +61,8 @@ def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: str | No
     yield f"# {config.kind} heads for {name}"
     yield (
         "Small heads with which [vLLM](https://github.com/vllm-project/vllm) drafts tokens of the target model, "
-        "through the plugin `vllm-ppd`. The target verifies every draft, so its output distribution stays as it is."
+        "through the plugin `vllm-ppd`. The target verifies every draft, so the output keeps its distribution, up to "
+        "rounding."
     )
     sizes = f"hidden size {target.hidden_size}, vocabulary {target.vocab_size}"
     yield table(["property", "value"], [
@@ -70,7 +71,10 @@ def _blocks(config: HeadsConfig, facts: Provenance | None, calibration: str | No
         ["recommended drafts per step", config.num_speculative_tokens],
     ])  # fmt: skip
     yield "## Serving"
-    yield f"    vllm serve {name} --speculative-model HEADS          # this repository, or a folder with its files"
+    served = name if hub_name(config.verifier) else "TARGET"
+    yield f"    vllm serve {served} --speculative-model HEADS          # this repository, or a folder with its files"
+    if served != name:
+        yield f"TARGET is the folder that was `{name}` in training; these heads name no model on the Hub."
     yield "## Training"
     if facts is None:
         yield "Not known."

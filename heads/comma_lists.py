@@ -3,7 +3,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 
 def _split(value: Any) -> Any:
@@ -12,4 +12,5 @@ def _split(value: Any) -> Any:
 
 COMMAS = BeforeValidator(_split)
 Integers = Annotated[tuple[int, ...], COMMAS]
-Numbers = Annotated[tuple[float, ...], COMMAS]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1), COMMAS]
+Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_length=1), COMMAS]

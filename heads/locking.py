@@ -5,6 +5,7 @@ Readers take no lock. The kernel releases it with its process, so a kill leaves 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
@@ -18,6 +19,8 @@ from vllm_ppd.heads.errors import HeadsError
 from vllm_ppd.heads.quote import LONGEST_VALUE, place, shortened
 
 LONGEST_HOLDER = 150  # characters of a message's description of the writing process
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _locks: set[int] = set()  # descriptors of locks that this process holds
 
@@ -36,7 +39,8 @@ def writing_folder(folder: str | os.PathLike[str], named: str = "--out") -> Iter
 
     Raises:
         InUse: if another process is writing it.
-        OSError: if the folder cannot be made or written.
+        HeadsError: if it cannot be made or written.
+        OSError: if the disk is full.
     """
     folder = Path(folder)
     fresh = not folder.exists()
@@ -54,7 +58,7 @@ def writing_file(path: str | os.PathLike[str], named: str = "--out") -> Iterator
     """Become the only writer of a file; its folder is made if it is missing.
 
     Raises:
-        InUse, OSError: as writing_folder.
+        InUse, HeadsError, OSError: as writing_folder.
     """
     path = Path(path)
     real = path.resolve()
@@ -79,11 +83,16 @@ def _locked(lock: Path, what: str, kind: str) -> Iterator[None]:
 def _take(lock: Path, what: str, kind: str) -> int:
     """Take the lock and note the holder in the file; returns the descriptor that holds it."""
     while True:
-        lock.parent.mkdir(parents=True, exist_ok=True)
         try:
+            lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:  # the previous holder has removed the empty folder
             continue
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            reason = error.strerror or type(error).__name__
+            raise HeadsError(f"{what} cannot be written ({reason}); make it writable, or give another {kind}") from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -21,6 +21,7 @@ from vllm_ppd.heads.raw_tensors import raw_tensors, rounded
 
 # Heads read the LM head; if it is tied, the checkpoint stores the embedding only.
 LM_HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "model.embed_tokens.weight", "gpt_neox.embed_in.weight")
+TOKENIZER_NAME = "tokenizer.json"
 SAMPLED_ROWS = 64
 DTYPES = ("F32", "BF16", "F16")  # as safetensors names them; float32 holds their values exactly
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -100,13 +101,18 @@ def fingerprint(model_folder: str | Path) -> TargetFingerprint:
     is not float32, bfloat16 or float16.
     """
     folder = Path(model_folder)
-    tokenizer = folder / "tokenizer.json"
-    content = tokenizer.read_bytes() if tokenizer.is_file() else None
+    tokenizer = folder / TOKENIZER_NAME
     return TargetFingerprint(
-        tokenizer=None if content is None else hashlib.sha256(content).hexdigest(),
-        vocabulary=None if content is None else _vocabulary_hash(content),
+        **(tokenizer_hashes(tokenizer) if tokenizer.is_file() else {}),
         **_lm_head_hashes(folder),
+        folder=str(folder),
     )
+
+
+def tokenizer_hashes(file: Path) -> dict[str, Any]:
+    """The tokenizer's fields of a fingerprint, from a tokenizer.json."""
+    content = file.read_bytes()
+    return {"tokenizer": hashlib.sha256(content).hexdigest(), "vocabulary": _vocabulary_hash(content)}
 
 
 def _vocabulary_hash(tokenizer: bytes) -> str | None:
@@ -122,19 +128,27 @@ def _vocabulary_hash(tokenizer: bytes) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _lm_head_hashes(folder: Path) -> dict[str, Any]:
+def _sampled_rows(folder: Path) -> tuple[list[int], str, np.ndarray] | None:
+    """Shape and dtype of a model folder's LM head, and its first and last rows in float32; None if it has none."""
     files = _tensor_files(folder)
     name = next((name for name in LM_HEAD_NAMES if name in files), None)
     if name is None or not (folder / files[name]).is_file():
-        return {}
+        return None
     with safe_open(folder / files[name], framework="np") as file:
         rows = file.get_slice(name)
         shape, dtype = rows.get_shape(), rows.get_dtype()
     if dtype not in DTYPES:
-        return {}
+        return None
     stored = raw_tensors(folder / files[name], [name])[name]
     both_ends = np.concatenate([stored.bits[:SAMPLED_ROWS], stored.bits[max(0, shape[0] - SAMPLED_ROWS) :]])
-    sampled = stored._replace(bits=both_ends).float32()
+    return shape, dtype, stored._replace(bits=both_ends).float32()
+
+
+def _lm_head_hashes(folder: Path) -> dict[str, Any]:
+    sample = _sampled_rows(folder)
+    if sample is None:
+        return {}
+    shape, dtype, sampled = sample
 
     def digest(of: str, values: np.ndarray) -> str:
         return hashlib.sha256(f"{shape} {of}".encode() + values.tobytes()).hexdigest()
@@ -167,8 +181,20 @@ def check_target(
     vocab_size: int,
     num_hidden_layers: int,
     fingerprint: TargetFingerprint,
-) -> None:
-    """Refuse heads of another target, naming the field that differs.
+    strict: bool = False,
+) -> str | None:
+    """Refuse heads of a target with other sizes or another vocabulary, naming the field that differs.
+
+    Args:
+        config: of the heads.
+        folder: theirs.
+        hidden_size, vocab_size, num_hidden_layers: of the target at hand.
+        fingerprint: of the target at hand.
+        strict: whether to refuse other weights, too. Drafts of a fine-tune or of a copy in another dtype are verified,
+            so they need no refusal, but measurements belong to the target that the heads name.
+
+    Returns:
+        A sentence about other weights, for a warning; None if they are the same, or cannot be compared.
 
     Raises:
         HeadsError: on the first difference.
@@ -176,40 +202,70 @@ def check_target(
     sizes = {"hidden_size": hidden_size, "vocab_size": vocab_size, "num_hidden_layers": num_hidden_layers}
     differences = [
         f"{field} is {trained_for} there, but {value} in this model"
-        for field, value in sizes.items() if (trained_for := getattr(config.target, field)) not in (0, value)
-    ]  # fmt: skip
+        for field, value in sizes.items()
+        if (trained_for := getattr(config.target, field)) not in (0, value)
+    ]
     difference = differences[0] if differences else config.fingerprint.difference(fingerprint)
+    other = f"heads in {quoted(str(folder))} were trained for another target ({quoted(config.verifier)})"
     if difference:
-        other = f"heads in {quoted(str(folder))} were trained for another target ({quoted(config.verifier)})"
         raise HeadsError(f"{other}: {difference}; use the heads of this model")
+    weights = config.fingerprint.other_weights(fingerprint)
+    if weights is None:
+        return None
+    if strict:
+        raise HeadsError(f"{other}: {weights}; use the heads of this model")
+    return (
+        f"{other}: {weights}{_how_much(config, folder, fingerprint)}. Drafts are verified, so the output is right, but "
+        "fewer may be accepted than calibrated"
+    )
+
+
+def _how_much(config: HeadsConfig, folder: str | os.PathLike[str], target: TargetFingerprint) -> str:
+    """By how much two LM heads differ, in words, if the target that the heads name is on this disk, too."""
+    trained = find_target(config.verifier, folder)
+    if target.folder is None or not _is_model(trained):
+        return ""
+    try:
+        ours, theirs = _sampled_rows(Path(trained)), _sampled_rows(Path(target.folder))
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return ""
+    if ours is None or theirs is None or ours[0] != theirs[0]:
+        return ""
+    distance = np.linalg.norm(theirs[2] - ours[2]) / np.linalg.norm(ours[2])
+    return f", sampled rows differ by {100 * distance:.2g} %"
 
 
 def check_on_disk(
-    config: HeadsConfig, folder: str | os.PathLike[str], target: str, trust_remote_code: bool = False
-) -> bool:
+    config: HeadsConfig,
+    folder: str | os.PathLike[str],
+    target: str,
+    trust_remote_code: bool = False,
+    strict: bool = False,
+) -> str | None:
     """Compare heads with a target on this disk, by its files alone if possible, as transformers takes seconds to load.
 
     Returns:
-        Whether the target is on this disk.
+        A sentence about other weights (as check_target), empty if there is none; None if the target is not on this
+        disk.
 
     Raises:
         HeadsError: on the first difference.
     """
     if not target:
-        return False
+        return None
     sizes = _written_sizes(target)
     text = _text_config(target, trust_remote_code) if sizes is None else None
     if text is not None:
         sizes = {name: getattr(text, name) for name in SIZES}
     if sizes is None:
-        return False
-    check_target(config, folder, **sizes, fingerprint=fingerprint(target))
+        return None
+    weights = check_target(config, folder, **sizes, fingerprint=fingerprint(target), strict=strict)
     if config.layer_shapes is not None and config.layer_shapes != _stored_layer(target, sizes["num_hidden_layers"]):
         # In some families the checkpoint's tensors have other names or shapes than the model's.
         text = text or _text_config(target, trust_remote_code)
         if text is not None:
             check_layers(config, folder, text)
-    return True
+    return weights or ""
 
 
 def _written_sizes(target: str) -> dict[str, Any] | None:

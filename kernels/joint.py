@@ -18,14 +18,23 @@ TINY = torch.finfo(torch.float32).tiny
 class Ngrams(NamedTuple):
     """Counted n-grams of orders 2 to n; the entries of each order end with a sentinel that no n-gram has."""
 
-    keys: torch.Tensor  # [entries] int64, x_1 V^(n-1) + ... + x_n, ascending within an order
+    keys: torch.Tensor  # [entries] int64, x_1 B^(n-1) + ... + x_n of the tokens' digits, ascending within an order
     ratios: torch.Tensor  # [entries] float32, p^(x_1..x_n) / prod p^(x_i) (eq. 3)
     starts: torch.Tensor  # [n] int64, where the entries of each order begin, and where the last ones end
     bounds: tuple[int, ...]  # starts, on the host
-    vocab_size: int  # V
+    base: int  # B
+    vocab_size: int
+    columns: torch.Tensor | None = None  # [vocabulary] int64, the digit of each token; None: its id
 
     def to(self, device: torch.device | str) -> Ngrams:
-        return self._replace(keys=self.keys.to(device), ratios=self.ratios.to(device), starts=self.starts.to(device))
+        columns = None if self.columns is None else self.columns.to(device)
+        return self._replace(
+            keys=self.keys.to(device), ratios=self.ratios.to(device), starts=self.starts.to(device), columns=columns
+        )
+
+    def digits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """The digit of each token."""
+        return token_ids if self.columns is None else self.columns[token_ids.clamp(0, self.vocab_size - 1)]
 
 
 class Top(NamedTuple):
@@ -69,9 +78,10 @@ def mask(ids: Sequence[torch.Tensor], ngrams: Ngrams) -> torch.Tensor:
     order = len(ids)
     if not 2 <= order <= len(ngrams.bounds):
         raise ValueError(f"n-grams of order {order} were not counted; the highest order is {len(ngrams.bounds)}")
-    wanted = ids[0]
+    wanted = ngrams.digits(ids[0])
     for axis, of_head in enumerate(ids[1:], start=1):
-        wanted = torch.add(of_head.view(len(of_head), *[1] * axis, -1), wanted.unsqueeze(-1), alpha=ngrams.vocab_size)
+        digits = ngrams.digits(of_head).view(len(of_head), *[1] * axis, -1)
+        wanted = torch.add(digits, wanted.unsqueeze(-1), alpha=ngrams.base)
     entries = slice(*ngrams.bounds[order - 2 : order])
     keys, ratios = ngrams.keys[entries], ngrams.ratios[entries]
     place = torch.searchsorted(keys, wanted)

@@ -17,6 +17,17 @@ BLOCK = 1024  # entries per program
 TINY = tl.constexpr(joint.TINY)
 
 
+@triton.jit
+def _digits(ngrams: Ngrams | None, token_ids: tl.tensor) -> tl.tensor:
+    """See Ngrams.digits."""
+    digits = token_ids
+    if ngrams is not None:  # noqa: SIM102 (only known at compile time)
+        if ngrams.columns is not None:
+            last = tl.zeros_like(token_ids) + ngrams.vocab_size - 1
+            digits = tl.load(ngrams.columns + tl.minimum(tl.maximum(token_ids, 0), last))
+    return digits
+
+
 @triton.jit(do_not_specialize=["rows", "steps"])
 def _find_peaks(
     top: Top,
@@ -57,13 +68,13 @@ def _find_peaks(
             peak = tl.max(scores, axis=0)
             share = tl.exp(tl.load(top.scores + line + rest % K) - peak)
             product *= tl.div_rn(share, tl.zeros((BLOCK,), tl.float32) + tl.sum(tl.exp(scores - peak), axis=0))
-            wanted += tl.load(top.ids + line + rest % K) * weight
-            weight *= 1 if ngrams is None else ngrams.vocab_size
+            wanted += _digits(ngrams, tl.load(top.ids + line + rest % K)) * weight
+            weight *= 1 if ngrams is None else ngrams.base
             rest = rest // K
     if ngrams is not None:  # noqa: SIM102 (only the first is known at compile time)
         if order > 1:
             if GIVEN:
-                wanted += tl.load(top.first_token + row) * weight
+                wanted += _digits(ngrams, tl.load(top.first_token + row)) * weight
             low = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 2)
             high = tl.zeros((BLOCK,), tl.int64) + tl.load(ngrams.starts + order - 1) - 1  # the sentinel
             for _ in range(steps):

@@ -95,8 +95,14 @@ def sampling_of(requests: int) -> Sampling:
 def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
     """Choose n-grams for so many requests, with a mask and without one, and draw some."""
     top = Top(torch.zeros(heads, requests, 50), torch.zeros(heads, requests, 50, dtype=torch.int64), first)
-    ngrams = Ngrams(torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000)
-    for table, alpha_c, with_joints in ((ngrams, 1.0, False), (None, 1.0, True), (ngrams, 0.5, True)):
+    ngrams = Ngrams(torch.arange(9), torch.zeros(9), torch.arange(4), (0, 3, 6, 9), 1000, 1000)
+    some = ngrams._replace(columns=torch.zeros(1000, dtype=torch.int64))
+    for table, alpha_c, with_joints in (
+        (ngrams, 1.0, False),
+        (None, 1.0, True),
+        (ngrams, 0.5, True),
+        (some, 1.0, False),
+    ):
         peaks, joints = joint_triton.find_peaks(top, table, alpha_c, with_joints)
     likeliest = joint_triton.back_off(peaks, top, torch.zeros(requests), 0.5)
     for sampling in (Sampling(torch.ones(requests)), sampling_of(requests)):

@@ -32,11 +32,14 @@ OVERRIDING = {
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.v2.speculator:Speculator": f"{V2}.spec_decode.speculator:DraftModelSpeculator",
+    f"{PLUGIN}.weight_updates:UpdatedRunner": f"{V2}.model_runner:GPUModelRunner",
+    f"{PLUGIN}.weight_updates:UpdatedWorker": "vllm.v1.worker.gpu_worker:Worker",
     f"{PLUGIN}.v2.verification:Verification": f"{V2}.spec_decode.rejection_sampler:RejectionSampler",
 }
 # What is called or assumed beside.
 ASSUMED = [
-    "vllm.engine.arg_utils:EngineArgs.create_engine_config",  # hands over to maybe_override_with_speculators
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",  # wrapped as V2's is
+    f"{V2}.eplb_utils:EPLBController.maybe_register_speculator",  # a speculator without a model registers nothing
     "vllm.engine.arg_utils:EngineArgs.__post_init__",  # resolves names of heads by get_model_path
     "vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer",
     "vllm.distributed.kv_transfer.kv_transfer_state:has_kv_transfer_group",  # whose global unseen_by_connectors hides

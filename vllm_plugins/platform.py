@@ -2,6 +2,7 @@
 """What vLLM says of the platform, of its own options and of errors, for code that does not import it."""
 
 import ctypes
+import importlib.metadata
 import os
 import signal
 import sys
@@ -22,6 +23,14 @@ def on_end_of_parent(number: signal.Signals) -> None:
     """Ask the system to send this process a signal when its parent ends, however that does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, number)
+
+
+def own_version() -> str:
+    """This package's version, for the log."""
+    try:
+        return importlib.metadata.version("vllm-ppd")
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
 
 
 def is_cpu() -> bool:

@@ -176,13 +176,17 @@ def _accepted(turns: list[Turn]) -> float:
 
 
 def by_position(results: Measured) -> dict[str, dict[float, Estimate]]:
-    """Share of drafts whose first, second, ... token was accepted, by contender, in turns that counted it."""
+    """Share of steps in which the drafts up to the first, second, ... position were accepted, by contender.
+
+    Steps without drafts count, so that methods that draft in some steps only can be compared with others.
+    """
     shares: dict[str, dict[float, Estimate]] = {}
     for name in results.contenders:
-        counts = [turn["accepted_lengths"] for turn in _turns(results, name).values() if turn.get("accepted_lengths")]
-        for position in range(1, max(map(len, counts), default=0)):
-            at_least, drafts = [sum(lengths[position:]) for lengths in counts], [sum(lengths) for lengths in counts]
-            share = bootstrap(lambda accepted, drafts: accepted / drafts, at_least, drafts)
+        counted = [turn for turn in _turns(results, name).values() if "accepted_lengths" in turn]
+        steps = [turn["steps"] for turn in counted]
+        for position in range(1, max((len(turn["accepted_lengths"]) for turn in counted), default=0)):
+            at_least = [sum(turn["accepted_lengths"][position:]) for turn in counted]
+            share = bootstrap(lambda accepted, steps: accepted / steps, at_least, steps)
             shares.setdefault(name, {})[position] = share
     return shares
 

@@ -5,6 +5,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 
+from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL
 from vllm_ppd.benchmarks.harness.estimates import cells, number, quartiles, with_quartiles
 from vllm_ppd.benchmarks.harness.results import Measured, Row, Turn
 
@@ -30,7 +31,8 @@ tokens/s: of all requests together while all of them decode, without prefill and
 speed-up: over vLLM without speculation in the same round.
 Theorem 4.1: the speed-up that PPD's theorem predicts for a worker group from its measured match rate.
 length, rate: 1 + accepted / drafts, accepted / drafted tokens, by vLLM's counters (chain drafts, bonus token included).
-same tokens: greedy tokens equal to vLLM's without speculation, by position; "vLLM, again" shows the effect of numerics.
+same tokens: greedy tokens equal to vLLM's without speculation, by position. Tokens after the first difference in a text
+are counted as they are.
 verify, draft, host: the worker except drafting (forward pass over base token and drafts, with DynaMo's layers, and
 sampling), drafting, and the rest of the step (scheduling, output); "-" if the workers are separate processes.
 memory: peak, of the GPU if there is one, otherwise of the processes with their libraries."""
@@ -110,7 +112,61 @@ def body(measured: Measured) -> str:
         f"{options['prompt_tokens']} + {options['new_tokens']} tokens{steps}; {measured.run['machine']}"
         f"{measured.before}"
     )
-    return "\n".join([about, "", cells(rows_of(measured), COLUMNS), *measured.notes])
+    shares = {name: share for name, share in equal_tokens(measured).items() if name != BASE}
+    same = "; ".join(f"{name}: {share:.2%}" for name, share in shares.items())
+    lines = [f"Greedy tokens equal to vLLM's, over all batches: {same}."] if same else []
+    lines += [about_control(measured), *about_noise(measured)]
+    below = ["", *(f"- {line}" for line in lines if line)] if any(lines) else []
+    return "\n".join([about, "", cells(rows_of(measured), COLUMNS), *below, *measured.notes])
+
+
+def equal_tokens(measured: Measured) -> dict[str, float]:
+    """The share of a contender's greedy tokens, over all batches, that equal those of vLLM alone."""
+    shares = {}
+    for name in measured.contenders:
+        turns = [turn for run in measured.runs_of(name) for turn in run["turns"] if turn["contender"] == name]
+        compared = sum(turn["compared_tokens"] for turn in turns)
+        if compared:
+            shares[name] = sum(turn["same_tokens"] for turn in turns) / compared
+    return shares
+
+
+def about_control(measured: Measured) -> str:
+    """A sentence on what the control shows; empty without one."""
+    if CONTROL not in measured.contenders:
+        return ""
+    if measured.contenders[CONTROL].get("shares"):
+        return f'"{CONTROL}" uses the engine of "{BASE}", so it does not show the noise between engines.'
+    return f'"{CONTROL}" is a second engine of vLLM alone; its difference from 1 is noise.'
+
+
+def about_noise(measured: Measured) -> list[str]:
+    """A sentence for each two contenders that did the same work on one engine."""
+    lines = []
+    for name, identity in measured.contenders.items():
+        engine_of = identity.get("shares")
+        if engine_of and _always_drafted(measured, name) and _always_drafted(measured, engine_of):
+            largest = max(_difference(measured, name, engine_of, size) for (size,) in measured.places("batch"))
+            size = f"by up to {largest:.0%}" if largest >= 0.005 else "by less than 0.5%"
+            sampled = " and other samples" if measured.run["options"]["temperature"] else ""
+            lines.append(
+                f'"{engine_of}" and "{name}" both drafted in every step, on the same engine: they differ {size}, '
+                f"by noise{sampled}."
+            )
+    return lines
+
+
+def _always_drafted(measured: Measured, name: str) -> bool:
+    """Whether a contender's turns have at least a request's drafts per request and step."""
+    turns = [turn for run in measured.runs_of(name) for turn in run["turns"] if turn["contender"] == name]
+    return bool(turns) and all(turn["drafts"] >= turn["steps"] * turn["batch"] for turn in turns)
+
+
+def _difference(measured: Measured, name: str, other: str, batch: int) -> float:
+    """The relative difference of two contenders' median speed-ups at a batch size."""
+    rows = [summarise(measured, each, batch) for each in (name, other)]
+    speeds = [row["speed_up"][0] for row in rows if row is not None]
+    return max(speeds) / min(speeds) - 1
 
 
 def table(measured: Measured) -> str:

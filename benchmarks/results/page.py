@@ -10,6 +10,7 @@ is between `<!-- results: NAME -->` and `<!-- end -->`; headlines() has the name
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,34 @@ def headlines(folder: Path) -> dict[str, str]:
 
 def _source(run: dict[str, Any]) -> str:
     """The command, date and commit of a run."""
-    return f"`{run['command']}`, {run['time'][:10]}, commit {str(run['git'])[:7]}"
+    return f"`{quoted(run['command'])}`, {run['time'][:10]}, commit {str(run['git'])[:7]}"
+
+
+def quoted(command: str) -> str:
+    """A stored command as a shell takes it: NAME={JSON} and {JSON} in quotes.
+
+    Older results have the words without quotes.
+    """
+    if "'" in command:
+        return command
+    words = []
+    for part in re.split(r" (?=--)", command):
+        words += _words(part)
+    return shlex.join(words)
+
+
+def _words(part: str) -> list[str]:
+    """A flag and its values; each JSON object ends a value, whose name may have spaces."""
+    flag, _, rest = part.partition(" ")
+    if "{" not in rest:
+        return part.split(" ")
+    words, depth, begin = [flag], 0, 0
+    for at, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if character == "}" and depth == 0:
+            words.append(rest[begin : at + 1].strip())
+            begin = at + 1
+    return words
 
 
 def _runs(body: Callable[[Measured], str], legend: str) -> Section:
@@ -75,7 +103,9 @@ def _runs(body: Callable[[Measured], str], legend: str) -> Section:
 
 def acceptances(path: Path, data: dict[str, Any]) -> str:
     everything = stored(path)
-    return f"{_source(everything[-1].run)}.\n\n{acceptance.report(everything)}"
+    runs = [run for measured in everything for run in (*measured.earlier, measured.run)]
+    commands = list(dict.fromkeys(map(_source, runs)))
+    return "\n\n".join([*(f"{command}." for command in commands), acceptance.report(everything)])
 
 
 def rows(path: Path, data: dict[str, Any]) -> str:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `ppd calibrate`, declared once."""
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
-from vllm_ppd.heads.comma_lists import COMMAS, Integers, Numbers
+from vllm_ppd.heads.comma_lists import Shares, Sizes
 
 
 class CalibrationOptions(BaseModel):
@@ -25,10 +25,10 @@ class CalibrationOptions(BaseModel):
     new_tokens: int = Field(128, ge=2, description="tokens the target writes after each prompt")
     temperature: float = Field(0.8, gt=0, description="temperature of the sampled texts; others are greedy")
     drafts: int = Field(5, ge=1, le=16, description="most drafts per step to consider")
-    ks: Integers = Field((1, 3, 5), description="values of k for which match rates are measured")
-    batch_sizes: Integers = Field((1, 2, 4, 8, 16), description="batch sizes to time")
-    eps: Numbers = Field((0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0), description="values of eps_b for DynaMo's PPL_d")
-    alphas: Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], COMMAS] = Field(
+    ks: Sizes = Field((1, 3, 5), description="values of k for which match rates are measured")
+    batch_sizes: Sizes = Field((1, 2, 4, 8, 16), description="batch sizes to time")
+    eps: Shares = Field((0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0), description="values of eps_b for DynaMo's PPL_d")
+    alphas: Shares = Field(
         (0.0, 0.5, 1.0), description="alpha_c of DynaMo's co-occurrence mask (eq. 6) to compare on sampled texts"
     )
     batch: int = Field(16, ge=1, description="texts computed together")

@@ -34,11 +34,14 @@ def _recommended(chosen: dict[str, Any]) -> str:
         for name, value in chosen.items() if name not in APART
     ]  # fmt: skip
     text = (
-        f"Recommended (sampled texts, batch 1): {'; '.join(settings)}; acceptance length "
+        f"Recommended (sampled texts, batch 1, by weights read): {'; '.join(settings)}; acceptance length "
         f"{chosen['acceptance_length']:.3f}, predicted speed-up {chosen['predicted_speedup']:.2f}x{blame}"
     )
+    text += "\n\nThis is a prediction without the host's work, and no measurement (`ppd bench decode`)."
     measured = chosen.get("calibration")
-    return text if measured is None else f"{text}\n\nBy load: {setting_in_words('calibration', measured)}"
+    if measured is None:
+        return text
+    return f"{text}\n\nBy load, by the times above: {setting_in_words('calibration', measured)}"
 
 
 def _timing(seconds: Timed) -> str:

@@ -4,6 +4,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.card import shown_target, write_card
 from vllm_ppd.heads.data.documents import Documents
 from vllm_ppd.heads.data.files import expand
-from vllm_ppd.heads.errors import HeadsError, MissingFile
+from vllm_ppd.heads.errors import HeadsError, MissingFile, TrainingError
 from vllm_ppd.heads.files import check_is_folder, digest_of_value, read_json_object, write_tensors, write_text
 from vllm_ppd.heads.hub import hub_name
 from vllm_ppd.heads.io import CALIBRATION_NAME, LONGEST_CALIBRATION, load_tensors, parts_of, save_config
@@ -44,7 +45,7 @@ def checked(options: CalibrationOptions) -> tuple[HeadsConfig, dict[str, torch.T
     name = options.model or find_target(config.verifier, options.heads)
     if options.model is None:
         check_reachable(name, options.heads, "give its folder with --target")
-    check_on_disk(config, options.heads, name, options.trust_remote_code)
+    check_on_disk(config, options.heads, name, options.trust_remote_code, strict=True)
     return config, tensors, name
 
 
@@ -60,8 +61,12 @@ def open_calibration(options: CalibrationOptions) -> Calibration:
     target = Target(name, device_of(options.device), dtype, options.trust_remote_code)
     check_target(
         config, options.heads, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder),
+        num_hidden_layers=target.num_layers, fingerprint=fingerprint(target.folder), strict=True,
     )  # fmt: skip
+    if target.max_length is not None and options.new_tokens >= target.max_length:
+        raise TrainingError(
+            f"--new-tokens {options.new_tokens} leave no prompt of the model's {target.max_length} tokens"
+        )
     return Calibration(options, config, tensors, target)
 
 
@@ -119,15 +124,33 @@ def _calibrate(options: CalibrationOptions) -> dict[str, Any]:
 def _complete(calibration: Calibration) -> None:
     """Store what published heads lack: their target, and the counts of the data's tokens."""
     target, config, folder = calibration.target, calibration.config, Path(calibration.options.heads)
-    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
-    for ids in Documents(calibration.options.data, lambda: target.tokenizer, report=False).token_ids():
-        counts += torch.from_numpy(np.bincount(np.array(ids, np.int64), minlength=target.vocab_size))
+    counts = counts_of(calibration.options.data, target, by_answer=True)
+    if not counts.any():  # prompts alone
+        counts = counts_of(calibration.options.data, target, by_answer=False)
     write_tensors(folder / COUNTS_NAME, {"token_counts": counts}, {"format": "pt"})
     known = target.description() | {"token_counts": True, "verifier": stored_name(target.name, folder)}
     known["target"] = known["target"].model_dump()
     calibration.config = type(config).model_validate(config.model_dump() | known)
     calibration.tensors["token_counts"] = counts
     save_config(folder, calibration.config)
+
+
+def counts_of(data: Sequence[str], target: Target, by_answer: bool) -> torch.Tensor:
+    """How often each token occurs in data: [vocabulary] int64.
+
+    Args:
+        data: files and folders.
+        target: whose tokenizer reads them.
+        by_answer: count only what the model writes.
+    """
+    counts = np.zeros(target.vocab_size, np.int64)
+    documents = Documents(data, lambda: target.tokenizer, report=False, by_answer=by_answer)
+    for document in documents.tokens():
+        ids = np.array(document.ids, np.int64)
+        if by_answer and document.mask is not None:
+            ids = ids[np.array(document.mask, np.bool_)]
+        counts += np.bincount(ids, minlength=target.vocab_size)
+    return torch.from_numpy(counts)
 
 
 def _stamp(folder: str) -> int:

@@ -70,6 +70,10 @@ class CPRecipe(HeadsRecipe):
         return head
 
     @property
+    def reach(self) -> dict[str, int]:
+        return {f"a joint of {self.options.positions} tokens": self.options.positions}
+
+    @property
     def reads(self) -> Reads:
         return Reads(
             exits=self.options.layers, top_k=self.options.distillation_top_k if self.options.distillation else 0
@@ -82,8 +86,7 @@ class CPRecipe(HeadsRecipe):
         if self.options.train_vocab_size:
             self.use_vocabulary(most_frequent(self.token_counts, self.options.train_vocab_size))
         if self.options.factorised:
-            wanted = TOKENS if fresh and self.options.start == "ridge" else store.length
-            self.start_from(self._windows(store, wanted), fresh)
+            self.start_from(self._windows(store, TOKENS), fresh)
 
     def use_vocabulary(self, token_ids: torch.Tensor) -> None:
         """Train over these tokens [tokens] alone."""
@@ -94,7 +97,7 @@ class CPRecipe(HeadsRecipe):
 
     @torch.no_grad()
     def start_from(self, batches: Iterator[Batch], fresh: bool = True) -> None:
-        """Solve the first transforms on some windows; one window is enough if only learning rates are needed."""
+        """Solve the first transforms on some windows, of which learning rates alone need the first with responses."""
         rows = self._regressed(batches)
         first = next(rows, None)
         if first is None:

@@ -24,6 +24,7 @@ BATCH = 64  # documents tokenised at once
 MOST_REASONS = 16  # that are reported individually
 LONGEST_SUMMARY = 200  # characters
 OTHER = "other reasons"
+NO_RESPONSE = "a prompt without a response"
 
 
 class Documents:
@@ -34,16 +35,24 @@ class Documents:
         tokenizer: returns the target's tokenizer; called when a text or a chat needs it.
         report: say on stderr what is skipped: each reason once, and the numbers at the end.
         system: system prompt of chats that have none.
+        by_answer: give a chat whose template rewrites earlier turns as a document for each answer, and leave out
+            records and answers of which nothing is known that the model writes.
 
     Raises:
         TrainingError: if a path holds no text files.
     """
 
     def __init__(
-        self, data: Sequence[str | Path], tokenizer: Callable[[], Any], report: bool = True, system: str | None = None
+        self,
+        data: Sequence[str | Path],
+        tokenizer: Callable[[], Any],
+        report: bool = True,
+        system: str | None = None,
+        by_answer: bool = False,
     ) -> None:
         self.files, self._load, self._report, self._system = expand(data), tokenizer, report, system
-        self.count = 0
+        self._by_answer = by_answer
+        self.count = 0  # records read
         self.skipped: Counter[str] = Counter()  # records by reason
 
     def __iter__(self) -> Iterator[Document]:
@@ -64,9 +73,16 @@ class Documents:
                             document = render(document, where, self.tokenizer, self._system)
                     except Skipped as skipped:
                         self._skip(str(skipped), where)
-                    else:
-                        self.count += 1
-                        yield document
+                        continue
+                    if self._by_answer:
+                        for reason in document.lost:
+                            self._skip(reason, where)
+                        if not document.has_response:
+                            if not document.lost:
+                                self._skip(NO_RESPONSE, where)
+                            continue
+                    self.count += 1
+                    yield from document.by_answer() if self._by_answer else [document]
                 if self.count + self.skipped.total() == before:
                     self._skip("an empty file", place(file))
         finally:
@@ -102,7 +118,44 @@ class Documents:
         places = encoded["offset_mapping"] if offsets else itertools.repeat(None, len(documents))
         for document, ids, where in zip(documents, encoded["input_ids"], places, strict=True):
             asked = self.tokenizer(document.prompt, **settings)["input_ids"] if prompts and document.prompt else None
-            yield replace(document, ids=list(ids), mask=_mask(document.responses, where, len(ids)), prompt_ids=asked)
+            mask = None
+            if document.responses and where is None:
+                ids, mask = self._by_piece(document, list(ids), settings)
+            elif document.responses is not None:
+                mask = _mask(document.responses, where or [], len(ids))
+            yield replace(document, ids=list(ids), mask=mask, prompt_ids=asked)
+
+    def _by_piece(self, document: Document, ids: list[int], settings: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        """Token ids and mask from a tokenizer that does not say where its tokens are in the text.
+
+        Args:
+            document: with the spans of its responses.
+            ids: of the whole text.
+            settings: of the tokenizer's calls.
+
+        Returns:
+            The ids of the whole text if tokens end where its responses begin and end; else those of its pieces.
+        """
+        text = document.text
+        places = list(itertools.chain.from_iterable(document.responses or ()))
+        before = [self.tokenizer(text[:place], **settings)["input_ids"] for place in places]
+        if all(ids[: len(some)] == list(some) for some in before):
+            counts = [0, *map(len, before), len(ids)]
+        else:
+            bounds = [0, *places, len(text)]
+            pieces = [
+                list(self.tokenizer(text[start:end], add_special_tokens=False)["input_ids"])
+                for start, end in itertools.pairwise(bounds)
+            ]
+            if not document.is_chat:
+                pieces[0] = [*self.special.before, *pieces[0]]
+                pieces[-1] = [*pieces[-1], *self.special.after]
+            ids = list(itertools.chain.from_iterable(pieces))
+            counts = list(itertools.accumulate(map(len, pieces), initial=0))
+        mask: list[bool] = []
+        for number, (start, end) in enumerate(itertools.pairwise(counts)):
+            mask += [number % 2 == 1] * (end - start)
+        return ids, mask
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -140,20 +193,16 @@ class Documents:
         tqdm.write(f"vllm-ppd: {text}", file=sys.stderr)  # without breaking a progress bar
 
 
-def _mask(
-    spans: tuple[tuple[int, int], ...] | None, offsets: Sequence[tuple[int, int]] | None, count: int
-) -> list[bool] | None:
+def _mask(spans: tuple[tuple[int, int], ...], offsets: Sequence[tuple[int, int]], count: int) -> list[bool]:
     """Which tokens begin within spans of the text; a token without text counts as the one before it.
 
     Args:
-        spans: of characters (None: unknown).
-        offsets: first and last character of each token (None: the tokenizer does not say).
+        spans: of characters.
+        offsets: first and last character of each token; not needed without spans.
         count: of tokens.
     """
-    if spans == ():
+    if not spans:
         return [False] * count
-    if spans is None or offsets is None:
-        return None
     mask: list[bool] = []
     for first, last in offsets:
         before = mask[-1] if mask else False

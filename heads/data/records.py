@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
@@ -26,6 +27,13 @@ class Skipped(Exception):
     """A record that is skipped and counted; the message is the reason, by which skipped records are grouped."""
 
 
+class Answer(NamedTuple):
+    """A response in a chat, as the model writes it."""
+
+    prompt: str  # the chat before it, as the server would render it
+    response: str
+
+
 @dataclass(frozen=True)
 class Document:
     """A text, or its token ids where the record has them."""
@@ -33,10 +41,13 @@ class Document:
     text: str = ""
     is_chat: bool = False  # rendered by the chat template, which writes special tokens itself
     prompt: str | None = None  # what the model continues: a chat up to its last user turn, or the record's prompt
-    responses: tuple[tuple[int, int], ...] | None = None  # spans that the model writes; None: unknown
+    responses: tuple[tuple[int, int], ...] | None = None  # spans that the model writes; None: a text without prompts
+    answers: tuple[Answer, ...] = ()  # of a chat whose text does not hold its responses as the model writes them
+    lost: tuple[str, ...] = ()  # for each response that neither of these has, the reason
+    continues: bool = False  # whether it is another answer of the chat of the document before it
     ids: list[int] | None = None
     prompt_ids: list[int] | None = None  # the prompt as vLLM's server reads it
-    mask: list[bool] | None = None  # which of `ids` the model writes; None: unknown
+    mask: list[bool] | None = None  # which of `ids` the model writes; None: a text without prompts
     cut_off: bool = False  # whether the response goes on after the document's end
     category: str = ""  # from the record's column of that name
 
@@ -44,6 +55,42 @@ class Document:
     def asks(self) -> bool:
         """Whether it says what the model is to continue."""
         return self.prompt is not None or self.prompt_ids is not None
+
+    @property
+    def has_response(self) -> bool:
+        """Whether it has anything that the model writes."""
+        spans = self.responses is None or bool(self.responses)
+        return bool(self.answers) or (spans if self.mask is None else any(self.mask))
+
+    @property
+    def ends_with_response(self) -> bool:
+        """Whether nothing but white space follows the last response."""
+        if self.responses is not None:
+            return bool(self.responses) and self.responses[-1][1] >= len(self.text.rstrip())
+        return self.mask is None or self.mask[-1]
+
+    @property
+    def asked(self) -> str | Sequence[int]:
+        """What its first response answers, or all of it: equal for all answers to the same prompt."""
+        if self.answers:
+            return self.answers[0].prompt
+        if self.responses:
+            return self.text[: self.responses[0][0]] or self.text
+        if self.prompt_ids is not None and len(self.prompt_ids) > 1:  # a single one begins any text
+            return self.prompt_ids
+        return self.text or self.ids or ()
+
+    def by_answer(self) -> list[Document]:
+        """Documents of one answer each where the text does not hold the answers; else the document."""
+        if not self.answers:
+            return [self]
+        documents = []
+        for prompt, response in self.answers:
+            text = prompt + response
+            spans = ((len(prompt), len(text)),)
+            first = not documents
+            documents.append(replace(self, text=text, responses=spans, answers=(), lost=(), continues=not first))
+        return documents
 
 
 @dataclass(frozen=True)
@@ -125,7 +172,7 @@ def _tokens(columns: dict[str, Any], where: str) -> Document:
     if not prompt:
         raise Skipped("the text is empty")
     response = ids.get("token_ids", [])
-    mask = [False] * len(prompt) + [True] * len(response) if "token_ids" in ids else None
+    mask = [False] * len(prompt) + [True] * len(response)
     cut_off = columns.get("finish_reason") == "length"
     return Document(ids=prompt + response, prompt_ids=prompt, mask=mask, cut_off=cut_off)
 

@@ -12,6 +12,12 @@ from typing import Any, NamedTuple
 PROBE = "a"
 
 
+def control_tokens(tokenizer: Any) -> set[int]:
+    """Ids of the tokens that no text has, such as those by which a chat template ends a turn."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+
+
 class SpecialTokens(NamedTuple):
     """Token ids that a tokenizer adds before and after a text."""
 

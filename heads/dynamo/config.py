@@ -125,8 +125,6 @@ class DynaMoConfig(HeadsConfig):
             raise ValueError(f"layer_tensors has no tensor of hidden size {size}, but every decoder layer has one")
         if self.cooccurrence_entries and set(self.cooccurrence_entries) != orders:
             raise ValueError(f"cooccurrence_entries must have n-grams of orders 2 to {self.tokens}, or be empty")
-        if self.cooccurrence_entries and self.target.vocab_size**self.tokens >= 2**63:
-            raise ValueError(f"n-grams of {self.tokens} of {self.target.vocab_size} tokens do not fit 63 bits")
         return self
 
     @property

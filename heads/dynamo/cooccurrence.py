@@ -9,14 +9,14 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from vllm_ppd.heads.dynamo.counts import eq_3
+from vllm_ppd.heads.dynamo.counts import digits_of, eq_3
 from vllm_ppd.kernels.joint import Ngrams
 
 FLUSH = 1 << 22  # n-grams collected before they are merged into the counts
 
 
 class CoOccurrence:
-    """Counts of n-grams of order 2 to n as sorted keys x_1 V^(n-1) + ... + x_n, and of single tokens.
+    """Counts of n-grams of order 2 to n by sorted keys (of Digits), and of single tokens.
 
     An n-gram that was never counted has probability 0, hence mask 0. So have rare ones that were pruned by the bound on
     the number of entries.
@@ -31,10 +31,16 @@ class CoOccurrence:
     ) -> None:
         self.unigram, self.totals, self.keys, self.counts = unigram, totals, keys, counts
         self.vocab_size = len(unigram)
+        self.digits = digits_of(unigram.numpy(), len(totals))
 
     @classmethod
     def from_tokens(
-        cls, chunks: Iterable[np.ndarray], vocab_size: int, order: int, max_entries: int | None = None
+        cls,
+        chunks: Iterable[np.ndarray],
+        vocab_size: int,
+        order: int,
+        max_entries: int | None = None,
+        unigram: np.ndarray | None = None,
     ) -> CoOccurrence:
         """Count the n-grams of a stream of documents; no n-gram crosses the end of a chunk.
 
@@ -44,12 +50,15 @@ class CoOccurrence:
             order: the highest n.
             max_entries: keep so many of the most frequent n-grams an order. Memory is bounded by a multiple of it,
                 since rare ones are dropped along the way, so late and rare n-grams may be undercounted.
+            unigram: [vocabulary] counts of the same tokens (None: all are as frequent). Where V^order does not fit 63
+                bits, n-grams of the rarest tokens are not counted.
 
         Raises:
-            ValueError: if V^order does not fit 63 bits, or a token id is outside the vocabulary.
+            ValueError: if a token id is outside the vocabulary, or the unigram counts are those of other tokens.
         """
-        if vocab_size**order >= 2**63:
-            raise ValueError(f"{vocab_size} tokens to the power of {order} do not fit a key; use a lower order")
+        given = np.zeros(vocab_size, dtype=np.int64) if unigram is None else unigram
+        digits = digits_of(given, order)
+        columns = digits.columns(vocab_size)
         tables = {n: _Table(max_entries) for n in range(2, order + 1)}
         unigram = np.zeros(vocab_size, dtype=np.int64)
         totals = np.zeros(order, dtype=np.int64)
@@ -59,11 +68,16 @@ class CoOccurrence:
                 raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab_size}")
             unigram += np.bincount(ids, minlength=vocab_size)
             totals[0] += len(ids)
-            keys = ids
+            numbers = ids if columns is None else columns[ids]
+            is_counted = numbers < len(digits.tokens)
+            keys, counted = numbers, is_counted
             for n in range(2, order + 1):
-                keys = keys[:-1] * vocab_size + ids[n - 1 :]
+                keys = keys[:-1] * digits.base + numbers[n - 1 :]
+                counted = counted[:-1] & is_counted[n - 1 :]
                 totals[n - 1] += len(keys)
-                tables[n].add(keys)
+                tables[n].add(keys[counted])
+        if columns is not None and not np.array_equal(digits_of(unigram, order).tokens, digits.tokens):
+            raise ValueError("the unigram counts are not those of the chunks")
         merged = {n: table.merge() for n, table in tables.items()}
         return cls(
             torch.from_numpy(unigram),
@@ -80,7 +94,16 @@ class CoOccurrence:
             keys += [self.keys[order].long(), torch.tensor([torch.iinfo(torch.int64).max])]
             ratios += [torch.from_numpy(ratio), torch.zeros(1)]
             bounds.append(bounds[-1] + len(ratio) + 1)
-        return Ngrams(torch.cat(keys), torch.cat(ratios), torch.tensor(bounds), tuple(bounds), self.vocab_size)
+        columns = self.digits.columns(self.vocab_size)
+        return Ngrams(
+            torch.cat(keys),
+            torch.cat(ratios),
+            torch.tensor(bounds),
+            tuple(bounds),
+            self.digits.base,
+            self.vocab_size,
+            None if columns is None else torch.from_numpy(columns),
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint, in the smallest types that hold them."""
@@ -90,7 +113,7 @@ class CoOccurrence:
             "cooccurrence.totals": self.totals,
         }
         for n, keys in self.keys.items():
-            small = self.vocab_size**n < 2**31
+            small = self.digits.base**n < 2**31
             tensors[f"cooccurrence.{n}.keys"] = keys.to(torch.int32) if small else keys
             tensors[f"cooccurrence.{n}.counts"] = self.counts[n].clamp(max=most).to(torch.int32)
         return tensors

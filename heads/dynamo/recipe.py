@@ -5,6 +5,7 @@ Each head learns the text's token at its position, the target's own distribution
 """
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ class DynaMoRecipe(HeadsRecipe):
         super().__init__(options, target)
         self.heads = DynaMoHeads(new_layers(target, options.tokens, options.start)).to(target.device)
         self.cooccurrence: CoOccurrence | None = None
+
+    @property
+    def reach(self) -> dict[str, int]:
+        return {f"head {token}": token for token in range(2, self.options.tokens + 1)}
 
     @property
     def reads(self) -> Reads:
@@ -136,14 +141,16 @@ class DynaMoRecipe(HeadsRecipe):
 
         heads = range(1, self.options.tokens + 1)
         distilled = {f"head {i} distilled_nats": mean("distilled", i) for i in heads if f"distilled.{i}" in counts}
-        return {f"head {i} nats": mean("nll", i) for i in heads} | distilled
+        return {f"head {i} nats": mean("nll", i) for i in heads if f"nll.{i}" in counts} | distilled
 
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         options, count = self.options, len(store.starts["train"])
         if options.mask_entries:
-            documents = Bar(store.documents(), "counting n-grams", count, unit=" documents", mininterval=1)
+            documents = Bar(store.responses(), "counting n-grams", count, unit=" documents", mininterval=1)
+            chunks = itertools.chain.from_iterable(documents)
+            vocab_size = self.target.vocab_size
             self.cooccurrence = CoOccurrence.from_tokens(
-                documents, self.target.vocab_size, options.tokens, options.mask_entries
+                chunks, vocab_size, options.tokens, options.mask_entries, store.token_counts(vocab_size).numpy()
             )
         super().prepare_output(store, folder)
 

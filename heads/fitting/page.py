@@ -50,7 +50,8 @@ def write_page(folder: Path, plan: Plan, parts: CPParts, facts: Mapping[str, Any
         table(["batch", *speedups], [["speed-up", *(f"{value:.2f}" for value in speedups.values())]]),
         *([f"{warning[0].upper()}{warning[1:]}."] if warning else []),
         f"![Predicted speed-up by batch]({GAIN})",
-        "Times are from the calibration, without the host's work; measure speeds with `ppd bench decode`.",
+        "These are predictions, by the calibration's times and without the host's work, and may be wrong by a third or "
+        "more in either direction: measure speeds with `ppd bench decode` before you serve.",
         "## Serve", f"    {command(plan.target, best, plan.stop_at, '1')}\n",
     ])  # fmt: skip
     write_text(folder / NAME, page)

@@ -26,14 +26,16 @@ class Evaluation(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     step: int
-    loss: float
+    loss: float | None  # None if nothing held out counts
     figures: dict[str, Any]
     accepted: float | None = None  # greedy drafts per step, teacher-forced; None if drafts are not counted
 
     def is_better_than(self, other: Evaluation | None) -> bool:
-        """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite."""
-        if not math.isfinite(self.loss) or other is None:
-            return math.isfinite(self.loss)
+        """Whether more drafts are accepted, or as many at a lower loss; never if the loss is not finite or unknown."""
+        if self.loss is None or not math.isfinite(self.loss):
+            return False
+        if other is None or other.loss is None:
+            return True
         if self.accepted == other.accepted or self.accepted is None or other.accepted is None:
             return self.loss < other.loss - LEAST * abs(other.loss)
         return self.accepted > other.accepted * (1 + LEAST)
@@ -51,8 +53,16 @@ class Progress(BaseModel):
     def take(self, evaluation: Evaluation) -> bool:
         """Record an evaluation; returns whether it is better than the best before it."""
         self.last, better = evaluation, evaluation.is_better_than(self.best)
-        self.best, self.stale = (evaluation, 0) if better else (self.best, self.stale + 1)
+        if better:
+            self.best, self.stale = evaluation, 0
+        elif evaluation.loss is not None:
+            self.stale += 1
         return better
+
+
+def evaluated_windows(store: TokenStore, options: TrainingOptions) -> int:
+    """How many held-out windows an evaluation reads."""
+    return max(1, min(store.num_windows("held_out"), options.evaluation_tokens // store.length))
 
 
 @torch.no_grad()
@@ -61,7 +71,7 @@ def evaluate(
 ) -> Evaluation:
     """Loss and figures on held-out windows, the same ones every time."""
     recipe.eval()
-    windows = max(1, min(store.num_windows("held_out"), options.evaluation_tokens // store.length))
+    windows = evaluated_windows(store, options)
     size = max(1, options.batch_size // (options.accumulation * processes.num_processes))
     sums: dict[str, float] = {}
     total = 0.0
@@ -80,6 +90,8 @@ def evaluate(
                     key = name if value.dim() == 0 else f"{name}.{index}"
                     sums[key] = sums.get(key, 0.0) + item
             progress.update(batch.num_tokens)
+    if not sums:
+        return Evaluation(step=step, loss=None, figures={})
     figures = recipe.summary(sums)
     if "nan" in str(figures).lower():
         total = math.nan
@@ -90,4 +102,6 @@ def evaluate(
     if not by_position:
         return Evaluation(step=step, loss=loss, figures=figures)
     figures |= {"accepted_a_step": round(accepted, 4), "accepted_by_position": [round(x, 4) for x in by_position]}
-    return Evaluation(step=step, loss=loss, figures=figures, accepted=accepted)
+    # A target that is trained, too, is another one in each evaluation: drafts of its guesses at first are the easiest.
+    decisive = None if recipe.target.trainable else accepted
+    return Evaluation(step=step, loss=loss, figures=figures, accepted=decisive)

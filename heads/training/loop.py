@@ -20,7 +20,7 @@ from vllm_ppd.heads.quote import place
 from vllm_ppd.heads.training import checkpoint
 from vllm_ppd.heads.training.checkpoint import BEST, STATE, WORK, RunFacts, unfinished_run
 from vllm_ppd.heads.training.curve import POINTS, add_point, begin_curve
-from vllm_ppd.heads.training.evaluation import Evaluation, Progress, evaluate
+from vllm_ppd.heads.training.evaluation import Evaluation, Progress, evaluate, evaluated_windows
 from vllm_ppd.heads.training.optimizer import Muon
 from vllm_ppd.heads.training.options import TrainingOptions
 from vllm_ppd.heads.training.parallel import Processes
@@ -113,9 +113,11 @@ def _prepared(
         raise TrainingError(
             f"--patience {options.patience} needs --evaluate-every; give the number of steps between evaluations"
         )
+    full = getattr(options, "recipe", None) == "full"
+    if full and options.states_cache is not None:
+        raise TrainingError("--states-cache needs a frozen target, but --recipe full trains it; omit one of them")
     if processes.is_main_process:
         say(f"vllm-ppd: loading {options.model}")
-    full = getattr(options, "recipe", None) == "full"
     # The full recipe's updates of the base model are too small for bfloat16.
     dtype = torch.float32 if full else getattr(torch, options.precision)
     target = Target(options.model, processes.device, dtype, options.trust_remote_code, trainable=full)
@@ -125,6 +127,7 @@ def _prepared(
         )
     torch.manual_seed(options.seed)
     recipe = make(options, target)
+    recipe.check()
     work.mkdir(parents=True, exist_ok=True)
 
     def make_store() -> TokenStore:
@@ -140,7 +143,38 @@ def _prepared(
     if options.states_cache is not None:
         most_bytes = int(options.states_cache_gb * 1e9)
         recipe.cache = StatesCache(Path(options.states_cache), target, store, recipe.reads, most_bytes)
+    _check_reach(recipe, store, options, processes)
     return recipe, store
+
+
+def _check_reach(recipe: Recipe, store: TokenStore, options: TrainingOptions, processes: Processes) -> None:
+    """Say what can be neither learnt nor evaluated.
+
+    Raises:
+        TrainingError: if nothing can be learnt.
+    """
+    reach = recipe.reach
+    lengths = set(reach.values())
+    learnt = {length for length in lengths if store.has_rows("train", length)}
+    shorter = {"cp": "--positions", "recurrent": "--num-speculative-tokens", "dynamo": "--tokens"}.get(options.kind)
+    instead = "give longer responses" + (f", or a smaller {shorter}" if shorter else "")
+    if not learnt:
+        part, length = min(reach.items(), key=lambda item: item[1])
+        raise TrainingError(
+            f"no window has a response of {length} tokens in a row, which {part} needs to learn; {instead}"
+        )
+    if not processes.is_main_process:
+        return
+    windows = evaluated_windows(store, options)
+    evaluated = {length for length in learnt if store.has_rows("held_out", length, windows)}
+    for part, length in reach.items():
+        if length not in learnt:
+            say(f"vllm-ppd: {part} is not trained: no response has {length} tokens in a row; {instead}")
+        elif length not in evaluated:
+            say(
+                f"vllm-ppd: {part} is not evaluated: no held-out response has {length} tokens in a row within "
+                "--evaluation-tokens; give more of them, or a larger --held-out"
+            )
 
 
 class _Run:
@@ -185,12 +219,18 @@ class _Run:
         for group, fresh in zip(self.optimizer.param_groups, groups, strict=True):
             group["peak"] = fresh["peak"]
         self.facts = saved.model_copy(update={"options": self.facts.options})
+        held_out, kept = self.facts.held_out, checkpoint.read_facts(self.work / BEST)
+        if held_out.best is not None and (kept is None or kept.step != held_out.best.step):
+            if held_out.best.step == saved.step:  # a kill came before these weights were kept as the best
+                checkpoint.save(self.work / BEST, self.facts, self.processes)
+            else:
+                held_out.best = None
         if self.processes.is_main_process:
             where = f"step {saved.step} of {self.steps}, after {saved.step * self.tokens_a_step:,} tokens"
             say(f"vllm-ppd: {place(self.out)} continues at {where}")
 
     def train(self) -> dict[str, Any]:
-        """Run all remaining steps, and the evaluations before the first and after the last."""
+        """Run all remaining steps, and the evaluations before the first and after the last; the best weights remain."""
         options, facts = self.options, self.facts
         if not facts.step:
             facts.before = self._evaluate("before").figures
@@ -211,9 +251,12 @@ class _Run:
                 if stops:
                     raise Stopped(facts.step, self.steps)
                 self._update(loss)
-                progress.set_postfix(step=f"{facts.step}/{self.steps}", loss=f"{loss:.4f}", **self._held_out())
-                if options.evaluate_every and facts.step % options.evaluate_every == 0:
+                shown = {} if loss is None else {"loss": f"{loss:.4f}"}
+                progress.set_postfix(step=f"{facts.step}/{self.steps}", **shown, **self._held_out())
+                if options.evaluate_every and facts.step % options.evaluate_every == 0 and facts.step < self.steps:
                     self._evaluate(f"step {facts.step}")
+            if facts.step > self.saved:
+                self._save_last(stop)
         facts.seconds = time.monotonic() - started
         after = self._finish()
         return {
@@ -234,8 +277,11 @@ class _Run:
         last = self.facts.held_out.last
         return {} if last is None or last.accepted is None else {"accepted": f"{last.accepted:.3f}"}
 
-    def _loss_and_gradient(self, progress: Bar, stop: list[int]) -> tuple[float, bool]:
-        """Accumulate the gradient over the step's windows; returns the mean loss, and whether any process is to stop.
+    def _loss_and_gradient(self, progress: Bar, stop: list[int]) -> tuple[float | None, bool]:
+        """Accumulate the gradient over the step's windows.
+
+        Returns:
+            (The mean loss of the parts in which a token counts, None without any; whether any process is to stop).
 
         A single process that is to stop returns after the current part of the step, which is done again later.
         """
@@ -244,20 +290,21 @@ class _Run:
         self.module.train()
         # A recipe's random draws depend on the step only, so that a continued run repeats them.
         torch.manual_seed((options.seed * 1_000_003 + step) * world + rank)
-        losses = []
+        total, parts = torch.zeros((), device=processes.device), 0
         for batch in self.order.batches(step, options.accumulation * world, rank, world):
             with processes.arithmetic(options.precision):
-                loss, _ = self.module(batch.to(processes.device))
+                loss, counts = self.module(batch.to(processes.device))
             processes.backward(loss / options.accumulation)
-            losses.append(loss.detach())
+            total = total + loss.detach().float()
+            parts += bool(counts)
             progress.update(batch.num_tokens * world)
             if stop and world == 1:
                 break
-        mean = torch.stack(losses).mean()
-        sums = processes.reduce(torch.stack([mean, mean.new_tensor(float(bool(stop)))]), "sum")
-        return float(sums[0]) / world, bool(sums[1])
+        others = total.new_tensor([float(parts), float(bool(stop))])
+        sums = processes.reduce(torch.cat([total[None], others]), "sum").tolist()
+        return sums[0] / sums[1] if sums[1] else None, bool(sums[2])
 
-    def _update(self, loss: float) -> None:
+    def _update(self, loss: float | None) -> None:
         """One optimiser step with the schedule's learning rate."""
         facts = self.facts
         warmup = max(1, round(self.steps * self.options.warmup))
@@ -269,36 +316,49 @@ class _Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         facts.step += 1
-        self.losses.append(loss)
-        if facts.step % math.ceil(self.steps / POINTS) == 0 or facts.step == self.steps:
+        if loss is not None:
+            self.losses.append(loss)
+        if self.losses and (facts.step % math.ceil(self.steps / POINTS) == 0 or facts.step == self.steps):
             self._note(loss=round(sum(self.losses) / len(self.losses), 5), rate=round(scale, 5))
             self.losses = []
 
     def _evaluate(self, when: str) -> Evaluation:
-        """Evaluate the current weights on held-out windows; with --patience, keep the best weights."""
+        """Evaluate the current weights on held-out windows, and keep them if they are the best so far."""
         facts = self.facts
         evaluation = evaluate(self.recipe, self.store, self.options, self.processes, facts.step, when)
-        self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
-        if facts.held_out.take(evaluation) and self.options.patience is not None:
-            checkpoint.save(self.work / BEST, facts, self.processes)
+        if evaluation.loss is not None:
+            self._note(held_out_loss=evaluation.loss, held_out=evaluation.figures)
+        if facts.held_out.take(evaluation):
             if facts.step:
-                self._save()  # a run that continues must know these weights as its best
+                self._save()  # first: a run that continues from here keeps these weights as its best
+            checkpoint.save(self.work / BEST, facts, self.processes)
         return evaluation
 
     def _is_flat(self) -> bool:
         return self.options.patience is not None and self.facts.held_out.stale >= self.options.patience
 
+    def _save_last(self, stop: list[int]) -> None:
+        """Save the weights after the last step, once the loss of a further one shows that they are good.
+
+        An evaluation may take long, and must not be what a stopped run loses its last steps to.
+        """
+        loss, stops = self._loss_and_gradient(Bar(disable=True), stop)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._watch(loss)
+        self._save()
+        if stops:
+            raise Stopped(self.facts.step, self.steps)
+
     def _finish(self) -> Evaluation:
-        """The last evaluation; with --patience, restore the best weights and return their evaluation."""
+        """The last evaluation; restore the best weights and return their evaluation."""
         facts = self.facts
         last = facts.held_out.last
         if last is None or last.step != facts.step:
             last = self._evaluate("after")
-        if not math.isfinite(last.loss):
+        if last.loss is not None and not math.isfinite(last.loss):
             self._watch(math.nan)
-        self._save()
         best = facts.held_out.best
-        if self.options.patience is not None and best is not None and best.step < facts.step:
+        if best is not None and best.step < facts.step:
             checkpoint.load(self.work / BEST, best.step, self.processes)
             self.processes.wait_for_everyone()
             return best
@@ -310,9 +370,11 @@ class _Run:
             step = self.facts.step
             add_point(self.out, step, step * self.tokens_a_step, **finite)
 
-    def _watch(self, loss: float) -> None:
+    def _watch(self, loss: float | None) -> None:
         """Raise if the loss is not finite or climbs; the last checkpoint is from before that."""
         facts = self.facts
+        if loss is None:
+            return
         is_finite = math.isfinite(loss)
         if is_finite:
             facts.smoothed = loss if math.isinf(facts.smoothed) else 0.9 * facts.smoothed + 0.1 * loss

@@ -48,13 +48,14 @@ class TrainingOptions(BaseModel):
         "bfloat16", description="dtype of the target and of autocast; the heads' master weights stay float32"
     )
     stored_dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="dtype of the saved heads")
-    held_out: float = Field(0.02, gt=0, lt=0.5, description="share of the documents held out for evaluation")
+    held_out: float = Field(0.02, gt=0, lt=0.5, description="share of the prompts and texts held out for evaluation")
     evaluation_tokens: int = Field(65_536, ge=1, description="held-out tokens that an evaluation reads")
-    evaluate_every: int | None = Field(None, ge=1, description="steps between further evaluations within the run")
+    evaluate_every: int | None = Field(
+        None, ge=1, description="steps between further evaluations; the weights of the best one are written"
+    )
     patience: int | None = Field(
-        None, ge=1, description="stop after this many evaluations without 0.1 % more accepted held-out drafts, "
-        "and keep the best weights",
-    )  # fmt: skip
+        None, ge=1, description="stop after this many evaluations without 0.1 % more accepted held-out drafts"
+    )
     states_cache: str | None = Field(
         None, description="folder that caches the frozen target's states for further epochs and runs on the data"
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -60,7 +61,7 @@ def processor() -> str:
 def provenance(**facts: Any) -> dict[str, Any]:
     """The facts, with command, time, versions and machine added."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git": _commit(),
         "versions": versions(),

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from vllm_ppd.heads.base import HeadsConfig
 from vllm_ppd.heads.card import write_card
-from vllm_ppd.heads.files import write_text
+from vllm_ppd.heads.errors import TrainingError
+from vllm_ppd.heads.files import first_problem, write_text
 from vllm_ppd.heads.io import save_heads
 from vllm_ppd.heads.target import stored_name
 from vllm_ppd.heads.training.states import Reads, StatesCache, read_target
@@ -40,6 +42,14 @@ class Recipe(nn.Module, ABC):
         self.options, self.target = options, target  # options: the TrainingOptions of the kind
         self.cache: StatesCache | None = None  # set by the loop if states are cached
 
+    def check(self) -> None:
+        """Refuse what could not be written at the end of a run (nothing by default).
+
+        Raises:
+            TrainingError: on options or a target of which no heads can be written.
+        """
+        return None
+
     def begin(self, store: TokenStore, fresh: bool) -> None:
         """Prepare from the data before a run's first step, or before it continues (nothing by default).
 
@@ -47,6 +57,11 @@ class Recipe(nn.Module, ABC):
         replaces the parameters afterwards.
         """
         return None
+
+    @property
+    def reach(self) -> dict[str, int]:
+        """How many tokens of a response in a row each trained part needs to learn from them, by the part's name."""
+        return {"the heads": 1}
 
     @property
     def reads(self) -> Reads:
@@ -86,7 +101,7 @@ class Recipe(nn.Module, ABC):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
         """The loss to minimise (a mean over the tokens that count), and counts for summary().
 
-        Outside of training the counts include accepted_counts.
+        Outside of training the counts include accepted_counts. They are empty if no token counts.
         """
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, Counts]:
@@ -99,7 +114,7 @@ class Recipe(nn.Module, ABC):
 
     @abstractmethod
     def summary(self, counts: dict[str, float]) -> dict[str, Any]:
-        """Readable figures from the summed counts."""
+        """Readable figures from the summed counts, which may lack parts of which nothing counts."""
 
     def groups(self, learning_rate: float) -> list[dict[str, Any]]:
         """The optimiser's parameter groups; `peak` is each group's highest learning rate."""
@@ -131,6 +146,14 @@ class HeadsRecipe(Recipe):
     def prepare_output(self, store: TokenStore, folder: Path) -> None:
         if self.full:
             self.target.save(folder / "base")
+
+    def check(self) -> None:
+        try:
+            self.config()
+        except ValidationError as error:
+            raise TrainingError(
+                f"no heads of this model can be written with these options: {first_problem(error)}"
+            ) from None
 
     @abstractmethod
     def config(self) -> HeadsConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,10 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vllm_ppd.heads.data.documents import Documents
+from vllm_ppd.heads.data.documents import NO_RESPONSE, Documents
 from vllm_ppd.heads.data.prompts import check_vocabulary
+from vllm_ppd.heads.data.records import Document
+from vllm_ppd.heads.data.special_tokens import control_tokens
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.files import FileDigest, digest_of, digest_of_value, first_damaged, write_text
 from vllm_ppd.heads.progress import Bar
@@ -28,7 +31,8 @@ FILES = tuple(f"{split}.tokens" for split in SPLITS)
 TOKEN = np.dtype([("id", np.uint32), ("counted", np.bool_), ("begins", np.bool_)])  # in the loss; document's first
 NAME = "tokens.json"  # describes the data of the token files next to it, with their hashes
 SHIFT = 7919  # tokens by which an epoch's windows are shifted from the previous epoch's
-FORMAT = 4  # of token files: incremented when the same data is stored differently
+LOOKED_AT = 16  # windows at once
+FORMAT = 5  # of token files: incremented when the same data is stored differently
 
 
 @dataclass
@@ -100,7 +104,7 @@ class TokenStore:
         data: files and folders of documents.
         tokenizer: the target's.
         vocab_size: ids must be below it.
-        held_out: share of the documents that is never trained on, chosen by a hash of their number.
+        held_out: share of the prompts, and of the texts without one, that is never trained on, chosen by their hash.
         length: tokens per window.
         train_on_prompts: count the tokens of prompts in the loss, too.
 
@@ -113,7 +117,7 @@ class TokenStore:
         train_on_prompts: bool = False,
     ) -> None:  # fmt: skip
         self.folder, self.length = folder, length
-        documents = Documents(data, lambda: tokenizer)
+        documents = Documents(data, lambda: tokenizer, by_answer=not train_on_prompts)
         key = _key(documents, tokenizer, vocab_size, held_out, train_on_prompts)
         manifest = _intact_manifest(folder, key)
         if manifest is None:
@@ -134,14 +138,23 @@ class TokenStore:
                     f"the data holds {len(tokens)} {words} tokens, but a window needs {length}; "
                     "give more data, or a smaller --sequence-length"
                 )
-            if not tokens["counted"].any():
+            if split == "train" and not tokens["counted"].any():
                 raise TrainingError(
-                    f"no {words} token belongs to a response; give data with responses, or --train-on-prompts"
+                    "no token to train on belongs to a response; give data with responses, or --train-on-prompts"
                 )
             self.tokens[split], self.starts[split] = tokens, np.flatnonzero(tokens["begins"])
 
     def num_windows(self, split: str = "train") -> int:
         return (len(self.tokens[split]) - 1) // self.length
+
+    def has_rows(self, split: str, ahead: int, windows: int | None = None) -> bool:
+        """Whether any of the first windows (None: of all) has so many tokens in a row that count."""
+        windows = self.num_windows(split) if windows is None else windows
+        for start in range(0, windows, LOOKED_AT):
+            batch = self.batch(split, range(start, min(start + LOOKED_AT, windows)))
+            if batch.ahead(ahead)[1].any():
+                return True
+        return False
 
     def batch(self, split: str, windows: Sequence[int], shifts: Sequence[int] = ()) -> Batch:
         """Windows of a split.
@@ -167,9 +180,9 @@ class TokenStore:
         )
 
     def token_counts(self, vocab_size: int, split: str = "train") -> torch.Tensor:
-        """How often each token occurs: [vocabulary] int32."""
+        """How often each token occurs among those counted in the loss: [vocabulary] int32."""
         counts = np.zeros(vocab_size, dtype=np.int64)
-        for ids in self.documents(split):
+        for ids in itertools.chain.from_iterable(self.responses(split)):
             counts += np.bincount(ids, minlength=vocab_size)
         return torch.from_numpy(counts.clip(max=2**31 - 1).astype(np.int32))
 
@@ -179,32 +192,56 @@ class TokenStore:
         for begin, end in itertools.pairwise([*starts, len(tokens)]):
             yield np.asarray(tokens["id"][begin:end])
 
+    def responses(self, split: str = "train") -> Iterator[list[np.ndarray]]:
+        """The token ids of each document's stretches that count in the loss."""
+        tokens, starts = self.tokens[split], self.starts[split]
+        for begin, end in itertools.pairwise([*starts, len(tokens)]):
+            rows = tokens[begin:end]
+            edges = np.flatnonzero(np.diff(rows["counted"], prepend=False, append=False))
+            yield [rows["id"][first:last] for first, last in edges.reshape(-1, 2)]
+
     def _write(
         self, documents: Documents, tokenizer: Any, vocab_size: int, held_out: float, train_on_prompts: bool
     ) -> None:
-        end = tokenizer.eos_token_id
+        end, control = tokenizer.eos_token_id, control_tokens(tokenizer)
         train, held = (self.folder / name for name in FILES)
         with train.open("wb") as train_file, held.open("wb") as held_file:
+            file = train_file
             progress = Bar(documents.tokens(), desc="tokenising", unit=" documents", mininterval=1)
-            for number, document in enumerate(progress):
+            for document in progress:
                 ids = document.ids or []
-                # A cut-off document has no end; many chat templates write a line break after a turn's end.
-                has_end = end is None or document.cut_off or end in ids[-2:]
-                ids = ids if has_end else [*ids, end]
+                if _needs_end(document, end, control):
+                    ids = [*ids, end]
                 check_vocabulary(ids, vocab_size)
                 tokens = np.zeros(len(ids), TOKEN)
                 tokens["id"], tokens["counted"], tokens["begins"][:1] = ids, True, True
                 if not train_on_prompts and document.mask is not None:
                     tokens["counted"][: len(document.mask)] = document.mask
-                (held_file if _is_held_out(number, held_out) else train_file).write(tokens.tobytes())
+                if not document.continues:
+                    file = held_file if _is_held_out(document, held_out) else train_file
+                file.write(tokens.tobytes())
         trained, held_back = (path.stat().st_size // TOKEN.itemsize for path in (train, held))
         if not trained + held_back:
             skips = f"; {documents.skips()}" if documents.skipped else ""
+            if NO_RESPONSE in documents.skipped:
+                raise TrainingError(
+                    f"no token of the data belongs to a response{skips}; give data with responses, or "
+                    "--train-on-prompts"
+                )
             raise TrainingError(
                 f"the data is empty ({len(documents.files)} files, no text{skips}); give .jsonl or text files with text"
             )
+        if held_back > trained:  # most records have one prompt
+            swapped = train.with_suffix(".swapped")
+            train.rename(swapped)
+            held.rename(train)
+            swapped.rename(held)
+            trained, held_back = held_back, trained
         if held_back <= self.length:  # too few whole documents were held out: add the training tokens' tail
-            cut = TOKEN.itemsize * (trained - min(trained // 2, self.length + 1))
+            place = trained - min(trained // 2, self.length + 1)
+            starts = np.flatnonzero(np.memmap(train, TOKEN, "r", shape=min(place + 1, trained))["begins"])
+            whole = starts[starts >= trained // 2]  # documents remain whole if there are several
+            cut = TOKEN.itemsize * int(whole[-1] if len(whole) else place)
             tail = np.fromfile(train, TOKEN, offset=cut)
             tail["begins"][:1] = True
             with held.open("ab") as held_file:
@@ -240,9 +277,27 @@ class Order:
         return int(self._permutation[1][place]), shift
 
 
-def _is_held_out(number: int, share: float) -> bool:
-    """Whether a document is held out, by a hash of its number."""
-    digest = hashlib.sha256(str(number).encode()).digest()
+def _needs_end(document: Document, end: int | None, control: set[int]) -> bool:
+    """Whether the end-of-text token is to be added: where neither the record nor a chat template has an end of its own.
+
+    Args:
+        document: with token ids.
+        end: the end-of-text token, if there is one.
+        control: tokens that no text has.
+    """
+    ids, mask = document.ids or [], document.mask
+    # Many chat templates write a line break after a turn's end.
+    if end is None or document.cut_off or end in ids[-2:] or not document.ends_with_response:
+        return False
+    if mask is None:
+        return True
+    last = max((place for place, is_written in enumerate(mask) if is_written), default=-1)
+    return ids[last] not in control
+
+
+def _is_held_out(document: Document, share: float) -> bool:
+    """Whether a document is held out, by a hash of its prompt, so that no other answer to it is trained on."""
+    digest = hashlib.sha256(json.dumps(document.asked).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32 < share
 
 

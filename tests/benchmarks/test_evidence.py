@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,34 @@ def test_commands_are_those_of_ppd_bench(words: list[str]) -> None:
 def test_every_kept_result_that_ages_is_a_part() -> None:
     kept = {path.stem for path in outdated.results_in(evidence.RESULTS) if not path.stem.startswith("gpu_")}
     assert kept <= set(PARTS)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, part in PARTS.items() if all(words[:3] == evidence.PPD for words in part.commands)]
+)
+def test_commands_measure_what_is_stored(name: str) -> None:
+    """Options, rounds and candidates of the commands are those of the stored result."""
+    asked: dict[str, int] = {}
+    for words in evidence.parts("build/data")[name].commands:
+        args = make_parser().parse_args(words[2:])
+        options: Any = options_from(model_of(args.command), args)
+        asked |= {json.dumps(each.essence(), sort_keys=True): each.rounds for each in options.runs}
+    kept: dict[str, int] = {}
+    for run in json.loads((evidence.RESULTS / f"{name}.json").read_text())["runs"]:
+        # `ppd bench acceptance` has no rounds.
+        rounds = len({turn["round"] for turn in run["turns"]}) if "round" in run["turns"][0] else options.rounds
+        kept[json.dumps(run["options"], sort_keys=True)] = rounds
+    assert asked == kept
+    if name == "group":
+        groups = [contender for contender in run["contenders"] if contender.startswith("group")]
+        assert groups == [f"group, k = {k}" for k in options.group]
+
+
+def test_gpu_steps_are_those_that_are_stored() -> None:
+    (words,) = PARTS["gpu_steps"].commands
+    rows = json.loads((evidence.RESULTS / "gpu_steps.json").read_text())["rows"]
+    named = [word.partition("=")[0] for flag, word in pairwise(words) if flag == "--contender"]
+    assert named == list(dict.fromkeys(row["contender"] for row in rows))
 
 
 @pytest.fixture

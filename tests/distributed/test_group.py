@@ -7,6 +7,7 @@ from typing import Any
 
 import preempted
 import pytest
+import tiny
 from cases import CASES, SCHEMA, after_a_prefix, generate, greedy, prompts
 from conftest import DEMO, Factory, counting, end_workers, full_but, start_engine
 from vllm import SamplingParams
@@ -239,3 +240,20 @@ def test_two_by_two_ranks(alone: Factory, group: Factory) -> None:
             alone(case) for case in ("batch_1", "arrivals_and_aborts")
         ]
     assert seen["group_hits"] > 0
+
+
+def test_weights_that_change_reach_both_stages(tiny_model: Factory, engine: Factory, made_once: Factory) -> None:
+    """The first stage reads candidates by its copy of the last one's norm and LM head."""
+    requests = prompts(4)
+    other = made_once("llama-other", lambda folder: tiny.make_model(folder, seed=1))
+    llm = start_engine(tiny_model(), VARIANTS["late"], pipeline_parallel_size=2)
+    alone = start_engine(other, None)
+    try:
+        assert generate(llm, requests, greedy()) == generate(engine(), requests, greedy())
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        with counting(llm) as seen:
+            said = generate(llm, requests, greedy())
+        assert said == generate(alone, requests, greedy())
+        assert seen["group_hits"] > seen["group_misses"] > 0
+    finally:
+        end_workers(llm)

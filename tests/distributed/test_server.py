@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server, started as a user would: completions, metrics, the start-up line, bad requests, bad starts."""
 
+import importlib.metadata
 import os
 import subprocess
 import time
@@ -51,7 +52,8 @@ def test_completion_and_counters(server: Server) -> None:
 def test_start_up_line(server: Server) -> None:
     lines = [line for line in server.log.read_text().splitlines() if "vllm-ppd: drafting" in line]
     assert len(lines) == 1
-    for part in ("method ppd", "exit layer 4 of 6", "no heads", "2 drafts", "soft none, hard none"):
+    version = f"; vllm-ppd {importlib.metadata.version('vllm-ppd')}"
+    for part in ("method ppd", "exit layer 4 of 6", "no heads", "2 drafts", "soft none, hard none", version):
         assert part in lines[0]
 
 

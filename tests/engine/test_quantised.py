@@ -127,5 +127,5 @@ def test_quantised_lm_head_is_read_as_vllm_computes_it(started: Factory, tiny_mo
     rows, bias = target.lm_head_rows(ids)
     expected = (written["lm_head.weight"].float() * written["lm_head.weight_scale"])[ids]
     assert not torch.equal(expected, weight[ids])
-    torch.testing.assert_close(rows, expected)
+    torch.testing.assert_close(rows, expected.to(rows.dtype))  # bfloat16 where the kernel takes nothing wider
     assert not bias.any()

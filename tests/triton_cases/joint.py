@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from vllm_ppd.heads.dynamo import counts
 from vllm_ppd.heads.dynamo.cooccurrence import CoOccurrence
 from vllm_ppd.kernels import joint as reference
 from vllm_ppd.kernels.joint import Ngrams, Top
@@ -49,6 +50,16 @@ def test_is_the_reference(heads: int, k: int, given: bool, alpha_c: float | None
     chosen = same(candidates(heads, k, given), table, alpha_c or 0.0)
     assert chosen.order[3] == 1
     assert k == 1 or table is not None or chosen.order[0] == heads + given
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_is_the_reference_where_keys_are_of_frequent_tokens(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counts, "KEYS", 100**3 + 1)
+    document = DOCUMENT**2 // VOCAB  # some tokens are frequent
+    unigram = np.bincount(document, minlength=VOCAB)
+    table = CoOccurrence.from_tokens([document], VOCAB, 3, unigram=unigram).ngrams.to(DEVICE)
+    assert table.base == 100 and table.columns is not None
+    same(candidates(2, 50, given), table, 1.0)
 
 
 @pytest.mark.parametrize("damaged", [torch.nan, torch.inf])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on runner V2: with our kernels on a CPU, with vLLM's on a GPU.
 
-Cases marked `interpreted` run Triton kernels of ours as well. On a CPU they run in Triton's interpreter, as do vLLM's
-kernels then, in a process of their own: `PPD_TEST_V2=1 pytest tests/v2 -m interpreted`.
+Cases marked `interpreted` run Triton kernels of ours as well. On a CPU all kernels run in Triton's
+interpreter then, in a process of their own: `PPD_TEST_V2=1 pytest tests/v2 -m interpreted`.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM alone on its runner V2, with our kernels where there is no Triton; and asynchronous scheduling on a CPU."""
+"""On a CPU: vLLM alone on its runner V2, with our kernels; and asynchronous scheduling."""
 
 import functools
 from collections.abc import Iterator
@@ -17,14 +17,15 @@ asynchronous = False  # whether engines that start now schedule asynchronously
 
 
 def allow() -> None:
-    """Let MARK decide on the runner, and `asynchronous` on the scheduling: a CPU has V1, and schedules in turn."""
+    """Let MARK decide on the runner, and `asynchronous` on the scheduling."""
     stock_runner: Any = vars(VllmConfig)["use_v2_model_runner"].fget
     platform = type(current_platform)
     stock_check = platform.check_and_update_config.__func__
 
     @functools.wraps(stock_runner)
     def use_v2_model_runner(self: Any) -> bool:
-        marked = isinstance(self.additional_config, dict) and self.additional_config.items() >= MARK.items()
+        settings = self.additional_config
+        marked = isinstance(settings, dict) and settings.items() >= MARK.items()
         return marked or stock_runner(self)
 
     @functools.wraps(stock_check)

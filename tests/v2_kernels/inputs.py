@@ -51,7 +51,7 @@ def test_positions_and_lengths(lengths: list[int]) -> None:
 @pytest.mark.parametrize("drafts", [[0, 0, 0, 0, 0], [3, 3, 3, 3, 3], [0, 3, 1, 0, 2]])
 @pytest.mark.parametrize("new_tokens", [1, 0])
 def test_sampled_and_draft_tokens(drafts: list[int], new_tokens: int) -> None:
-    """Decoding requests, one whose prompt ends in this step, one within it, and one whose drafts begin in it."""
+    """Requests that decode, whose prompt ends or goes on, and whose drafts begin within it."""
 
     def case(generator: torch.Generator) -> Tensors:
         rows = rows_of(generator, 5, ROWS)

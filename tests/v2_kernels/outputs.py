@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities, grammars, drafts, thinking budgets, prompts as embeddings: our kernels against vLLM's."""
+"""Log-probabilities, grammars, drafts, budgets, embeddings: our kernels against vLLM's."""
 
 from types import SimpleNamespace
 
@@ -152,7 +152,7 @@ def test_lookups(shortest: int, longest: int, alphabet: int) -> None:
 
 @pytest.mark.parametrize("markers", [([1], [2], [2]), ([1, 1], [2], [0, 2, 2]), ([1], [2, 0], [0, 0, 2, 0])])
 def test_thinking_budgets(markers: tuple[list[int], list[int], list[int]]) -> None:
-    """Texts grow by steps with drafts; their markers come up in prompts, outputs and drafts, and across them."""
+    """Texts grow by steps with drafts. Markers are in prompts, outputs and drafts, and across them."""
     start, natural_end, end = markers
     forced = 0
 
@@ -191,7 +191,11 @@ def test_thinking_budgets(markers: tuple[list[int], list[int], list[int]]) -> No
             state.apply(logits, context)  # type: ignore[arg-type]
             written[f"logits {step}"] = logits
             forced += int(logits.sum())
-            lengths[rows] += integers(generator, -1 if step == 2 else 0, 4, 5)
+            if step == 2:  # what was counted on is taken back
+                lengths[rows] -= integers(generator, 0, 9, 5)
+                lengths.clamp_(min=1)
+            else:
+                lengths[rows] += integers(generator, 0, 4, 5)
         return written | {"scanned": state.cached_scan_pos}
 
     for seed in range(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters and draws: our kernels against vLLM's; rows of logits of the same drafted request follow."""
+"""Sampling parameters and draws: our kernels against vLLM's, over requests with drafts."""
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def test_penalties(drafts: bool) -> None:
 
 @pytest.mark.parametrize("restore", [True, False])
 def test_logit_bias(restore: bool) -> None:
-    """Allowed tokens, biases, tokens that end a text too early: each alone and together; with nothing else left too."""
+    """Allowed tokens, biases, ends that come too early: alone, together, and with nothing else left."""
 
     def case(generator: torch.Generator) -> Tensors:
         logits = logits_of(generator)

@@ -14,6 +14,7 @@ from vllm_ppd.heads.errors import UserError
 from vllm_ppd.heads.quote import LONGEST_VALUE, shortened
 
 Options = TypeVar("Options", bound=BaseModel)
+METAVARS = {"heads": "FOLDER", "peers": "FOLDER", "also": "NAME={JSON}", "traces": "NAME"}  # others take files
 
 
 class Command(NamedTuple):
@@ -86,7 +87,7 @@ def _add_fields(command: Command, parser: argparse.ArgumentParser) -> None:
         if field.annotation is bool:
             settings |= {"action": argparse.BooleanOptionalAction, "metavar": None}
         elif field.annotation == tuple[str, ...]:
-            settings |= {"nargs": "+", "metavar": "FILE"}
+            settings |= {"nargs": "+", "metavar": METAVARS.get(name, "FILE")}
         elif get_origin(field.annotation) is Literal:
             settings |= {"choices": get_args(field.annotation), "metavar": None}
         if name == command.positional:
@@ -124,6 +125,7 @@ def options_from(model: type[Options], args: argparse.Namespace) -> Options:
 
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
-    if field.is_required() or field.default in (None, (), False):
+    # Not `in (None, False, ())`, which 0 is, too.
+    if field.is_required() or field.default is None or field.default is False or field.default == ():
         return text
     return f"{text} (default {field.default})".replace("(default True)", "(default on)")

@@ -42,7 +42,9 @@ def train(options: TrainingOptions) -> int:
         if int(os.environ.get("RANK", "0")):  # torchrun and accelerate start a process per GPU
             return 0
         trained = f"{facts['steps']} steps, {facts['tokens']:,} tokens, {facts['seconds']:.0f} s"
-        print(f"{trained}; held out, before -> after:")
+        best = facts["held_out_after_step"]
+        kept = "" if best == facts["steps"] else f" (the heads of step {best}, which are the best)"
+        print(f"{trained}; held out, before -> after{kept}:")
         for name, after in facts["held_out_after"].items():
             print(f"  {name}: {in_words(facts['held_out_before'].get(name))} -> {in_words(after)}")
     print(f"wrote {options.out}: `ppd inspect {options.out}` describes it, `ppd calibrate` measures it")

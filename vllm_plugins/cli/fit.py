@@ -40,6 +40,8 @@ def run(options: FitOptions) -> int:
     out, folder = Path(options.out), Path(f"{options.out}.fit")
     if (out / CONFIG_NAME).exists() and not folder.exists():
         raise TrainingError(f"--out {place(out)} already holds heads; delete it or give another folder")
+    with writing_folder(out):  # which training needs to write later
+        pass
     with writing_folder(folder, "the work folder"):
         files = [file.model_dump() for file in data_files(options.prompts)]
         state = State(folder, options.essence() | {"prompts": files})
@@ -127,8 +129,9 @@ class Fit:
             loop.train(CPOptions(**chosen | {"license": self.options.license}))
         shutil.rmtree(self.out / WORK, ignore_errors=True)
         facts = provenance_of(self.out)
-        accepted = facts.held_out_after["accepted_a_step"]
-        self.stage.status = f"{facts.steps:,} steps; held out {accepted:.3f} greedy drafts accepted per step"
+        accepted = facts.held_out_after.get("accepted_a_step")
+        shown = "" if accepted is None else f"; held out {accepted:.3f} greedy drafts accepted per step"
+        self.stage.status = f"{facts.steps:,} steps{shown}"
 
     def _training(self) -> dict[str, Any]:
         """Options of the training that fits the time, by measured speeds."""

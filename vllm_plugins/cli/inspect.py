@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import AliasChoices, BaseModel, Field
 
 UNKNOWN = "not recorded"
+NOT_COMPARED = "not known: the folder is valid, but was not compared with its target"
 UNREAD = "; weights are checked after they are fetched (`hf download`)"
 
 
@@ -32,6 +33,9 @@ def run(options: InspectOptions) -> int:
     from vllm_ppd.heads.training.provenance import NAME as PROVENANCE
     from vllm_ppd.heads.weight_files import file_names
 
+    named = options.target
+    if named is not None and Path(named).is_dir() and not Path(named, "config.json").is_file():
+        raise HeadsError(f"--target {named}: the folder has no config.json; give the folder of a model")
     folder, config, whole = described(options.heads, PROVENANCE, CALIBRATION_NAME)
     target = options.target or find_target(config.verifier, folder)
     stored = config.to_json()
@@ -51,22 +55,24 @@ def run(options: InspectOptions) -> int:
     lines |= _if_there("trained", _provenance, folder) | _if_there("calibrated", _calibration, folder)
     print_aligned(lines)
     try:
-        print(f"will load: {_check(config, folder, target)}{'' if whole else UNREAD}")
+        print(f"will load: {_check(config, folder, target, options.target is not None)}{'' if whole else UNREAD}")
     except HeadsError:
         print("will load: no")
         raise
     return 0
 
 
-def _check(config: Any, folder: str, target: str) -> str:
-    """The server's checks against a target on this disk."""
+def _check(config: Any, folder: str, target: str, named: bool) -> str:
+    """The server's checks against a target on this disk; named: whether --target names it."""
     from vllm_ppd.heads.target import check_on_disk
 
-    if check_on_disk(config, folder, target):
-        return f"yes, with {target}"
+    weights = check_on_disk(config, folder, target)
+    if weights is not None:
+        return f"yes, with {target}" + (f" ({weights})" if weights else "")
     if not target:
-        return "the folder is valid; it does not name its target, so it was not compared (give --target DIR)"
-    return f"the folder is valid; target {target!r} is not on this disk, so it was not compared (give --target DIR)"
+        return f"{NOT_COMPARED}, which it does not name (give --target DIR)"
+    instead = "" if named else " (give --target DIR)"
+    return f"{NOT_COMPARED} {target!r}, which is not on this disk{instead}"
 
 
 def _if_there(name: str, read: Callable[[str], str], folder: str) -> dict[str, str]:

@@ -69,6 +69,10 @@ def _message(error: Exception) -> str:
     if "o space left" in text or "isk quota" in text:
         text = shortened(text, LONGEST_MESSAGE // 2)
         return f"the disk is full ({text}); free some space and run the same command again: it continues"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        where = shortened(str(error.filename), LONGEST_MESSAGE // 2)
+        instead = "check its permissions, or give another path"
+        return f"{where} cannot be read or written ({error.strerror}); {instead}"
     return text
 
 

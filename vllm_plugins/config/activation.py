@@ -7,18 +7,19 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_ppd.heads import hub
 from vllm_ppd.heads.base import TargetFingerprint
-from vllm_ppd.heads.errors import UserError
+from vllm_ppd.heads.errors import HeadsError, UserError
 from vllm_ppd.heads.io import check_folder, load_config
 from vllm_ppd.heads.kinds import KINDS
 from vllm_ppd.heads.quote import quoted
-from vllm_ppd.heads.target import check_layers, check_target, fingerprint
+from vllm_ppd.heads.target import TOKENIZER_NAME, check_layers, check_target, fingerprint, tokenizer_hashes
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.naming import is_ours, method_named, with_method
 from vllm_ppd.vllm_plugins.config.options import (
@@ -172,27 +173,44 @@ def _checked_heads(options: DraftingOptions, model_config: ModelConfig) -> Heads
     folder, target = str(options.model), model_config.hf_text_config
     kind = METHODS[options.method].heads
     heads = load_config(folder, None if kind is None else KINDS[kind])
-    check_target(
-        heads, folder, hidden_size=target.hidden_size, vocab_size=target.vocab_size,
-        num_hidden_layers=target.num_hidden_layers, fingerprint=_fingerprint_on_disk(model_config),
-    )  # fmt: skip
+    at_hand = _fingerprint_at_hand(model_config)
+    other_weights = check_target(
+        heads,
+        folder,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_hidden_layers=target.num_hidden_layers,
+        fingerprint=at_hand,
+        strict=not options.verify,
+    )
+    if other_weights is not None:
+        logger.warning("vllm-ppd: %s", other_weights)
+    elif heads.fingerprint.lm_head and not at_hand.lm_head:
+        logger.info(
+            "vllm-ppd: the target's lm_head was not compared with that of the heads' target, as it is not on this disk "
+            "yet, or is stored in another form"
+        )
     check_layers(heads, folder, target)
     refuse(of_layers_read(heads, folder, model_config))
     check_folder(folder)
     return heads
 
 
-def _fingerprint_on_disk(model_config: ModelConfig) -> TargetFingerprint:
-    """Hashes of the target, as far as its files are on this disk."""
+def _fingerprint_at_hand(model_config: ModelConfig) -> TargetFingerprint:
+    """Hashes of the target, as far as its files are on this disk; its tokenizer is fetched if it is not."""
     from huggingface_hub import snapshot_download
 
-    model = model_config.model
+    model, revision, found = model_config.model, model_config.revision, TargetFingerprint()
     if os.path.isdir(model):
         return fingerprint(model)
-    try:
-        return fingerprint(snapshot_download(model, revision=model_config.revision, local_files_only=True))
-    except (OSError, ValueError):
-        return TargetFingerprint()
+    with suppress(OSError, ValueError):
+        found = fingerprint(snapshot_download(model, revision=revision, local_files_only=True))
+    name = hub.hub_name(model)
+    if found.tokenizer is None and name is not None and not platform.uses_modelscope():
+        with suppress(HeadsError):  # vLLM reports that a model cannot be fetched
+            folder = hub.folder_of(str(hub.HubName(name.repo, revision)), TOKENIZER_NAME)
+            found = found.model_copy(update=tokenizer_hashes(Path(folder, TOKENIZER_NAME)))
+    return found
 
 
 def _rewrite(args: Any, config: DraftingConfig) -> None:

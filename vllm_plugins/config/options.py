@@ -3,7 +3,8 @@
 
 import argparse
 import difflib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -22,6 +23,26 @@ FLAGS_OF_VLLM = {"method": "--spec-method", "model": "--spec-model", "num_specul
 LONGEST_LOOKUP = 32  # tokens that the prompt lookup compares
 LARGEST = 2**31 - 1  # bound of counts without a lower one
 LONGEST_NAME = 64  # characters that are compared with the options' names
+LEAST_LIKENESS = 0.5  # of an unknown option to the one that it is taken to mean
+
+# Words of other engines' options, and ours for the same thing.
+_SAME = {
+    "assistant": "speculative",
+    "draft": "speculative",
+    "drafted": "speculative",
+    "drafts": "speculative",
+    "spec": "speculative",
+    "speculation": "speculative",
+    "len": "tokens",
+    "length": "tokens",
+    "steps": "tokens",
+    "token": "tokens",
+    "max": "num",
+    "number": "num",
+    "vocabulary": "vocab",
+    "heads": "model",
+    "path": "model",
+}
 
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -75,7 +96,7 @@ class DraftingOptions(BaseModel):
     eps_b: Share | None = Field(
         None,
         le=1,
-        description="back-off threshold of the joint (DynaMo, section 3.2.3): 0 drafts all tokens, 1 none (default: "
+        description="back-off threshold of the joint (DynaMo, section 3.2.2): 0 drafts all tokens, 1 none (default: "
         "what the heads recommend); requests may set their own with vllm_xargs ppd_eps_b",
     )
     verify: bool = Field(
@@ -245,8 +266,8 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
     known = DraftingOptions.model_fields
     for key in options:
         if key not in known:
-            near = difflib.get_close_matches(str(key)[:LONGEST_NAME], known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+            near = nearest(str(key)[:LONGEST_NAME], known)
+            hint = f"did you mean {near!r}?" if near else f"known options: {', '.join(known)}"
             raise OptionError(f"speculative_config: unknown option {quoted(key)}; {hint}")
     try:
         parsed = DraftingOptions(**{key: value for key, value in options.items() if value is not None})
@@ -260,6 +281,24 @@ def parse_options(options: Mapping[str, Any]) -> DraftingOptions:
                 f"leave it out with method {parsed.method!r}"
             )
     return parsed
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known option that an unknown name means, by its words or its letters; None if none is near."""
+
+    def likeness(option: str) -> float:
+        ours, theirs = _words(option), _words(name)
+        by_words = len(ours & theirs) / len(ours | theirs)
+        by_letters = difflib.SequenceMatcher(None, name.lower(), option).ratio()
+        return max(by_words, by_letters)
+
+    best = max(known, key=likeness)
+    return best if likeness(best) >= LEAST_LIKENESS else None
+
+
+def _words(name: str) -> set[str]:
+    """The words of an option's name, of several for the same thing always the same one."""
+    return {_SAME.get(word, word) for word in re.split(r"[_\W]+", name.lower())}
 
 
 def first_problem(error: ValidationError) -> str:

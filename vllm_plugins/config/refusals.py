@@ -75,6 +75,13 @@ def of_target(
     yield getattr(parallel, "decode_context_parallel_size", 1) > 1 and (
         f"decode context parallelism is not supported with {title}: vLLM's CPU build has none, so it is untested; "
         "use --tensor-parallel-size")
+    yield getattr(parallel, "prefill_context_parallel_size", 1) > 1 and (
+        f"prefill context parallelism is not supported with {title}: vLLM's CPU build has none, so it is untested; use "
+        "--tensor-parallel-size")
+    yield model.is_encoder_decoder and (
+        f"encoder-decoder models are not supported with {title}, which drafts for decoders only; start without it")
+    yield getattr(model, "is_diffusion", False) and (
+        f"diffusion models are not supported with {title}: they do not emit one token after another; start without it")
     yield parallel.use_ubatching and f"micro-batching (--enable-dbo) is not supported with {title}"
     yield model.enable_prompt_embeds and (
         f"prompt embeddings (--enable-prompt-embeds) are not supported with {title}: such prompts have no token IDs to "
@@ -150,8 +157,6 @@ def of_cut(model: ModelConfig, cutting: str) -> Refusals:
         yield str(error)
     yield model.using_transformers_backend() != (adapter == TRANSFORMERS) and (
         f"vLLM's Transformers backend is not supported with this family and {cutting}; leave out --model-impl")
-    yield platform.breakable_graphs() and (
-        f"VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with {cutting}; unset it")
 
 
 def of_layers_read(heads: HeadsConfig, folder: str, model: ModelConfig) -> Refusals:
@@ -230,12 +235,23 @@ def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
         "adaptive_verification needs whole-model CUDA graphs: leave it out, or --enforce-eager")
     yield config.adaptive_verification and config.prompt_lookup_min is not None and (
         "adaptive_verification is not supported with prompt lookup, whose drafts have no confidence; leave it out")
+    drawn = config.draft_sample_method == "probabilistic" and not config.spec.looks_up_alone
+    yield args.use_fp64_gumbel and config.runner == "v2" and drawn and (
+        "--use-fp64-gumbel is not supported with sampled drafts on runner V2: they are drawn with float32 random "
+        "numbers, so hardly any would be accepted; leave it out, or set draft_sample_method greedy")
     if config.stages > 1:
         split = os.environ.get(PARTITION)
         yield split is not None and split != config.partition and (
             f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of the worker group, {config.partition}: "
             "unset it, or set exit_layer")
         yield from of_candidates(config, args.max_num_seqs)
+
+
+def of_complete_config(config: DraftingConfig) -> Refusals:
+    """Refusals of settings that vLLM decides last: it turns breakable graphs on for some models and for invariance."""
+    yield config.cuts and platform.breakable_graphs() and (
+        f"breakable CUDA graphs are not supported with method {config.method!r}, which runs parts of the target; set "
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=0 (unset, vLLM may turn them on)")
 
 
 def of_candidates(config: DraftingConfig, max_num_seqs: int | None) -> Refusals:

@@ -61,6 +61,7 @@ def resolve(
     """
     given, method = options.model_fields_set, METHODS[options.method]
     values = options.model_dump() | {"num_layers": num_layers, "stages": stages}
+    values["cuts"] = method.cuts or bool(getattr(heads, "layers", ()))
     if heads is not None:
         values |= {name: value for name, value in heads.recommended.items() if name not in given}
         values["heads_summary"] = heads.describe()

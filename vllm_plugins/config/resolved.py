@@ -19,6 +19,7 @@ class DraftingConfig(DraftingOptions):
 
     num_layers: int
     stages: int = 1  # pipeline stages; with 2 the method is a worker group
+    cuts: bool = False  # whether the target is cut, by the method or for heads that read states within it
     heads_summary: str = ""
     v1_because: str | None = None  # reason for runner V1
     drafts_by_batch_size: list[list[int]] = Field(default_factory=list)  # on runner V2, by the heads' calibration

@@ -40,6 +40,7 @@ class Options(Protocol):
     """The requests' options that planning reads; arrays have an entry per request row."""
 
     drafting: np.ndarray
+    thinking_budget: np.ndarray
     is_greedy: np.ndarray
     max_tokens: np.ndarray
 
@@ -130,6 +131,9 @@ class DraftPlanner:
         drafts *= emitted & options.drafting[request_rows]
         if able is not None:
             drafts[~able] = 0
+        if options.thinking_budget[request_rows].any():
+            # vLLM's V1 budgets count rejected drafts, and force the end of a thought in rows of other requests' drafts.
+            drafts[:] = 0
         if config.disable_by_batch_size is not None and batch.num_requests > config.disable_by_batch_size:
             drafts[:] = 0
         if config.max_drafting_requests is not None:

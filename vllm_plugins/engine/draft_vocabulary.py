@@ -32,9 +32,17 @@ class DraftVocabulary:
         self.token_ids = most_frequent(counts, size).to(target.device)
         self._ids = torch.cat([self.token_ids, self.token_ids.new_tensor([INVALID])])
         self.place_of = columns(self.token_ids, len(counts))
+        self.target, self.reads_lm_head = target, reads_lm_head
         if reads_lm_head:
             rows, self.bias = target.lm_head_rows(self.token_ids)
             self.linear = target.linear(rows)
+
+    def refresh(self) -> None:
+        """Copy the rows of the LM head again, after its weights have changed."""
+        if self.reads_lm_head:
+            rows, bias = self.target.lm_head_rows(self.token_ids)
+            self.linear.load(rows)
+            self.bias.copy_(bias)
 
     @classmethod
     def of(

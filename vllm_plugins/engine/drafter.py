@@ -100,6 +100,11 @@ class Drafter(ABC):
             target: the loaded target, as drafters may read it.
         """
 
+    def refresh(self) -> None:
+        """Copy again what load copied of the target's weights, in place, after these have changed."""
+        if self.vocabulary is not None:
+            self.vocabulary.refresh()
+
     @abstractmethod
     def propose(self, step: DraftInputs) -> Drafts:
         """Draft up to K tokens per request. Called under inference mode; never synchronises with the device."""

@@ -2,7 +2,6 @@
 """The target's LM head for drafters, across tensor-parallel ranks: its own, or a copy on another stage."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -75,18 +74,23 @@ class TargetLMHead(LMHead):
         self.shard_size = int(self.lm_head.num_embeddings_per_partition)
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
-        return self.logits_processor(self.lm_head, hidden, getattr(self.lm_head, "bias", None), skip_gather=not gather)
+        return self.logits_processor(self.lm_head, hidden, self.bias, skip_gather=not gather)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[shard_size], the parameter itself; None if the LM head has none."""
+        return getattr(self.lm_head, "bias", None)
 
     def plain(self) -> Unembedding | None:
         """None for a quantised head, for capped or scaled logits, and for a head of another type than the states."""
         processor, method = self.logits_processor, self.lm_head.quant_method
-        weight, bias = getattr(self.lm_head, "weight", None), getattr(self.lm_head, "bias", None)
+        weight = getattr(self.lm_head, "weight", None)
         product = not processor.logits_as_input and processor.scale == 1.0 and processor.soft_cap is None
         # Exactly these classes: derived classes may compute something else.
         unquantised = type(method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
         if not product or not unquantised or envs.VLLM_BATCH_INVARIANT or weight is None:
             return None
-        return Unembedding(weight, bias) if processor.head_dtype in (None, weight.dtype) else None
+        return Unembedding(weight, self.bias) if processor.head_dtype in (None, weight.dtype) else None
 
     def rows(
         self, token_ids: torch.Tensor, vllm_config: Any, device: torch.device
@@ -96,7 +100,7 @@ class TargetLMHead(LMHead):
         Raises:
             ValueError: if the model caps its logits, which are then no product of a matrix.
         """
-        return self._read(lambda hidden: self.logits(hidden)[:, token_ids], vllm_config, device)
+        return self._read(True, token_ids, vllm_config, device)
 
     def shard_of_rank(self, vllm_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """E* of this rank's shard [shard_size, hidden] and its bias [shard_size].
@@ -104,18 +108,30 @@ class TargetLMHead(LMHead):
         Raises:
             ValueError: as rows.
         """
-        return self._read(lambda hidden: self.logits(hidden, gather=False), vllm_config, device)
+        return self._read(False, slice(None), vllm_config, device)
 
     def _read(
-        self, logits: Callable[[torch.Tensor], torch.Tensor], vllm_config: Any, device: torch.device, chunk: int = 256
+        self,
+        gather: bool,
+        which: torch.Tensor | slice,
+        vllm_config: Any,
+        device: torch.device,
+        chunk: int = 256,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows, read as logits of unit vectors, since the LM head itself may be packed, sharded or quantised."""
+        """Rows of some tokens and their bias, read as products, as the LM head may be packed, sharded or quantised.
+
+        Rows are products with unit vectors. These have no bias: a bias would round them, and subtracting it again would
+        not restore them.
+        """
         if self.logits_processor.soft_cap:
             raise ValueError("this model caps its logits, so a part of its LM head cannot be read separately")
         hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
-        bias = logits(torch.zeros(1, hidden_size, dtype=dtype, device=device))[0]
         units = torch.eye(hidden_size, dtype=dtype, device=device)
-        columns = [(logits(part) - bias).to(dtype) for part in units.split(chunk)]
+        columns = []
+        for part in units.split(chunk):
+            product = self.logits_processor(self.lm_head, part, None, skip_gather=not gather)
+            columns.append(product[:, which].to(dtype))
+        bias = self.logits(torch.zeros_like(units[:1]), gather)[0, which]
         return torch.cat(columns).t().contiguous(), bias.to(dtype)
 
 
@@ -136,6 +152,11 @@ class CopiedLMHead(LMHead):
         self.shard_size = len(shard)
         self.tp_size = int(vllm_config.parallel_config.tensor_parallel_size)
         self.unembedding, self.bias = PackedLinear(shard, vllm_config, device), bias
+
+    def load(self, shard: torch.Tensor, bias: torch.Tensor) -> None:
+        """Replace the shard and its bias by others of their shapes."""
+        self.unembedding.load(shard)
+        self.bias.copy_(bias)
 
     def logits(self, hidden: torch.Tensor, gather: bool = True) -> torch.Tensor:
         logits = self.unembedding(hidden) + self.bias

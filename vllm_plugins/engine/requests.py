@@ -53,6 +53,7 @@ class RequestOptions:
         self.verified = verified
         self.drafting = np.zeros(rows, dtype=bool)  # False if the request has no drafts
         self.is_greedy = np.zeros(rows, dtype=bool)
+        self.thinking_budget = np.zeros(rows, dtype=bool)  # whether the request has one
         self.max_tokens = np.zeros(rows, dtype=np.int64)
         # Exact in float32: drafts, temperatures, a top-k below 2^24, and NaN for no threshold.
         self.settings = np.zeros((rows, len(Setting)), dtype=np.float32)
@@ -68,6 +69,7 @@ class RequestOptions:
         extra = getattr(params, "extra_args", None)
         threshold = back_off_threshold(extra)
         self.drafting[row] = drafting_allowed(extra) and (self.verified or not needs_single_tokens(params))
+        self.thinking_budget[row] = getattr(params, "thinking_token_budget", None) is not None
         self.is_greedy[row] = params is None or params.temperature < GREEDY_BELOW
         limit = getattr(params, "max_tokens", None)
         self.max_tokens[row] = np.iinfo(np.int32).max if limit is None else limit

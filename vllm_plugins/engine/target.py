@@ -44,7 +44,7 @@ class Target:
         self.lm_head = TargetLMHead(self.model)
         self._adapted = [layer for layer in self.model.modules() if isinstance(layer, VocabParallelEmbeddingWithLoRA)]
 
-    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def linear(self, weight: torch.Tensor) -> PackedLinear:
         """y = W x for a matrix [out, in], packed for the platform's fastest product and whole on every rank."""
         return PackedLinear(weight, self.vllm_config, self.device)
 

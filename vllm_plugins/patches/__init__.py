@@ -35,6 +35,7 @@ PATCHES: list[tuple[str, str, Callable[..., Any]]] = [
     (_ENGINE_ARGS, "add_cli_args", start.add_cli_args),
     (_ENGINE_ARGS, "from_cli_args", start.from_cli_args),
     (_ENGINE_ARGS, "create_speculative_config", start.create_speculative_config),
+    (_ENGINE_ARGS, "create_engine_config", start.create_engine_config),
     ("vllm.engine.arg_utils", "maybe_override_with_speculators", start.maybe_override_with_speculators),
     ("vllm.engine.arg_utils", "get_model_path", start.get_model_path),
     (_CONFIG, "__post_init__", start.complete_config),

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 from vllm_ppd.heads import hub
+from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.activation import activate, active_config, refusals_without_traceback
 from vllm_ppd.vllm_plugins.config.naming import served_heads
 from vllm_ppd.vllm_plugins.config.options import add_flags, merge_flags
+from vllm_ppd.vllm_plugins.config.refusals import of_complete_config, refuse
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 
 logger = logging.getLogger("vllm.vllm_ppd")
@@ -33,13 +35,23 @@ def create_speculative_config(
     """Turn our methods into vLLM's `custom_class`."""
     config = activate(self, target_model_config, target_parallel_config)
     if config is not None:
-        logger.info("vllm-ppd: %s", config.summary())
+        logger.info("vllm-ppd: %s; vllm-ppd %s", config.summary(), platform.own_version())
         if not config.verify:
             logger.warning(
                 "vllm-ppd: VERIFICATION IS OFF (verify: false): tokens are emitted as DynaMo's heads sample them, "
                 "and are NOT the model's own output; use eps_b 1, or leave verify out, to get that"
             )
     return original(self, target_model_config, target_parallel_config)
+
+
+def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse what vLLM has decided in completing its configuration, before a model loads."""
+    vllm_config = original(self, *args, **kwargs)
+    config = active_config(vllm_config)
+    if config is not None:
+        with refusals_without_traceback():
+            refuse(of_complete_config(config))
+    return vllm_config
 
 
 def maybe_override_with_speculators(

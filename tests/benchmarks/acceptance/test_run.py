@@ -88,6 +88,14 @@ def test_tables_tell_what_is_accepted_and_equal(options: Callable[..., Acceptanc
     assert cells_of(headline(runs))[1] == ["ngram", "1.00 (1.00 to 1.00)", "-", "0.00"]
 
 
+def test_shares_by_position_count_steps_without_drafts(options: Callable[..., AcceptanceOptions]) -> None:
+    run(options())
+    measured = stored(Path(options().out))[0]
+    for turn in measured.run["turns"]:
+        turn["steps"] *= 2
+    assert by_position(measured)["ngram"] == {1: (0.5, 0.5, 0.5)}
+
+
 def test_categories_are_decoded_apart(options: Callable[..., AcceptanceOptions], tmp_path: Path) -> None:
     data = tmp_path / "ids.jsonl"
     records = [{"prompt_token_ids": [n] * n, "category": "odd" if n % 2 else "even"} for n in range(1, 6)]

@@ -25,6 +25,7 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "docs/getting-started.md": {
         "50% [####": EXAMPLE,
+        "50 % of 60 minutes": EXAMPLE,
         "step costs measured in 2.5 s": EXAMPLE,
         "1 request 6.7 ms": EXAMPLE,
         "block found in 60 seconds": EXAMPLE,

@@ -3,16 +3,18 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 from conftest import cells_of
 
 from vllm_ppd.benchmarks.decode.options import DecodeOptions
-from vllm_ppd.benchmarks.harness.contenders import BASE, contenders
-from vllm_ppd.benchmarks.harness.results import Results
+from vllm_ppd.benchmarks.decode.table import body
+from vllm_ppd.benchmarks.harness.contenders import BASE, CONTROL, contenders
+from vllm_ppd.benchmarks.harness.results import Results, stored
 from vllm_ppd.benchmarks.results import outdated, page
-from vllm_ppd.benchmarks.results.headlines import plots
+from vllm_ppd.benchmarks.results.headlines import plots, speeds
 
 
 def test_committed_page_is_what_the_command_makes() -> None:
@@ -38,6 +40,56 @@ def test_results_say_where_they_are_from() -> None:
         data = json.loads(path.read_text())
         for run in data.get("runs", [data]):
             assert all(run[fact] for fact in ("command", "time", "git", "machine", "versions")), path
+
+
+DECODED = [path for path in outdated.results_in(page.RESULTS) if '"benchmark": "decode"' in path.read_text()]
+
+
+@pytest.mark.parametrize("path", DECODED, ids=lambda path: path.stem)
+def test_a_shared_engine_is_no_second_engine(path: Path) -> None:
+    """Turns of vLLM's own engine are not called a second engine, nor shown as noise in the documents' tables."""
+    for measured in stored(path):
+        shares = measured.contenders[CONTROL].get("shares") is not None
+        text = body(measured)
+        assert ("is a second engine" in text) == (not shares)
+        assert ("does not show the noise between engines" in text) == shares
+        assert (CONTROL in speeds(stored(path))) == ("second engine" in speeds(stored(path))) == (not shares)
+
+
+def test_a_note_about_turns_of_the_same_work(tmp_path: Path) -> None:
+    """Two contenders on an engine that always drafted differ by noise, which the table tells; others do not."""
+    also = ('cp={"method": "ppd"}', 'cp, all drafts={"shares": "cp", "adaptive": false}')
+    options = DecodeOptions(model="m", data=("d",), plain="none", out=str(tmp_path / "speeds.json"), also=also)
+    results = Results(options, contenders(options))
+    counts = ("accepted_tokens", "same_tokens", "compared_tokens", "repeated_4_grams", "all_4_grams")
+    for name, seconds in ((BASE, 1.0), ("cp", 0.5), ("cp, all drafts", 0.4)):
+        results.add({
+            "contender": name, "batch": 2, "group": 0, "round": 0, "window_tokens": 20, "steps": 10, "peak_bytes": 5,
+            "window_seconds": seconds, "step_seconds": 0.1, "worker_seconds": None, "draft_seconds": None,
+            "drafts": 20, "draft_tokens": 60, **dict.fromkeys(counts, 9),
+        })  # fmt: skip
+    told = '"cp" and "cp, all drafts" both drafted in every step, on the same engine: they differ by up to 25%'
+    assert told in body(results)
+    results.run["turns"][1]["drafts"] = 19
+    assert told not in body(results)
+
+
+def test_commands_can_be_pasted() -> None:
+    for path in outdated.results_in(page.RESULTS):
+        data = json.loads(path.read_text())
+        for run in data.get("runs", [data]):
+            words = shlex.split(page.quoted(run["command"]))
+            assert " ".join(words) == run["command"]
+            for word in (word for word in words if "{" in word):
+                json.loads(word[word.index("{") :])
+    assert page.quoted("ppd --also 'a b={}' --x") == "ppd --also 'a b={}' --x"
+
+
+def test_every_command_of_a_section_is_shown() -> None:
+    path = page.RESULTS / "acceptance.json"
+    section = page.acceptances(path, {})
+    commands = {page.quoted(run["command"]) for run in json.loads(path.read_text())["runs"]}
+    assert len(commands) == 3 and all(f"`{command}`" in section for command in commands)
 
 
 def test_results_of_older_code_say_so(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_each_paper_has_a_claim_with_our_figure_and_a_verdict() -> None:
     assert header == ["paper", "claim", "the paper", "here", "holds", "why"]
     assert {claim[0].split(",")[0] for claim in claims} == {"PPD", "ParaDecode", "CP heads", "DynaMo"}
     for *_, theirs, ours, holds, why in claims:
-        assert re.search(r"\d", theirs) and re.search(r"\d", ours) and holds in ("yes", "no", "not decided")
+        assert re.search(r"\d", theirs) and re.search(r"\d", ours) and holds in ("yes", "partly", "no", "not decided")
         assert holds == "yes" or why
 
 

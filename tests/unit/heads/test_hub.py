@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads by their name on a Hub of the loopback interface: what is fetched, and what is said where that fails."""
 
+import json
+import logging
 import os
 import shutil
 import socket
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 
 import heads_folders
 import pytest
-from conftest import Factory, patterned_texts, write_texts
+from conftest import Factory, our_log, patterned_texts, write_texts
 from hub import TOKEN, Hub, at, running_hub, use
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
@@ -108,6 +110,26 @@ def test_server_refuses_damaged_weights(hub: Hub, readers: Readers, whole_heads:
     hub.add("acme/damaged", folder)
     for name in ("model alone", SERVE, "calibrate"):
         assert "not finite" in str(readers.refusal(name, "acme/damaged")), name
+
+
+def test_a_target_that_is_not_fetched_yet(
+    hub: Hub, tiny_model: Factory, tmp_path: Path, readers: Readers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokenizer is fetched, so that the first start refuses what later ones do; weights are only warned about."""
+    other = shutil.copytree(tiny_model(), tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["renamed"] = tokenizer["model"]["vocab"].pop("<extra_300>")
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    hub.add("acme/target", tiny_model())
+    hub.add("acme/other", other)
+    for name, refusal in (("acme/target", None), ("acme/other", "the hash of its vocabulary differs")):
+        monkeypatch.setattr(readers.model_config, "model", name)
+        hub.requests.clear()
+        with our_log(logging.INFO) as said:
+            line = readers.refusal("model alone", NAME)
+        assert line is None if refusal is None else refusal in str(line)
+        assert {file for _, repo, file in hub.requests if repo == name} == {"tokenizer.json"}
+        assert any("lm_head was not compared" in line for line in said) == (refusal is None)
 
 
 def test_revisions(hub: Hub, tiny_model: Factory, tmp_path: Path, readers: Readers) -> None:

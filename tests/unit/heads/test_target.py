@@ -2,6 +2,7 @@
 """The target that heads name: where it is looked for, how another is named, and by what it is told from others."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import heads_folders
 import pytest
 import tiny
 import torch
-from conftest import ROOT, Factory
+from conftest import ROOT, Factory, our_log
 from refusals import edited
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import EngineArgs
 
@@ -68,7 +69,7 @@ def test_a_target_that_is_nowhere(tiny_model: Factory, tmp_path: Path, capsys: A
         EngineArgs(model=str(folder)).create_engine_config()
     assert main(["inspect", str(folder)]) == 0
     assert (
-        "target 'some/old/path' is not on this disk, so it was not compared (give --target DIR)"
+        "not compared with its target 'some/old/path', which is not on this disk (give --target DIR)"
         in capsys.readouterr().out
     )
     assert main(["inspect", str(folder), "--target", str(tiny_model())]) == 0
@@ -87,19 +88,20 @@ def test_the_demo_heads_are_sound_from_anywhere(kind: str, tmp_path: Path, monke
     target = fingerprint(DEMO / "model")
     assert config.fingerprint.lm_head and target.lm_head
     assert config.fingerprint.difference(target) is None
+    assert config.fingerprint.other_weights(target) is None
 
 
-def compare(folder: Path, **changes: object) -> None:
+def compare(folder: Path, **changes: object) -> str | None:
     config = load_config(folder)
     facts: dict = {"hidden_size": 64, "vocab_size": tiny.VOCAB, "num_hidden_layers": tiny.LAYERS}
-    check_target(config, folder, **{**facts, "fingerprint": config.fingerprint, **changes})
+    return check_target(config, folder, **{**facts, "fingerprint": config.fingerprint, **changes})
 
 
 def test_matching_target_is_accepted(heads_folder: Factory, tiny_model: Factory) -> None:
     folder = heads_folder()
-    compare(folder)
-    compare(folder, fingerprint=fingerprint(tiny_model()))
-    compare(folder, fingerprint=TargetFingerprint())  # a target that is not on this disk yet
+    assert compare(folder) is None
+    assert compare(folder, fingerprint=fingerprint(tiny_model())) is None
+    assert compare(folder, fingerprint=TargetFingerprint()) is None  # a target that is not on this disk yet
 
 
 @pytest.mark.parametrize(
@@ -109,12 +111,61 @@ def test_matching_target_is_accepted(heads_folder: Factory, tiny_model: Factory)
         ({"vocab_size": 32_000}, "vocab_size is 320 there, but 32000"),
         ({"num_hidden_layers": 8}, "num_hidden_layers is 6 there, but 8"),
         ({"fingerprint": TargetFingerprint(tokenizer="0" * 64)}, "the hash of its tokenizer differs"),
-        ({"fingerprint": TargetFingerprint(lm_head="0" * 64)}, "the hash of its lm_head differs"),
+        ({"fingerprint": TargetFingerprint(lm_head="0" * 64), "strict": True}, "its lm_head has other values"),
     ],
 )
 def test_other_target_is_refused(heads_folder: Factory, changes: dict, message: str) -> None:
     with pytest.raises(HeadsError, match=message):
         compare(heads_folder(), **changes)
+
+
+def copied(model: Path, folder: Path, dtype: torch.dtype, noise: float = 0.0) -> Path:
+    """A copy of a model folder with its weights in a dtype, and with noise as a fine-tune may have."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    torch.manual_seed(0)
+    changed = {name: (tensor + noise * torch.randn_like(tensor)).to(dtype) for name, tensor in tensors.items()}
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("dtype", "noise", "how"), [
+    (torch.float16, 0.0, r"other values \(a fine-tune or another dtype\), sampled rows differ by \S+e-\d+ %"),
+    (torch.bfloat16, 0.01, r"other values .*, sampled rows differ by \d\S* %"),
+    (torch.bfloat16, 0.0, None),
+])  # fmt: skip
+def test_copies_and_fine_tunes_are_warned_about(
+    tiny_model: Factory, tmp_path: Path, capsys: Any, dtype: torch.dtype, noise: float, how: str | None
+) -> None:
+    """Most values of a bfloat16 model are exact in float16, all but the smallest ones."""
+    ours = copied(tiny_model(), tmp_path / "bfloat16", torch.bfloat16)
+    tensors = load_file(ours / "model.safetensors")
+    tensors["lm_head.weight"][0, :8] = 1e-6
+    save_file(tensors, ours / "model.safetensors", {"format": "pt"})
+    other = copied(ours, tmp_path / "other", dtype, noise)
+    heads = str(heads_folders.make_heads(tmp_path / "heads", "cp", ours))
+    args = EngineArgs(model=str(other), speculative_config={"model": heads}, kv_cache_memory_bytes=1 << 24)
+    options = CalibrationOptions(heads=heads, data=("-",), model=str(other))
+    with our_log() as said:
+        args.create_engine_config()
+    assert main(["inspect", heads, "--target", str(other)]) == 0
+    shown = capsys.readouterr().out
+    if how is None:
+        assert not said
+        assert checked(options)[2] == str(other)
+        return
+    (line,) = said
+    assert re.search(f"were trained for another target .*: its lm_head has {how}. Drafts are verified", line)
+    assert "will load: yes" in shown and "Drafts are verified" in shown
+    with pytest.raises(HeadsError, match=r"its lm_head has other values .*; use the heads of this model"):
+        checked(options)  # measurements belong to the target that the heads name
+
+
+def test_unverified_heads_of_other_weights_are_refused(tiny_model: Factory, tmp_path: Path) -> None:
+    heads = str(heads_folders.make_heads(tmp_path / "heads", "dynamo", tiny_model()))
+    other = copied(tiny_model(), tmp_path / "other", torch.float32, 0.01)
+    with pytest.raises(HeadsError, match="its lm_head has other values"):
+        EngineArgs(model=str(other), speculative_config={"model": heads, "verify": False}).create_engine_config()
 
 
 def test_layers_of_the_target(tiny_model: Factory, tmp_path: Path) -> None:
@@ -151,17 +202,17 @@ def test_a_float32_copy_is_the_same_hashed(tmp_path: Path, dtype: torch.dtype, o
     values = VALUES.to(dtype)
     narrow, wide = hashed(tmp_path / "narrow", values), hashed(tmp_path / "wide", values.float())
     assert narrow.lm_head != wide.lm_head
-    assert recorded(narrow, old).difference(wide) is None
-    assert recorded(wide, old).difference(narrow) is None
+    assert recorded(narrow, old).other_weights(wide) is None
+    assert recorded(wide, old).other_weights(narrow) is None
 
 
 @pytest.mark.parametrize("old", [False, True])
 def test_a_rounded_copy_is_told_by_its_dtype(tmp_path: Path, old: bool) -> None:
     wide, narrow = hashed(tmp_path / "wide", VALUES), hashed(tmp_path / "narrow", VALUES.bfloat16())
-    assert SAME_DTYPE in str(recorded(narrow, old).difference(wide))
+    assert SAME_DTYPE in str(recorded(narrow, old).other_weights(wide))
     # What was rounded cannot be told from a hash of the whole values alone.
-    expected = "the hash of its lm_head differs" if old else SAME_DTYPE
-    assert expected in str(recorded(wide, old).difference(narrow))
+    expected = "its lm_head has other values" if old else SAME_DTYPE
+    assert expected in str(recorded(wide, old).other_weights(narrow))
 
 
 def test_other_values_are_another_hashed(tmp_path: Path) -> None:
@@ -169,8 +220,8 @@ def test_other_values_are_another_hashed(tmp_path: Path) -> None:
     changed = VALUES.clone()
     changed[299, 3] += 1
     for other in (changed, VALUES.reshape(600, 8), VALUES.T.bfloat16()):
-        assert ours.difference(hashed(tmp_path / "other", other)) == "the hash of its lm_head differs"
-    assert ours.difference(TargetFingerprint()) is None
+        assert "other values" in str(ours.other_weights(hashed(tmp_path / "other", other)))
+    assert ours.other_weights(TargetFingerprint()) is None
 
 
 def test_a_tokenizer_written_otherwise_is_the_same(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ def test_deployment_serves_as_vllm_is_served() -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(container["args"][1:])
     assert hub_name(args.spec_model) is not None
     assert pod["spec"]["restartPolicy"] == "Always"
+    # A rolling update would start a pod that waits for a volume and a GPU which the old one holds.
+    assert parts["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert parts["Deployment"]["spec"]["strategy"]["type"] == "Recreate"
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["http"] == args.port == int(pod["metadata"]["annotations"]["prometheus.io/port"])
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's model runner V2 on a CPU without Triton: our kernels in place of those vLLM cannot compile.
+"""vLLM's model runner V2 on a CPU without Triton, with our kernels in place of Triton's.
 
-vLLM has a runner V2 for the CPU. Without a build of Triton for CPUs it lacks only the kernels. Where
-there is such a build, or where vLLM brings a kernel of its own, that one runs.
+vLLM has a runner V2 for the CPU. It lacks only the kernels there, without a Triton that compiles for
+CPUs. Where vLLM finds one, or brings a kernel of its own, ours does not run.
 """
 
 import functools
@@ -71,7 +71,7 @@ KERNELS: dict[str, Callable[..., None]] = {
     f"{RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (structured_output.apply_grammar_bitmask),
 }
 
-# Modules of vLLM whose kernels have no namesake here, and the setting without which none of them is launched.
+# Modules of vLLM with kernels of which there is none here, and the setting that reaches them.
 MISSING = {
     f"{RUNNER}.cp_utils": "--decode-context-parallel-size",
     f"{RUNNER}.sample.batch_shard": "--enable-batch-sharded-sampling",
@@ -86,7 +86,7 @@ MISSING = {
 
 
 def missing_kernels(module: str) -> str | None:
-    """The setting of vLLM that reaches a module's kernels of which there is none here; None if there is none."""
+    """The setting that reaches a module's, or a kernel's, entry in MISSING; None without an entry."""
     while module:
         if module in MISSING:
             return MISSING[module]
@@ -103,11 +103,12 @@ def needed() -> bool:
 def register() -> None:
     """Have runner V2 launch our kernels in this process, once, if it has none.
 
-    Nothing that vLLM's runner V1 launches is replaced: it has its own code for zeroed blocks on the CPU.
+    Nothing that runner V1 launches is replaced. On a CPU it zeroes blocks by code of its own.
     """
     if not needed():
         return
-    import vllm.v1.worker.cpu.shm  # noqa: F401  (before any module of runner V2, which imports what it replaces)
+    # Before any module of runner V2: these import what it replaces.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
     from vllm.triton_utils.dispatcher import register_kernels
 
     missing = {name: kernel for name, kernel in KERNELS.items() if is_placeholder(name)}
@@ -117,7 +118,7 @@ def register() -> None:
 
 
 def is_placeholder(name: str) -> bool:
-    """Whether what vLLM would launch under a name is the kernel's plain Python, which cannot run."""
+    """Whether vLLM would launch a kernel's plain Python under this name, which cannot run."""
     module, _, attribute = name.rpartition(".")
     return inspect.isfunction(getattr(resolve_name(module), attribute, None))
 
@@ -136,7 +137,7 @@ def _complete_triton(module: ModuleType) -> None:
 
 @contextmanager
 def accepted() -> Iterator[None]:
-    """Let vLLM's checks of runner V2 for Triton pass within a context, if our kernels are to run."""
+    """Within this context, vLLM's checks for Triton pass, if our kernels are to run instead."""
     if not needed():
         yield
         return

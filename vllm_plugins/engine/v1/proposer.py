@@ -28,6 +28,7 @@ from vllm_ppd.vllm_plugins.engine.metrics import Counters
 from vllm_ppd.vllm_plugins.engine.requests import RequestRows, Setting
 from vllm_ppd.vllm_plugins.engine.v1.batch import Batch, Step, with_counts
 from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
+from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
 
 
 class Bypass:
@@ -106,6 +107,10 @@ class Proposer:
         """Take the loaded target and allocate everything, before vLLM measures the memory left for its KV cache."""
         self.allocate_q()
         self.host.load(model)
+
+    def refresh(self) -> None:
+        """Copy again what was copied of the target's weights, in place, after these have changed."""
+        self.host.drafter.refresh()
 
     def allocate_q(self) -> None:
         """Allocate q(x) if drafts are to be sampled."""
@@ -259,10 +264,10 @@ class Proposer:
         return async_tensor_h2d(values, device=self.runner.device)
 
 
-class DraftingRunnerMixin(Verification):
+class DraftingRunnerMixin(UpdatedRunner, Verification):
     """Mixed into GPUModelRunner or CPUModelRunner (V1); hands its hidden states to the proposer.
 
-    Overrides, each of which calls vLLM's unless we draft; see also Verification:
+    Overrides, each of which calls vLLM's unless we draft; see also Verification and UpdatedRunner:
 
         _update_states             a step begins
         _model_forward             part of the target instead of the full forward
@@ -336,6 +341,10 @@ class DraftingRunnerMixin(Verification):
         if q_rows is not None and not sampling_metadata.all_greedy:
             self._draft_probs, self._draft_prob_req_ids = q_rows, list(self.drafter.rows.names)
         return drafts
+
+    @torch.inference_mode()
+    def refresh_copies(self) -> None:
+        self.drafter.refresh()
 
     def take_draft_token_ids(self) -> Any:
         if isinstance(self._draft_token_ids, list) and not any(self._draft_token_ids):

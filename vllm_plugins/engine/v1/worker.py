@@ -3,7 +3,7 @@
 
 import functools
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v1.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin, Proposer
+from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 logger = init_logger("vllm.vllm_ppd")
 
@@ -47,7 +48,7 @@ def _group_runner(vllm_config: Any, *bases: type) -> Any:
     return type("GroupModelRunner", (*bases[:-1], mixin, bases[-1]), {})
 
 
-class WarmUpMixin:
+class WarmUpMixin(UpdatedWorker):
     """Mixed into vLLM's worker."""
 
     model_runner: Any
@@ -81,9 +82,16 @@ if current_platform.is_cpu():
         """vLLM's CPU model runner that drafts."""
 
         def load_model(self, *args: Any, **kwargs: Any) -> None:
-            stacked = self.drafter.config.schedule == "parallel"
-            with plain_weights() if stacked else nullcontext():
+            with self._loading():
                 super().load_model(*args, **kwargs)
+
+        def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+            with self._loading():
+                super().reload_weights(*args, **kwargs)
+
+        def _loading(self) -> AbstractContextManager[None]:
+            stacked = self.drafter.config.schedule == "parallel"
+            return plain_weights() if stacked else nullcontext()
 
     class DraftingWorker(WarmUpMixin, cpu_worker.CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""

@@ -37,19 +37,16 @@ class FirstStackPasses:
         )))  # fmt: skip
         self.bounds: torch.Tensor | None = None  # [requests] bounds of sequence lengths; None while capturing a graph
         self.without_attention = False
+        self.capturable = False  # whether metadata are updated in place, so that a CUDA graph may contain the passes
         self.kv_cache_config: Any = None
         self.batch: Any = None  # batch of the current mixed step
         self.metadata: dict[str, Any] | None = None  # attention metadata of the current drafting passes
 
     def bind(self, kv_cache_config: Any, block_tables: Any) -> None:
-        """Bind the KV cache; an engine has none while vLLM measures its memory."""
+        """Bind the KV cache and its attention groups; an engine has none while vLLM measures its memory."""
+        self.capturable = on_device(group for groups in self.speculator.attn_groups for group in groups)
         self.kv_cache_config, self.block_tables = kv_cache_config, block_tables
         self.max_model_len = self.vllm_config.model_config.max_model_len  # vLLM may have reduced it to what fits
-
-    @property
-    def capturable(self) -> bool:
-        """Whether metadata are updated in place on the device, so that a CUDA graph may contain the passes."""
-        return on_device(group for groups in self.speculator.attn_groups for group in groups)
 
     # Between steps ---------------------------------------------------------------------------------------------------
 
@@ -86,8 +83,7 @@ class FirstStackPasses:
 
     def _bring_up_to_date(self, offset: int, requests: int, mappings: torch.Tensor) -> None:
         """Metadata of the next pass, made once per step unless a backend's cannot be updated in place."""
-        updated = self.metadata is not None and self.speculator.supports_decode_metadata_update
-        if updated:
+        if self.metadata is not None and self.capturable:
             for groups in self.speculator.attn_groups:
                 for group in groups:
                     group.update_draft_decode_metadata(self.metadata)
@@ -95,7 +91,7 @@ class FirstStackPasses:
         bounds = self.bounds
         if bounds is not None:
             # Built once for all passes.
-            reach = self.speculator.num_speculative_steps if self.speculator.supports_decode_metadata_update else offset
+            reach = self.speculator.num_speculative_steps if self.capturable else offset
             bounds = (bounds[:requests] + reach + 1).clamp(max=self.max_model_len)
         self.metadata = self._metadata(
             self.starts[: requests + 1],

@@ -11,6 +11,8 @@ Overrides, each of which calls vLLM's:
     sample_tokens     our counters travel with the step's output; a step without drafts is vLLM's own
     take_draft_token_ids  none after such a step
     prepare_inputs    begins the speculator's step from the schedule, before the target runs
+
+and those of engine/weight_updates.py.
 """
 
 import functools
@@ -24,9 +26,10 @@ from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v2.speculator import Speculator
 from vllm_ppd.vllm_plugins.engine.v2.verification import Verification
+from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
 
 
-class DraftingRunnerMixin:
+class DraftingRunnerMixin(UpdatedRunner):
     """Mixed into vLLM's GPUModelRunner or CPUModelRunner (V2)."""
 
     speculator: Speculator
@@ -52,6 +55,10 @@ class DraftingRunnerMixin:
         with temporarily(model_runner, RejectionSampler=functools.partial(Verification, self.speculator)):
             super().load_model(*args, **kwargs)  # type: ignore[misc]
         self.speculator.bind(self)
+
+    @torch.inference_mode()
+    def refresh_copies(self) -> None:
+        self.speculator.host.drafter.refresh()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]

@@ -63,9 +63,13 @@ class Speculator(DraftModelSpeculator):
     # What vLLM asks for ----------------------------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        """Load the heads; layers that they add run with the target's."""
+        """Load the heads; layers that they add run with the target's.
+
+        Returns:
+            None. vLLM registers a draft model for EPLB, sends a trainer's weights to it, and saves it before it sleeps.
+            It must not do so with the target a second time.
+        """
         self.host.load(target_model)
-        return target_model
 
     def load_model(self, target_model: Any) -> None:
         self.model = self.load_draft_model(target_model, set())

@@ -15,9 +15,10 @@ from vllm_ppd.vllm_plugins.engine.temporary import temporarily
 from vllm_ppd.vllm_plugins.engine.v2.dummy_steps import STEPS, time_steps
 from vllm_ppd.vllm_plugins.engine.v2.runner import DraftingRunnerMixin
 from vllm_ppd.vllm_plugins.engine.v2.verification import warm_up_top_p
+from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 
-class StepCostsMixin:
+class StepCostsMixin(UpdatedWorker):
     """Mixed into vLLM's worker; measures the step costs by which the scheduler chooses the number of drafts."""
 
     model_runner: Any

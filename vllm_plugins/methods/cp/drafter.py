@@ -145,6 +145,9 @@ class CPDrafter(ChainDrafter):
         if self.factorised:
             read = self.target.lm_head.logits if self.vocabulary is None else self.vocabulary.logits
             return read(product.flatten(0, -2)).unflatten(0, product.shape[:-1])
+        bias = self.target.lm_head.bias
+        if bias is not None:  # whole classifiers are trained beside it
+            product = product + (bias if self.vocabulary is None else self.vocabulary.bias).to(product)
         return self.target.lm_head.gather(product) if self.vocabulary is None else product
 
     def _embedded(self, drafts: torch.Tensor) -> torch.Tensor:

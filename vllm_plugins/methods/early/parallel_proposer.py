@@ -48,6 +48,9 @@ class ParallelProposer(DeferredKVProposer):
         reader = EarlyReader(adapter, TargetLMHead(model), heads)
         self.schedule = ParallelSchedule(config, adapter, layers, reader, self.deferred, device)
 
+    def refresh(self) -> None:
+        """Nothing to refresh: the layers' storage is the target's own."""
+
     def warm_up(self) -> None:
         """Nothing to warm up, since no drafter runs separately."""
 

@@ -24,13 +24,12 @@ class DeferredKVSpeculator(Speculator):
     # The target ------------------------------------------------------------------------------------------------------
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
-        loaded = super().load_draft_model(target_model, target_attn_layer_names)
+        super().load_draft_model(target_model, target_attn_layer_names)
         self.cut = self.host.target.cut
         self._whole, self.cut.forward = self.cut.forward, self._forward  # type: ignore[method-assign]
         self.deferred = DeferredKV(self.host, self.cut.adapter.has_residual)
         self.passes = self.deferred.passes = FirstStackPasses(self, self.cut)
         self.host.shallow = self.deferred.shallow
-        return loaded
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *args: Any, **kwargs: Any) -> None:
         """Set metadata builders for the first stack's layers: the target's own, and its KV cache."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.host import buckets
@@ -38,14 +39,21 @@ class FirstStage(Stage):
         norm, shard, bias, place = self.channel.receive_weights()
         adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
         adapter.decoder.norm.weight.data = norm
-        lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
-        self.reader = EarlyReader(adapter, lm_head, None)
+        record_metadata_for_reloading(adapter.decoder.norm)  # vLLM loads every weight that the stage has, this one too
+        self.lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
+        self.reader = EarlyReader(adapter, self.lm_head, None)
         self.requests = min(config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs)
         # A row per request: the state after layer d_bar of the token that the last stage takes next.
         self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
         self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
         self._unsettled = _NOTHING
+
+    def refresh(self) -> None:
+        """Receive the target's norm and LM head again."""
+        norm, shard, bias, place = self.channel.receive_weights()
+        self.cut.adapter.decoder.norm.weight.data.copy_(norm)
+        self.lm_head.load(*self._with_head(shard, bias, place.tolist())[:2])
 
     def _with_head(
         self, shard: torch.Tensor, bias: torch.Tensor, place: list[int]

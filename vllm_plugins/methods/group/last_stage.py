@@ -19,10 +19,13 @@ class LastStage(Stage):
     """Layers d_bar..d, the final norm, the LM head and the sampler."""
 
     def load_model(self, model: Any) -> None:
-        self.model = model
+        self.target = model
         self.take(model, (), (self.split, self.config.num_layers))
-        # The first stage reads candidates through the target's norm and LM head, which vLLM loads only here.
-        lm_head = TargetLMHead(model)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Send the target's norm and LM head, which vLLM loads only here; the first stage reads candidates by them."""
+        lm_head = TargetLMHead(self.target)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
         shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)
         self.channel.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
@@ -56,7 +59,7 @@ class LastStage(Stage):
             self._expect_frame(micro_step + 1, count)
             computed += len(rows)
             span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
-            sampled = self.batch.sample(rows, self.model.compute_logits(self.passes.final(span, state)))
+            sampled = self.batch.sample(rows, self.target.compute_logits(self.passes.final(span, state)))
             tokens[rows, emitted[rows]] = sampled[rows]
             emitted[rows] += 1
             self.channel.send_tokens(sampled)

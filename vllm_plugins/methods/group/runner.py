@@ -10,7 +10,7 @@ Overrides, each of which calls vLLM's:
     profile_run                candidates also take memory and compile their kernels
     propose_draft_token_ids    nothing, since the group's tokens are final
 
-and those of engine/v1/verification.py.
+and those of engine/v1/verification.py and engine/weight_updates.py.
 """
 
 import copy
@@ -22,11 +22,12 @@ from vllm.sequence import IntermediateTensors
 
 from vllm_ppd.vllm_plugins.engine.v1.batch import with_counts
 from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
+from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 
 
-class GroupRunnerMixin(Verification):
+class GroupRunnerMixin(UpdatedRunner, Verification):
     """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
 
     drafter: FirstStage | LastStage
@@ -48,6 +49,10 @@ class GroupRunnerMixin(Verification):
                 dtype=self.model_config.dtype,
                 device=self.device,
             )
+
+    @torch.inference_mode()
+    def refresh_copies(self) -> None:
+        self.drafter.refresh()
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(self.drafter, FirstStage):

@@ -64,6 +64,10 @@ class Stage(ABC):
     def load_model(self, model: Any) -> None:
         """Take the loaded stage and allocate everything, before vLLM measures the memory left for its KV cache."""
 
+    @abstractmethod
+    def refresh(self) -> None:
+        """Exchange the copies of the target's weights again, on both stages, after these have changed."""
+
     def begin_step(self, scheduler_output: Any) -> Any:
         """Begin a step; returns the step for the runner, with one token per request if it has placeholders."""
         placeholders = scheduler_output.scheduled_spec_decode_tokens

@@ -4,9 +4,11 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from conftest import Factory, patterned_texts, write_texts
 
@@ -15,7 +17,7 @@ from vllm_ppd.heads.base import LARGEST_BATCH
 from vllm_ppd.heads.calibration.options import CalibrationOptions
 from vllm_ppd.heads.calibration.replay import replay
 from vllm_ppd.heads.calibration.report import report
-from vllm_ppd.heads.calibration.run import calibrate, open_calibration
+from vllm_ppd.heads.calibration.run import calibrate, counts_of, open_calibration
 from vllm_ppd.heads.calibration.session import Calibration
 from vllm_ppd.heads.cp import calibration as cp_calibration
 from vllm_ppd.heads.early import calibration as early_calibration
@@ -221,6 +223,10 @@ def test_stopped_calibration_goes_on(heads: Factory, data: Path, monkeypatch: py
         (("--prompts", "100000"), "but 100000 are needed"),
         (("--model", "/nowhere"), "cannot load model '/nowhere'"),
         (("--temperature", "0"), "--temperature 0: input should be greater than 0"),
+        (("--batch-sizes", "4,0"), "--batch-sizes 0: input should be greater than or equal to 1"),
+        (("--batch-sizes", ","), "--batch-sizes (): tuple should have at least 1 item"),
+        (("--eps", "0.5,2"), "--eps 2: input should be less than or equal to 1"),
+        (("--new-tokens", "512"), "--new-tokens 512 leave no prompt of the model's 512 tokens"),
     ],
 )
 def test_bad_input(heads: Factory, data: Path, capsys: Any, more: tuple[str, ...], message: str) -> None:
@@ -236,3 +242,12 @@ def test_heads_of_another_target(heads: Factory, tiny_model: Factory, data: Path
 
     with pytest.raises(HeadsError, match="hidden_size is 64 there, but 128"):
         open_calibration(options(heads("early"), data, model=str(tiny_model("qwen2"))))
+
+
+def test_counts_are_of_what_the_model_writes(tmp_path: Path) -> None:
+    target: Any = SimpleNamespace(tokenizer=tiny.make_tokenizer(), vocab_size=tiny.VOCAB)
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt_token_ids": [40, 41], "token_ids": [66, 67, 66]}\n{"prompt_token_ids": [40]}\n')
+    written = counts_of([str(path)], target, by_answer=True)
+    assert {i: int(written[i]) for i in written.nonzero().flatten().tolist()} == {66: 2, 67: 1}
+    assert int(counts_of([str(path)], target, by_answer=False)[40]) == 2

@@ -163,7 +163,7 @@ def test_mask_of_ones_and_alpha_zero_equal_no_mask() -> None:
     transparent = select(heads, JointSettings(k=5, eps_b=0.2, alpha_c=0.0), counts)
     assert torch.equal(plain.joints[1], transparent.joints[1])
     every = torch.arange(VOCAB**2 + 1)
-    counts.ngrams = Ngrams(every, torch.ones(len(every)), torch.tensor([0, len(every)]), (0, len(every)), VOCAB)
+    counts.ngrams = Ngrams(every, torch.ones(len(every)), torch.tensor([0, len(every)]), (0, len(every)), VOCAB, VOCAB)
     ones = select(heads, JointSettings(k=5, eps_b=0.2), counts)
     torch.testing.assert_close(ones.joints[1], plain.joints[1])
     assert torch.equal(ones.order, plain.order)

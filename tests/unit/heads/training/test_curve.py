@@ -16,7 +16,7 @@ from conftest import Factory
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
-from vllm_ppd.heads.training import loop
+from vllm_ppd.heads.training import checkpoint, loop
 from vllm_ppd.heads.training.curve import NAME
 from vllm_ppd.heads.training.evaluation import Evaluation, Progress
 from vllm_ppd.heads.training.recipe import Recipe
@@ -94,6 +94,13 @@ def test_progress_counts_evaluations_since_the_loss_fell() -> None:
     assert progress.best is not None and progress.best.step == 5 and progress.stale == 0
 
 
+def test_an_evaluation_of_nothing_is_neither_better_nor_worse() -> None:
+    progress = Progress()
+    nothing = Evaluation(step=0, loss=None, figures={})
+    assert not progress.take(nothing) and not progress.take(nothing) and progress.stale == 0
+    assert progress.take(Evaluation(step=1, loss=9.0, figures={}))
+
+
 def test_progress_counts_evaluations_since_more_drafts_were_accepted() -> None:
     """Whatever the loss does, as long as it is a number."""
     progress, accepted = Progress(), [0.3, 0.4, 0.4003, 0.39, 0.5, 0.45]
@@ -124,6 +131,25 @@ def test_a_flat_run_stops_and_keeps_its_best_weights(train: Train, tmp_path: Pat
         assert not torch.equal(tensor, weights[8][name])
 
 
+@pytest.mark.parametrize(("settings", "best"), [({"evaluate_every": 2}, 4), ({}, 0)])
+def test_the_best_weights_are_written(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Any, settings: dict[str, Any], best: int
+) -> None:
+    """Without --patience, too: in a run that evaluates in between, and in one that makes its first weights worse."""
+    real, weights = loop.evaluate, {}
+
+    def falling(recipe: Any, *args: Any) -> Evaluation:
+        evaluation, step = real(recipe, *args), args[3]
+        weights[step] = {name: tensor.clone() for name, tensor in recipe.tensors().items()}
+        return evaluation.model_copy(update={"accepted": 1 / (1 + abs(step - best))})
+
+    monkeypatch.setattr(loop, "evaluate", falling)
+    folder = train(steps=8, **settings)
+    facts = facts_of(folder)
+    assert facts["steps"] == 8 and not facts["stopped_flat"] and facts["held_out_after_step"] == best
+    assert all(torch.equal(x, weights[best][name]) for name, x in load_file(folder / "model.safetensors").items())
+
+
 def test_a_run_that_improves_is_not_stopped(train: Train, monkeypatch: Any) -> None:
     real = loop.evaluate
     monkeypatch.setattr(loop, "evaluate", lambda *args: real(*args).model_copy(update={"accepted": 1.0 + args[4]}))
@@ -148,7 +174,8 @@ def test_patience_survives_a_stop(train: Train, stop_at: Factory, monkeypatch: A
     assert facts_of(folder)["held_out_after_step"] == 0
 
 
-def test_patience_survives_a_crash_after_the_best_evaluation(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("patience", [None, 2])
+def test_the_best_weights_survive_a_crash(train: Train, monkeypatch: pytest.MonkeyPatch, patience: int | None) -> None:
     real, compute, losses = loop.evaluate, Recipe.forward, itertools.count(1)
     accepted = {0: 0.5, 2: 0.6}
 
@@ -162,11 +189,50 @@ def test_patience_survives_a_crash_after_the_best_evaluation(train: Train, monke
 
     monkeypatch.setattr(loop, "evaluate", noted)
     monkeypatch.setattr(Recipe, "forward", crashing)
-    train = partial(train, steps=40, evaluate_every=2, patience=2, save_every=1)
+    train = partial(train, steps=8, evaluate_every=2, patience=patience, save_every=1)
     with pytest.raises(RuntimeError, match="crashed"):
         train()
     accepted[2] = 0.1  # the same step would be judged differently
     assert facts_of(train())["held_out_after_step"] == 2
+
+
+def test_a_kill_before_the_best_weights_are_kept_loses_nothing(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes between the two checkpoints that an evaluation writes."""
+    real, save, killed = loop.evaluate, checkpoint.save, []
+
+    def noted(*args: Any) -> Evaluation:
+        return real(*args).model_copy(update={"accepted": 0.6 if args[4] == 2 and not killed else 0.1})
+
+    def cut_off(folder: Path, facts: Any, processes: Any) -> None:
+        if folder.name == checkpoint.BEST and facts.step == 2 and not killed:
+            killed.append(folder)
+            raise RuntimeError("killed")
+        save(folder, facts, processes)
+
+    monkeypatch.setattr(loop, "evaluate", noted)
+    monkeypatch.setattr(checkpoint, "save", cut_off)
+    train = partial(train, steps=6, evaluate_every=2)
+    with pytest.raises(RuntimeError, match="killed"):
+        train()
+    assert facts_of(train())["held_out_after_step"] == 2
+
+
+def test_a_stop_in_the_last_evaluation_loses_no_step(train: Train, stop_at: Factory, monkeypatch: Any) -> None:
+    real = loop.evaluate
+
+    def stopping(*args: Any) -> Evaluation:
+        if args[5] == "after" and not batches:
+            batches.append(args)
+            raise KeyboardInterrupt
+        return real(*args)
+
+    batches: list[Any] = []
+    monkeypatch.setattr(loop, "evaluate", stopping)
+    with pytest.raises(loop.Stopped, match="stopped at step 12 of 12"):
+        train()
+    trained = stop_at(-1)
+    assert facts_of(train())["steps"] == 12
+    assert all(batch.split == "held_out" for batch in trained), "no step is done again"
 
 
 def test_every_phase_shows_progress(train: Train, capsys: Any) -> None:

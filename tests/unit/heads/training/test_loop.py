@@ -16,12 +16,13 @@ import pytest
 import tiny
 import torch
 from conftest import Factory
+from records import write
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from vllm_ppd.heads.errors import TrainingError
 from vllm_ppd.heads.io import check_folder, kind_of, load_config
-from vllm_ppd.heads.kinds import KINDS
+from vllm_ppd.heads.kinds import KINDS, recipe_of
 from vllm_ppd.heads.training import loop
 from vllm_ppd.heads.training import recipe as training_recipe
 from vllm_ppd.heads.training.checkpoint import FACTS, STATE, WORK, read_facts
@@ -34,11 +35,11 @@ Command = Callable[..., list[str]]
 
 
 def losses(folder: Path, key: str) -> tuple[float, float]:
-    """A figure on held-out text before and after."""
-    facts = json.loads((folder / "provenance.json").read_text())
+    """A figure on held-out text before the first step and after the last, whichever of these weights are better."""
+    points = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    evaluated = [point["held_out"] for point in points if "held_out" in point]
     figures = []
-    for when in ("before", "after"):
-        value: Any = facts[f"held_out_{when}"]
+    for value in (evaluated[0], evaluated[-1]):
         for part in key.split("/"):
             value = value[part]
         figures.append(value)
@@ -66,6 +67,56 @@ def test_heads_learn_and_the_target_stays_what_it_was(
     files = ["README.md", "config.json", "curve.jsonl", "model.safetensors", "provenance.json"]
     assert sorted(p.name for p in folder.iterdir()) == files
     assert [file.name for file in provenance_of(folder).data_files] == ["data.jsonl"]
+
+
+SHORT: list[tuple[str, dict[str, Any], Any]] = [
+    ("early", {}, None),
+    ("cp", {"positions": 2, "num_speculative_tokens": 1}, None),
+    ("cp", {}, "no window has a response of 3 tokens in a row, which a joint of 3 tokens needs to learn; .* --pos"),
+    ("recurrent", {}, "no window has a response of 3 tokens in a row.*a smaller --num-speculative-tokens"),
+    ("dynamo", {"distillation": 0.0}, {"head 1 nats", "head 2 nats"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "expected"), SHORT, ids=[f"{kind}{len(more)}" for kind, more, _ in SHORT])
+def test_answers_of_one_token(
+    train: Train, tmp_path: Path, capsys: Any, kind: str, options: dict[str, Any], expected: Any
+) -> None:
+    """Labels, with the end of text: heads that look further ahead say so."""
+    labels = write(tmp_path / "l.jsonl", *({"prompt": f"Is {i} even? ", "completion": "yn"[i % 2]} for i in range(200)))
+    if isinstance(expected, str):
+        with pytest.raises(TrainingError, match=expected):
+            train(kind, data=(labels,), **options)
+        return
+    folder = train(kind, data=(labels,), steps=2, **options)
+    facts = json.loads((folder / "provenance.json").read_text())
+    said = capsys.readouterr().err
+    if kind == "dynamo":
+        assert set(facts["held_out_after"]) == expected
+        assert "head 3 is not trained: no response has 3 tokens in a row; give longer responses, or a" in said
+    assert check_folder(folder).kind == kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_windows_without_a_response(train: Train, tmp_path: Path, capsys: Any, kind: str) -> None:
+    """The last weights are written, also with --patience, and the run says what is missing."""
+    long = ({"prompt": f"{i} " + "x" * 300, "completion": "yes, it is so"} for i in range(100))
+    data = (write(tmp_path / "l.jsonl", *long),)
+    folder = train(kind, data=data, evaluation_tokens=64, steps=4, evaluate_every=1, patience=1)
+    facts = json.loads((folder / "provenance.json").read_text())
+    assert facts["held_out_before"] == facts["held_out_after"] == {}
+    assert facts["held_out_after_step"] == facts["steps"] == 4
+    assert "is not evaluated: no held-out response has" in capsys.readouterr().err
+
+
+def test_steps_without_a_response_are_not_a_loss_of_zero(train: Train, tmp_path: Path) -> None:
+    """From which every later loss would be a divergence."""
+    records = [{"prompt": f"{i} " + "x" * 600, "completion": "y"} for i in range(60)]
+    data = (write(tmp_path / "l.jsonl", *records),)
+    folder = train("early", data=data, steps=40, batch_size=1, evaluation_tokens=64, learning_rate=1e-6)
+    points = [json.loads(line) for line in (folder / "curve.jsonl").read_text().splitlines()]
+    losses = [point["loss"] for point in points if "loss" in point]
+    assert 0 < len(losses) < 40 and min(losses) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,6 +174,23 @@ def test_full_recipe_moves_the_base_model_and_names_it(
     assert losses(folder, figure)[1] < losses(folder, figure)[0]
 
 
+def test_a_target_that_is_trained_is_judged_by_its_loss(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained one's guesses are easily drafted."""
+    real, seen = loop.evaluate, []
+    monkeypatch.setattr(loop, "evaluate", lambda *args: seen.append(real(*args)) or seen[-1])
+    train("dynamo", recipe="full", base_learning_rate=1e-3, steps=2)
+    train("dynamo", out="frozen", steps=1)
+    assert [evaluation.accepted is None for evaluation in seen] == [True, True, False, False]
+    assert all("accepted_a_step" in evaluation.figures for evaluation in seen)
+
+
+def test_four_tokens_of_a_large_vocabulary(train: Train, tmp_path: Path) -> None:
+    model = tiny.make_model(tmp_path / "model", vocab_size=128_256, num_hidden_layers=2)
+    folder = train("dynamo", model, tokens=4, steps=2, evaluation_tokens=64)
+    assert check_folder(folder).kind == "dynamo"
+    assert load_file(folder / "model.safetensors")["cooccurrence.4.keys"].numel() == 50
+
+
 def test_heads_pull_on_the_stem_is_scaled(train: Train, tiny_model: Factory) -> None:
     """LR_MB = 0: the base model moves as plain CLM training would, whatever the heads say."""
     settings: dict[str, Any] = {"recipe": "full", "base_learning_rate": 1e-4}
@@ -145,7 +213,8 @@ def test_stopped_run_continues_to_the_same_heads(train: Train, tmp_path: Path, s
         train(kind, out="parts")
     assert not (tmp_path / "parts" / "config.json").exists()
     parts = train(kind, out="parts")
-    assert len(batches) == 13, "the steps before the stop are not done again"
+    # The last one shows that the weights after the last step are good.
+    assert len(batches) == 14, "the steps before the stop are not done again"
     ours, theirs = load_file(parts / "model.safetensors"), load_file(whole / "model.safetensors")
     assert set(ours) == set(theirs)
     for name, tensor in ours.items():
@@ -173,7 +242,7 @@ def test_full_disk_loses_nothing(
     def full(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
         calls += 1
-        if calls == 3:  # the weights of the second checkpoint
+        if calls == 5:  # the weights of the second checkpoint; the first weights are the best so far
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         real(*args, **kwargs)
 
@@ -210,6 +279,17 @@ def test_bad_input_is_one_line(
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert not (tmp_path / "heads" / "config.json").exists()
+
+
+def test_heads_that_could_not_be_written_are_refused_at_the_start(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_of("early"), "config", lambda self: KINDS["early"].model_validate({}))
+    monkeypatch.setattr(loop, "evaluate", None)
+    with pytest.raises(TrainingError, match="no heads of this model can be written with these options: "):
+        train()
+    with pytest.raises(TrainingError, match="--states-cache needs a frozen target, but --recipe full trains it"):
+        train("dynamo", recipe="full", states_cache="there")
 
 
 def test_folder_of_something_else_is_kept(train: Train, tmp_path: Path) -> None:

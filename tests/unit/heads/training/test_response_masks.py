@@ -29,14 +29,19 @@ FORGETFUL = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}so: {% endif %}{{ m.content }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# Begins the reasoning in the prompt, and leaves it out of every turn.
+OPENING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{% if m.role == 'assistant' %}<|end|>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho ho"}
 OTHER, LAST = {"role": "user", "content": "more?"}, {"role": "assistant", "content": "no"}
 
 
-def responses(path: Path, words: Any) -> list[str | None]:
+def responses(path: str, words: Any, **settings: Any) -> list[str | None]:
     """The text of the tokens that each document says are responses."""
     texts = []
-    for document in Documents([path], lambda: words).tokens():
+    for document in Documents([path], lambda: words, **settings).tokens():
         mask = document.mask
         texts.append(None if mask is None else words.decode(list(itertools.compress(document.ids or [], mask))))
     return texts
@@ -48,24 +53,98 @@ def responses(path: Path, words: Any) -> list[str | None]:
         ({"messages": [USER, ANSWER]}, "ho ho<|end|>"),
         ({"messages": [USER, ANSWER, OTHER, LAST]}, "ho ho<|end|>no<|end|>"),
         ({"messages": [USER, ANSWER, OTHER]}, "ho ho<|end|>"),
-        ({"messages": [USER]}, None),
+        ({"messages": [USER]}, ""),
         ({"prompt": "2 + 2 =", "completion": " 4"}, " 4"),
         ({"prompt": [USER], "completion": [ANSWER]}, "ho ho<|end|>"),
         ({"text": "2 + 2 = 4"}, None),
         ({"prompt_token_ids": [40, 41], "token_ids": [66, 67, 0], "finish_reason": "stop", "index": 3}, "ab<|end|>"),
-        ({"prompt_token_ids": [40, 41]}, None),
+        ({"prompt": "2 + 2 ="}, ""),
+        ({"prompt_token_ids": [40, 41]}, ""),
     ],
 )
 def test_what_a_record_says_is_a_response(tmp_path: Path, record: Any, expected: str | None) -> None:
     words = templated(TEMPLATE)
-    if expected is not None and "prompt_token_ids" in record:
+    if expected and "prompt_token_ids" in record:
         expected = words.decode(record["token_ids"])
     assert responses(write(tmp_path / "a.jsonl", record), words) == [expected]
 
 
-def test_a_template_that_rewrites_turns_gives_no_mask(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, OTHER, LAST]})
-    assert responses(path, templated(FORGETFUL)) == ["so: ho ho", None]
+THOUGHT = {"role": "assistant", "content": "<think>\nhm</think>ho"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "prompts", "expected"),
+    [
+        (FORGETFUL, [USER, ANSWER], ["<user>hi<assistant>"], ["so: ho ho"]),
+        (
+            FORGETFUL,
+            [USER, ANSWER, OTHER, LAST],
+            ["<user>hi<assistant>", "<user>hi<assistant>ho ho<user>more?<assistant>"],
+            ["so: ho ho", "so: no"],
+        ),
+        (FORGETFUL, [USER, ANSWER, OTHER], ["<user>hi<assistant>"], ["so: ho ho"]),
+        (OPENING, [USER, THOUGHT], ["<user>hi<assistant><think>\n"], ["hm</think>ho<|end|>"]),
+        (
+            OPENING,
+            [USER, ANSWER, OTHER, THOUGHT],
+            ["<user>hi<assistant>ho ho<|end|><user>more?<assistant><think>\n"],
+            ["hm</think>ho<|end|>"],
+        ),
+    ],
+)
+def test_a_chat_whose_template_rewrites_turns_is_split(
+    tmp_path: Path, template: str, messages: list[Any], prompts: list[str], expected: list[str]
+) -> None:
+    """Into what the server would read before each answer, and what the model writes then."""
+    words = templated(template)
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    documents = [*Documents([path], lambda: words, by_answer=True).tokens()]
+    for document, prompt, response in zip(documents, prompts, expected, strict=True):
+        count = len(words(prompt)["input_ids"])
+        assert document.ids == words(prompt + response)["input_ids"]
+        assert document.mask == [place >= count for place in range(len(document.ids))]
+    for learnt in responses(path, words):  # other readers take whole chats, of which no prompt is a response
+        assert learnt in ("", expected[0])
+
+
+class Slow:
+    """A tokenizer that does not say where its tokens are in the text, as those written in Python."""
+
+    is_fast = False
+
+    def __init__(self, words: Any, merges: str = "") -> None:
+        self.words, self.merges = words, merges
+
+    def __call__(self, texts: Any, **settings: Any) -> Any:
+        settings.pop("return_offsets_mapping", None)
+        encoded = self.words(texts, **settings)
+        if self.merges:  # a pair of characters that has a token of its own
+            rows = [encoded["input_ids"]] if isinstance(texts, str) else encoded["input_ids"]
+            for row in rows:
+                text = self.words.decode(row)
+                if self.merges in text:
+                    place = len(self.words(text[: text.index(self.merges)], add_special_tokens=False)["input_ids"])
+                    row[place : place + 2] = [299]
+        return encoded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.words, name)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": [USER, ANSWER, OTHER, LAST]}, "ho ho<|end|>no<|end|>"),
+        ({"prompt": "2 + 2 =", "completion": " 4"}, " 4"),
+    ],
+)
+@pytest.mark.parametrize("merges", ["", ">h", "= "])
+def test_a_tokenizer_without_offsets_gives_the_same_responses(
+    tmp_path: Path, record: Any, expected: str, merges: str
+) -> None:
+    """Also where a token would reach from the prompt into the response."""
+    path = write(tmp_path / "a.jsonl", record)
+    assert responses(path, Slow(templated(TEMPLATE), merges)) == [expected]
 
 
 def store(folder: Path, *records: Any, **changes: Any) -> TokenStore:
@@ -96,8 +175,98 @@ def test_windows_have_the_mask_and_may_train_on_prompts(tmp_path: Path) -> None:
     assert torch.equal(batch.counted, torch.isin(batch.input_ids, torch.tensor([66, 67, 68, 0])))
     assert torch.equal(batch.chosen([1]).counted, batch.counted[1:])
     assert store(tmp_path, record, train_on_prompts=True).batch("train", [1, 0]).counted is None
-    with pytest.raises(TrainingError, match="no train token belongs to a response"):
+    with pytest.raises(TrainingError, match="no token of the data belongs to a response; skipped 40: 40 a prompt"):
         store(tmp_path, record | {"token_ids": [], "finish_reason": "length"})
+
+
+def test_what_cannot_be_learnt_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prompts alone, and answers that the template does not render as the model writes them."""
+    data = [{"messages": [USER]}, {"messages": [USER, ANSWER]}, {"messages": [OTHER, THOUGHT]}]
+    path = write(tmp_path / "data.jsonl", *data * 40)
+    made = TokenStore(tmp_path / "work", [path], templated(OPENING), tiny.VOCAB, 0.3, 16)
+    rewritten = "an answer that the chat template does not render as the model writes it"
+    assert made.manifest.skipped == {"a prompt without a response": 40, rewritten: 40}
+    assert made.manifest.documents == 40
+    assert "skipped 80: 40 a prompt without a response, 40 an answer that" in capsys.readouterr().err
+    whole = TokenStore(tmp_path / "all", [path], templated(OPENING), tiny.VOCAB, 0.3, 16, train_on_prompts=True)
+    assert whole.manifest.documents == 120 and not whole.manifest.skipped
+
+
+def test_answers_to_the_same_prompt_are_on_the_same_side(tmp_path: Path) -> None:
+    """Whether the template splits their chats or not, and also later turns of a chat."""
+    chats = [
+        [{"role": "user", "content": f"question {i % 50}"}, {"role": "assistant", "content": f"{i}"}, OTHER, LAST]
+        for i in range(200)
+    ]
+    path = write(tmp_path / "chats.jsonl", *({"messages": messages[: 2 + i % 3]} for i, messages in enumerate(chats)))
+    ids = [{"prompt_token_ids": [40 + i % 50, 41], "token_ids": [90 + i % 7, 0]} for i in range(200)]
+    for name, data, template in (
+        ("whole", path, TEMPLATE),
+        ("split", path, FORGETFUL),
+        ("ids", write(tmp_path / "ids.jsonl", *ids), TEMPLATE),
+    ):
+        made = TokenStore(tmp_path / name, [data], templated(template), tiny.VOCAB, 0.3, 16)
+        prompts = {}
+        for split in ("train", "held_out"):
+            texts = [made_of(ids.tolist(), name) for ids in made.documents(split)]
+            prompts[split] = set(texts)
+        assert prompts["train"] and prompts["held_out"]
+        assert not prompts["train"] & prompts["held_out"]
+        assert sum(map(len, prompts.values())) == 50
+
+
+def made_of(ids: list[int], name: str) -> Any:
+    """The first prompt of a document."""
+    return ids[0] if name == "ids" else templated(TEMPLATE).decode(ids).partition("<assistant>")[0]
+
+
+def test_texts_that_one_token_begins_are_split(tmp_path: Path) -> None:
+    """As a base model writes them; of records that all have one prompt, the last are held out."""
+    records = [{"prompt_token_ids": [5], "token_ids": [40 + i, 0]} for i in range(200)]
+    made = TokenStore(tmp_path / "a", [write(tmp_path / "a.jsonl", *records)], templated(None), tiny.VOCAB, 0.3, 16)
+    assert 90 < len(made.tokens["held_out"]) < 270
+    records = [{"prompt_token_ids": [5, 6], "token_ids": [40 + i, 0]} for i in range(200)]
+    made = TokenStore(tmp_path / "b", [write(tmp_path / "b.jsonl", *records)], templated(None), tiny.VOCAB, 0.3, 16)
+    assert len(made.tokens["train"]) == 800 - 20 and len(made.tokens["held_out"]) == 20
+
+
+def test_counts_are_of_the_tokens_that_are_learnt(tmp_path: Path) -> None:
+    record = {"prompt_token_ids": [40, 41, 42], "token_ids": [66, 67, 66, 0]}
+    made = store(tmp_path, record)
+    counts = made.token_counts(tiny.VOCAB)
+    (runs, *_) = made.responses()
+    assert [run.tolist() for run in runs] == [[66, 67, 66, 0]]
+    assert set(counts.nonzero().flatten().tolist()) == {0, 66, 67}
+    assert counts[66] == 2 * counts[67]
+    both = store(tmp_path, record, train_on_prompts=True).token_counts(tiny.VOCAB)
+    assert both[40] == both[67] > 0
+
+
+TURN_END = 1  # a special token of the tiny tokenizer other than the end of text
+
+
+@pytest.mark.parametrize(
+    ("record", "is_added"),
+    [
+        ({"messages": [USER, ANSWER]}, False),
+        ({"messages": [USER, ANSWER, OTHER]}, False),
+        ({"prompt_token_ids": [40, 41], "token_ids": [66, 67, TURN_END], "finish_reason": "stop"}, False),
+        ({"prompt_token_ids": [40, 41], "token_ids": [66, 67], "finish_reason": "stop"}, True),
+        ({"text": "hello"}, True),
+    ],
+)
+def test_an_end_is_added_where_there_is_none(tmp_path: Path, record: Any, is_added: bool) -> None:
+    """A chat template may end turns by another token than the tokenizer's end of text, and a chat by a question."""
+    words = templated(None)
+    words.add_special_tokens({"additional_special_tokens": ["<turn|>"]})
+    words.chat_template = TEMPLATE.replace("<|end|>", "<turn|>")
+    turn = words.convert_tokens_to_ids("<turn|>")
+    if "token_ids" in record:
+        record = record | {"token_ids": [turn if i == TURN_END else i for i in record["token_ids"]]}
+    data = write(tmp_path / "data.jsonl", *[record] * 40)
+    made = TokenStore(tmp_path / "work", [data], words, tiny.VOCAB + 1, 0.3, 8)
+    end = words.eos_token_id
+    assert [int(i) for i in next(made.documents())].count(end) == is_added
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation: every way of asking gives the same configuration, and vLLM's own methods are left alone."""
 
+import importlib.metadata
+import logging
 import sys
 from pathlib import Path
 
@@ -82,6 +84,14 @@ def test_the_same_value_twice_is_no_conflict(tiny_model: Factory) -> None:
     config = drafting(from_flags(tiny_model(), once))
     assert config == drafting(from_flags(tiny_model(), f"{once} --spec-method ppd --spec-tokens 2"))
     assert config.num_speculative_tokens == 2
+
+
+def test_start_up_line_ends_with_the_version(tiny_model: Factory) -> None:
+    """Reports of bugs quote this line."""
+    with our_log(logging.INFO) as told:
+        from_dict(tiny_model(), {"method": "lookup"})
+    (line,) = (message for message in told if message.startswith("vllm-ppd: drafting"))
+    assert line.endswith(f"; vllm-ppd {importlib.metadata.version('vllm-ppd')}")
 
 
 def test_methods_of_vllm_keep_their_options(tiny_model: Factory) -> None:

@@ -30,6 +30,10 @@ def test_exit_layers_are_spelt_in_several_forms() -> None:
     [
         ({"exit_layr": 3}, "unknown option 'exit_layr'; did you mean 'exit_layer'"),
         ({"num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"max_draft_len": 3}, "unknown option 'max_draft_len'; did you mean 'num_speculative_tokens'"),
+        ({"num_draft_tokens": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"num_assistant_tokens": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"max_batch_size": 3}, "did you mean 'disable_by_batch_size'"),
         ({"zzz": 3}, "unknown option 'zzz'; known options: method, model"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens=0: Input should be greater than or equal to 1"),
         ({"gamma": 1.5}, "gamma=1.5: Input should be less than 1"),

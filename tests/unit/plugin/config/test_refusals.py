@@ -13,7 +13,7 @@ from configured import from_dict, from_flags
 from conftest import Factory
 from heads_folders import make_heads
 from vllm import EngineArgs, envs
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from vllm_ppd.heads.errors import HeadsError
@@ -63,6 +63,7 @@ def refused(message: str | None) -> Iterator[None]:
         (f"""{PPD} --watermark-config '{{"algorithm": "gumbelmax", "key": 1}}'""", "watermarking"),
         (f"{PARALLEL} --tensor-parallel-size 2",
          "tensor parallelism is not supported with schedule 'parallel'; use 'deferred'"),
+        (f"{EARLY} --prefill-context-parallel-size 2", "prefill context parallelism is not supported"),
         # The worker group
         ("--speculative-model paradecode --pipeline-parallel-size 2",
          "pipeline parallelism is not supported with method 'paradecode'; use method 'ppd'"),
@@ -155,6 +156,8 @@ def test_unknown_family(tmp_path: Path) -> None:
     [
         ("use_mla", r"latent attention \(MLA\) is not supported with CP drafting on a CPU: .*operator for tokens"),
         ("is_moe", r"data parallelism of mixture-of-experts models .* CP drafting: vLLM's CPU build does not"),
+        ("is_encoder_decoder", "encoder-decoder models are not supported with CP drafting"),
+        ("is_diffusion", "diffusion models are not supported with CP drafting"),
         ("has_inner_state", r"recurrent state \(Mamba, gated delta nets\) .* CP drafting: .*keeps rejected drafts in"),
     ],
 )
@@ -238,9 +241,23 @@ def test_worker_group_in_an_environment(tiny_model: Factory, monkeypatch: pytest
     with refused("VLLM_PP_LAYER_PARTITION=4,2 is not the split of the worker group, 3,3"):
         from_dict(tiny_model(), {"method": "ppd"}, pipeline_parallel_size=2)
     from_dict(tiny_model(), {"method": "ppd", "exit_layer": 4}, pipeline_parallel_size=2)
-    monkeypatch.setattr(platform, "breakable_graphs", lambda: True)
-    with refused("VLLM_USE_BREAKABLE_CUDAGRAPH=1 is not supported with early drafting"):
-        from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3})
+
+
+@pytest.mark.parametrize("heads", [None, {}, {"condition": "recurrent", "positions": 3, "layers": [2, 4]}])
+def test_graphs_that_vllm_turns_on_itself(
+    tiny_model: Factory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: dict[str, Any] | None
+) -> None:
+    """With batch invariance and tuned tiles for a model; the first engine is refused, too."""
+    envs.disable_envs_cache()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "")  # restored afterwards, as vLLM sets it
+    monkeypatch.delenv("VLLM_USE_BREAKABLE_CUDAGRAPH")
+    monkeypatch.setattr(VllmConfig, "_uses_breakable_cudagraph_for_batch_invariance", lambda self: True)
+    options: dict[str, Any] = {"method": "ppd", "exit_layer": 3}
+    if heads is not None:
+        options = {"model": str(make_heads(tmp_path / "heads", "cp", tiny_model(), **heads))}
+    with refused(None if heads == {} else "breakable CUDA graphs are not supported with method '(ppd|cp)'"):
+        from_dict(tiny_model(), options, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -270,6 +287,9 @@ def test_what_a_runner_cannot_do(tiny_model: Factory, monkeypatch: pytest.Monkey
 
     check({"exit_layer": [2, 4]}, r"^--async-scheduling is not .* runner V1 \(several exit", async_scheduling=True)
     check({"method": "cp"}, async_scheduling=True)
+    check({"method": "cp"}, "^--use-fp64-gumbel is not supported with sampled drafts", use_fp64_gumbel=True)
+    for drawn_otherwise in ({"draft_sample_method": "greedy"}, {"runner": "v1"}, {"method": "lookup"}):
+        check({"method": "cp", **drawn_otherwise}, use_fp64_gumbel=True)
     verification = {"method": "cp", "adaptive_verification": True}
     check({**verification, "runner": "v1"}, "^adaptive_verification is not supported with runner V1")
     check(verification, "whole-model CUDA graphs")  # on this platform

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our kernels of runner V2 against vLLM's own, which run in Triton's interpreter.
 
-The cases are tests/v2_kernels, in a process of their own: vLLM must find Triton when it is imported.
+The cases are tests/v2_kernels. They run in a process of their own, in which vLLM finds Triton.
 """
 
 import os

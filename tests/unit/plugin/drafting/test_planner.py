@@ -39,7 +39,8 @@ def planner(requests: list[dict[str, Any]], **settings: Any) -> tuple[DraftPlann
     options = RequestOptions(len(requests), 3, 100, torch.device("cpu"))
     for i, request in enumerate(requests):
         # A request keeps its row while batch rows move: here they stand the other way round.
-        params = SamplingParams(max_tokens=request.get("max_tokens", 50), extra_args=request.get("extra_args"))
+        given = {name: request[name] for name in ("extra_args", "thinking_token_budget") if name in request}
+        params = SamplingParams(max_tokens=request.get("max_tokens", 50), **given)
         options.add(len(requests) - 1 - i, params)
     config = DraftingConfig(exit_layer=(3,), num_layers=6, **settings)
     emitted = [[1] * request.get("emitted", 1) for request in requests]
@@ -101,3 +102,9 @@ def test_hard_cut_off() -> None:
 def test_nobody_drafts_means_no_shallow_work() -> None:
     made, emitted = planner([{"prompt": 9, "extra_args": {"ppd_draft": False}}])
     assert plan_of(made, emitted) is None
+
+
+def test_nobody_drafts_beside_a_thinking_budget() -> None:
+    """vLLM's V1 budgets count rejected drafts, and force ends of thoughts in rows of other requests' drafts."""
+    assert drafts_of(plan_of(*planner([{"prompt": 10}, {"prompt": 20}]))) == {0: 3, 1: 3}
+    assert drafts_of(plan_of(*planner([{"prompt": 10}, {"prompt": 20, "thinking_token_budget": 5}]))) is None

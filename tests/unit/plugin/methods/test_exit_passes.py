@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadataBuilder
 
 from vllm_ppd.kernels.sampling import Sampling
 from vllm_ppd.model_patches import exit_norm
 from vllm_ppd.vllm_plugins.engine import outside_steps
 from vllm_ppd.vllm_plugins.engine.host import buckets
-from vllm_ppd.vllm_plugins.engine.outside_steps import on_device
+from vllm_ppd.vllm_plugins.engine.outside_steps import on_device, updates_in_place
 from vllm_ppd.vllm_plugins.methods.early import reader as exit_reader
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader
 
@@ -82,7 +86,9 @@ def test_exits_are_sampled_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def attention_group(name: str, updates: bool) -> Any:
     """As much of vLLM's AttentionGroup as is asked for."""
     backend = SimpleNamespace(get_name=lambda: name)
-    return SimpleNamespace(backend=backend, supports_draft_decode_metadata_update=updates)
+    builder = object.__new__(TritonAttentionMetadataBuilder)
+    builder.supports_draft_decode_metadata_update = updates
+    return SimpleNamespace(backend=backend, get_metadata_builder=lambda: builder)
 
 
 def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,6 +102,21 @@ def test_backends_that_wait_are_said_once(monkeypatch: pytest.MonkeyPatch, caplo
     (record,) = caplog.records
     message = record.getMessage()
     assert "FLASHINFER" in message and "FLASH_ATTN or TRITON_ATTN" in message and len(message) <= 300
+
+
+@pytest.mark.parametrize("backend", [TritonAttentionBackend, FlashAttentionBackend, TritonMLABackend])
+def test_inherited_updates_are_not_trusted(backend: Any) -> None:
+    """Chunked local attention builds lengths and blocks of its own, which its base class leaves as they are."""
+
+    def trusted(kind: Any) -> bool:
+        builder = object.__new__(kind.get_builder_cls())
+        builder.supports_draft_decode_metadata_update = True
+        return updates_in_place(builder)
+
+    assert trusted(backend)
+    assert not trusted(create_chunked_local_attention_backend(backend, 16))
+    own = type("Renamed", (backend.get_builder_cls(),), {})  # builds as its base class does
+    assert trusted(SimpleNamespace(get_builder_cls=lambda: own))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 16, 100, 1024])

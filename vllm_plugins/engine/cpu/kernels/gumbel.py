@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of sample/gumbel.py: temperature, and draws with noise that depends on seed, position and token alone.
+"""Kernels of sample/gumbel.py: temperature, and draws with noise.
 
-vLLM adds Gumbel noise to the logits and takes the greatest sum. The noise is bounded, as it is made of 32 or 53 random
-bits, so only tokens whose logits are within its range of the greatest logit can win, and only their noise is computed:
-after top-k or top-p it is that of a handful.
+vLLM adds Gumbel noise to the logits and takes the greatest sum. The noise depends on seed, position
+and token alone. It is made of 32 or 53 random bits and so is bounded: a token can win only if its
+logit is within the noise's range of the greatest logit. Only the noise of such tokens is computed.
+After top-k or top-p these are a handful.
 """
 
 from functools import lru_cache
@@ -20,6 +21,9 @@ SECOND_WORD = 0x9E3779B9  # where the hash of the upper 32 bits of 64 begins
 # Noise is within (-2.82, 22.9) from 32 bits, and within (-3.63, 36.8) from 53.
 RANGE_32 = 26.0
 RANGE_53 = 41.0
+MANY = 2048  # candidates, from which on those are left out first that lose by their random bits
+FIRST_STEP = 64  # one of so many tokens gives a first sum to beat
+SLACK = 1e-3  # for the rounding of sums
 SERIES_BELOW = np.float32(0.25)
 ALMOST_ZERO = np.float32(2.0**-24)
 
@@ -62,9 +66,9 @@ def gumbel_sample(
     USE_FP64: bool = False,
     **launch: Any,
 ) -> None:
-    """Draw a token of each row: the greatest logit at temperature 0, else the greatest sum with noise.
+    """Draw a token of each row: by the greatest logit at temperature 0, else by the greatest sum.
 
-    The drawn token is written as the first block's, and the other blocks lose against it.
+    The drawn token is written as the first block's. The other blocks lose against it.
 
     Raises:
         NotImplementedError: if logits are to be kept, as vLLM's own drafters ask for.
@@ -88,11 +92,36 @@ def gumbel_sample(
         candidates = np.flatnonzero(values >= values[drawn[row]] - np.float32(noise_range))
         if len(candidates) < 2:
             continue
+        seed = int(seeds[rows_np[row]])
         position = int(positions[row])
         if IS_DRAFTING:
             position += DRAFT_SALT
-        sums = values[candidates] + noise(int(seeds[rows_np[row]]), position, candidates, vocab_size)
+        if len(candidates) > MANY and not USE_FP64:
+            candidates = contenders(values, candidates, int(drawn[row]), seed, position)
+        sums = values[candidates] + noise(seed, position, candidates, vocab_size)
         drawn[row] = candidates[sums.argmax()]
+
+
+def contenders(
+    values: np.ndarray,  # [V] float32
+    candidates: np.ndarray,  # [tokens]
+    best: int,
+    seed: int,
+    position: int,
+) -> np.ndarray:
+    """The candidates whose sums with noise in float32 may be the greatest: [fewer tokens].
+
+    The noise is -log(-log(1 - u)) <= -log(u), so a sum reaches s only if u <= exp(logit - s).
+    """
+    vocab_size = len(values)
+    some = np.append(candidates[::FIRST_STEP], best)
+    reached = (values[some] + noise_32(seed, position, some, vocab_size)).max()
+    if not np.isfinite(reached):
+        return candidates
+    limits = np.exp(values[candidates] - (reached - np.float32(SLACK)))
+    limits *= np.float32(2.0**32)
+    bits = hashes(seed, position, candidates, vocab_size)
+    return candidates[bits.astype(np.float32) <= limits]
 
 
 def noise_32(seed: int, position: int, token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -127,7 +156,7 @@ def log_of_complement(uniform: np.ndarray) -> np.ndarray:
 def hashes(seed: int, position: int, token_ids: np.ndarray, vocab_size: int, start: int = 0) -> np.ndarray:
     """MurmurHash3 of (seed, position, token): [tokens] uint32.
 
-    The hash mixes one 32-bit word after the other into its state; all but the last are the request's.
+    The hash mixes one 32-bit word after the other into its state. The last is the token's.
     """
     state = start
     for word in (seed & WORD, (seed >> 32) & WORD, position & WORD):

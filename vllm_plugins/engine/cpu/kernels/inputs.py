@@ -125,7 +125,7 @@ def get_num_sampled_and_rejected(
     rows: torch.Tensor,  # [requests]
     prefill_lens: torch.Tensor,  # [request rows]
 ) -> None:
-    """Count rejected drafts; a request whose prompt goes on has neither sampled nor rejected any."""
+    """Count rejected drafts. A request whose prompt goes on has sampled and rejected none."""
     rows_np = rows.numpy()
     num_requests = len(rows_np)
     within_prompt = seq_lens.numpy()[:num_requests] < prefill_lens.numpy()[rows_np]

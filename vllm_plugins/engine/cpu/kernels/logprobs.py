@@ -55,7 +55,7 @@ def fill_logprob_token_ids(
     NUM_TOPK: int = 0,
     **launch: Any,
 ) -> None:
-    """Whose log-probabilities are returned: the sampled token, and those that a request names or the best."""
+    """List the tokens of log-probabilities: the sampled one, then those the request names or the best."""
     output_np = output.numpy()
     valid_np = valid.numpy()
     output_np[:, 0] = sampled.numpy()

@@ -26,7 +26,7 @@ def apply_penalties(
     vocab_size: int,
     **launch: Any,
 ) -> None:
-    """Penalize tokens of the prompt and the output, drafts before a row's own position among them."""
+    """Penalize tokens of the prompt and the output, with the drafts before a row's position."""
     logits_np = logits.numpy()
     inputs = token_ids.numpy()
     counts = output_counts.numpy()
@@ -144,7 +144,7 @@ def apply_bad_words(
     input_ids: torch.Tensor,  # [logits] the input token of each row of logits
     local_positions: torch.Tensor,  # [logits] index among the request's rows of logits
 ) -> None:
-    """Drop the last token of a bad word where the output, and the drafts before, end with its others."""
+    """Drop a bad word's last token where the output, with the drafts before, ends with its others."""
     logits_np = logits.numpy()
     tokens = all_token_ids.numpy()
     inputs = input_ids.numpy()

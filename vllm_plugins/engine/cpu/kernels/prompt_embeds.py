@@ -20,7 +20,7 @@ def apply_prompt_embeds(
     hidden_size: int,
     **launch: Any,
 ) -> None:
-    """Copy the embeddings that a user gave as a prompt; a mask tells places that have a token ID instead."""
+    """Copy the embeddings that a user gave as a prompt, except where a mask says token ID."""
     element = inputs_embeds.element_size()
     row_bytes = hidden_size * element
     starts = query_start_loc.tolist()

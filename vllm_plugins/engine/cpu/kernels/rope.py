@@ -23,7 +23,7 @@ def prepare_rope_positions(
     NUM_DIMS: int = 3,
     **launch: Any,
 ) -> None:
-    """Positions of a step's tokens: a prompt's are given, and all dimensions go on alike after it."""
+    """Positions of a step's tokens: a prompt's are given. After it all dimensions go on alike."""
     rows_np = rows.numpy()
     starts = query_start_loc.numpy()[: len(rows_np) + 1]
     computed = num_computed.numpy()[rows_np]

@@ -35,7 +35,7 @@ def gather_draft_sampled(
     num_logits: int,
     **launch: Any,
 ) -> None:
-    """The input token and the position of each row of logits; -1 for a draft's place within the prompt."""
+    """The input token and the position of each row of logits; -1 for a draft within the prompt."""
     places = logits_indices.numpy()
     locals_np = local_positions.numpy()
     token_positions = positions.numpy()[places]
@@ -64,8 +64,8 @@ def ngram_scan(
 ) -> None:
     """Find the longest earlier occurrence of the last MIN_N to MAX_N tokens, the latest of several.
 
-    Its score is length x (max_model_len + 1) + begin + 1, or 0 if there is none. It is written as the first block's;
-    those of the others are 0, and the greatest counts.
+    Its score is length x (max_model_len + 1) + begin + 1, or 0 if there is none. The greatest score
+    of a request's blocks counts: this one is written as the first block's, 0 as the others'.
     """
     tokens = all_token_ids.numpy()
     scores_np = scores.numpy()
@@ -79,7 +79,7 @@ def ngram_scan(
 
 
 def longest_match(text: np.ndarray, max_length: int) -> tuple[int, int]:
-    """(length, begin) of the longest and latest earlier occurrence of a text's end; length 0: none."""
+    """(length, begin) of the longest, then latest earlier occurrence of a text's end; length 0: none."""
     last = len(text) - 1
     ends = np.flatnonzero(text[:last] == text[last])
     length = 0
@@ -115,7 +115,8 @@ def ngram_finalize(
     newest = last_sampled.numpy().reshape(-1)
     output = drafts.numpy()
     best = scores.numpy()[: len(rows), :num_blocks].max(axis=1).tolist()
-    for place, (row, number, score) in enumerate(zip(rows.tolist(), num_sampled.tolist(), best, strict=False)):
+    requests = zip(rows.tolist(), num_sampled.tolist(), best, strict=False)
+    for place, (row, number, score) in enumerate(requests):
         output[place, :K] = newest[row]
         if number > 0 and score > 0:
             length, begin = divmod(score - 1, max_model_len + 1)

@@ -11,7 +11,7 @@ from vllm_ppd.vllm_plugins.engine.cpu.kernels.arrays import unpacked
 def apply_grammar_bitmask(
     logits: torch.Tensor,  # [logits, V], changed in place
     logits_stride: int,
-    mapping: torch.Tensor,  # [masks] request x MASK_STRIDE + index among the request's rows of logits
+    mapping: torch.Tensor,  # [masks] request x MASK_STRIDE + index among its rows of logits
     cu_num_logits: torch.Tensor,  # [requests + 1]
     bitmask: torch.Tensor,  # [masks, V / 32] int32, a bit a token: whether the grammar allows it
     bitmask_stride: int,
@@ -19,7 +19,10 @@ def apply_grammar_bitmask(
     MASK_STRIDE: int = 1,
     **launch: Any,
 ) -> None:
-    """Drop the tokens that a grammar does not allow; masks of rows that the step does not have are left out."""
+    """Drop the tokens that a grammar does not allow.
+
+    A mask for a row that the step does not have is left out.
+    """
     first_rows = cu_num_logits.tolist()
     for mask, place in enumerate(mapping.tolist()):
         request, local = divmod(place, MASK_STRIDE)

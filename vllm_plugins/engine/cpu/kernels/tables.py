@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of buffer_utils.py, block_table.py and worker/utils.py: writes from the host, blocks, and slots."""
+"""Kernels of buffer_utils.py, block_table.py and worker/utils.py: writes, block tables, slots."""
 
 import ctypes
 from typing import Any
@@ -13,7 +13,7 @@ INT32_BYTES = 4
 
 
 def apply_write(
-    output: torch.Tensor,  # [rows] or [rows, columns]; with MULTI_GROUP [groups] uint64, addresses of int32 tables
+    output: torch.Tensor,  # [rows] or [rows, columns]; with MULTI_GROUP [groups], addresses of tables
     output_stride: Any,  # int; with MULTI_GROUP [groups], the tables' columns
     rows: torch.Tensor,  # [writes]
     starts: torch.Tensor,  # [writes] first column
@@ -26,7 +26,8 @@ def apply_write(
     """Write runs of values into rows of a table, or of one table a KV cache group."""
     values = contents.numpy()
     begin = 0
-    for write, (row, start, end) in enumerate(zip(rows.tolist(), starts.tolist(), cu_lens.tolist(), strict=False)):
+    writes = zip(rows.tolist(), starts.tolist(), cu_lens.tolist(), strict=True)
+    for write, (row, start, end) in enumerate(writes):
         if MULTI_GROUP:
             assert groups is not None
             group = int(groups[write])
@@ -48,12 +49,12 @@ def gather_block_tables(
     num_blocks_stride: int,
     num_requests: int,
     num_computed: torch.Tensor | None = None,  # [request rows]; from vLLM 0.33 on, as what follows
-    window_reach: torch.Tensor | None = None,  # [groups] tokens that a sliding window still reads, or 0
+    window_reach: torch.Tensor | None = None,  # [groups] tokens that a sliding window reads, or 0
     block_sizes: torch.Tensor | None = None,  # [groups]
     MASK_SLIDING_WINDOW: bool = False,
     **launch: Any,
 ) -> None:
-    """Copy the block IDs of a batch's requests; blocks behind a sliding window become the null block, 0.
+    """Copy the block IDs of a batch's requests. Behind a sliding window they become 0, the null block.
 
     Rows of padding keep what they held: only whole-model CUDA graphs read them.
     """
@@ -142,6 +143,7 @@ def zero_kv_blocks(
 ) -> None:
     """Zero blocks of KV caches."""
     blocks = block_ids.tolist()
-    for address, stride, size in zip(addresses.tolist(), block_strides.tolist(), page_sizes.tolist(), strict=True):
+    segments = zip(addresses.tolist(), block_strides.tolist(), page_sizes.tolist(), strict=True)
+    for address, stride, size in segments:
         for block in blocks:
             ctypes.memset(address + block * stride * INT32_BYTES, 0, size * INT32_BYTES)

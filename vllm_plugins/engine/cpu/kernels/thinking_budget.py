@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of sample/thinking_budget.py: where a request's thinking begins and ends, and the end that is forced."""
+"""Kernels of sample/thinking_budget.py: where thinking begins and ends, and the end that is forced."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def update_committed_markers(
 ) -> None:
     """Search the requests' new tokens for markers, and note the latest of each kind.
 
-    vLLM's kernel notes one kind alone where the other is over a block of tokens before it. Both say the same: only the
-    order of the two matters.
+    vLLM's kernel does not note a marker that is blocks of tokens before the latest of the other kind.
+    Only the order of the two matters.
     """
     markers = (start_token_ids.numpy(), natural_end_token_ids.numpy())
     tables = (last_starts.numpy(), last_ends.numpy())
@@ -77,7 +77,7 @@ def apply_thinking_budget(
     NATURAL_END_LEN: int,
     END_LEN: int,
 ) -> None:
-    """Force the next token of the end marker where a text, with the drafts before, has used its budget."""
+    """Force the end marker's next token where a text, with the drafts before, has used its budget."""
     inputs = input_ids.numpy()
     start_marker = start_token_ids.numpy()
     natural_end = natural_end_token_ids.numpy()

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change while an engine runs: its copies of them change, too, and so does what it says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from cases import generate, greedy, prompts
+from conftest import Factory, counting, drafter_of, start_engine
+from safetensors.torch import load_file
+from updated import WAYS, change_weights
+
+pytestmark = pytest.mark.engine
+METHODS: dict[str, dict[str, Any]] = {
+    "cp": {"method": "cp", "draft_vocab_size": 100, "heads": ("cp", {})},
+    "dynamo": {"method": "dynamo", "eps_b": 0.1, "heads": ("dynamo", {})},
+    "recurrent": {"method": "recurrent", "draft_vocab_size": 100, "heads": ("recurrent", {"tie_weights": False})},
+    "several exits": {"method": "ppd", "exit_layer": [2, 4]},
+    "parallel": {"method": "paradecode", "exit_layer": 2, "schedule": "parallel"},
+}
+
+
+@pytest.fixture(scope="module")
+def other(made_once: Factory) -> Path:
+    """A model of the tiny llama's sizes with other weights."""
+    return made_once("llama-other", lambda folder: tiny.make_model(folder, seed=1))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_draft_vocabulary_follows(tiny_model: Factory, with_heads: Factory, other: Path, way: str) -> None:
+    llm = start_engine(tiny_model(), with_heads(METHODS["cp"]))
+    vocabulary = drafter_of(llm).host.drafter.vocabulary
+    states = torch.randn(5, 64)
+    for model in (tiny_model(), other):
+        expected = states @ load_file(model / "model.safetensors")["lm_head.weight"].T
+        torch.testing.assert_close(vocabulary.logits(states), expected[:, vocabulary.token_ids], rtol=1e-4, atol=1e-4)
+        change_weights(llm, other, way)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_output_is_that_of_the_new_weights(
+    tiny_model: Factory, with_heads: Factory, engine: Factory, other: Path, name: str
+) -> None:
+    expected = generate(start_engine(other, None), prompts(4), greedy())
+    llm = start_engine(tiny_model(), with_heads(METHODS[name]))
+    assert generate(llm, prompts(4), greedy()) == generate(engine(), prompts(4), greedy())
+    change_weights(llm, other, "reload")
+    with counting(llm) as seen:
+        assert generate(llm, prompts(4), greedy()) == expected
+    assert seen["drafted"] > 0
