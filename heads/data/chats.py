@@ -48,14 +48,15 @@ def render(chat: Chat, where: str, tokenizer: Any, system: str | None = None) ->
         prompt = rendered(messages[:last], asked=True) if last else None
     except Exception:  # it may reject a chat that goes on
         prompt = None
-    answers, lost = [], []
+    answers: list[Answer] = []
+    lost: list[str] = []
     for index in range(1, len(roles)):
         if roles[index] == "assistant" != roles[index - 1]:
             try:
                 answers.append(_answer(messages[: index + 1], rendered))
             except Skipped as skipped:
                 lost.append(str(skipped))
-    known = {"is_chat": True, "prompt": prompt, "lost": tuple(lost), "category": chat.category}
+    known: dict[str, Any] = {"is_chat": True, "prompt": prompt, "lost": tuple(lost), "category": chat.category}
     # A template may change a message when the chat goes on, such as dropping its reasoning.
     if all(text.startswith(before + response) for before, response in answers):
         spans = tuple((len(before), len(before) + len(response)) for before, response in answers)

@@ -84,7 +84,7 @@ class Document:
         """Documents of one answer each where the text does not hold the answers; else the document."""
         if not self.answers:
             return [self]
-        documents = []
+        documents: list[Document] = []
         for prompt, response in self.answers:
             text = prompt + response
             spans = ((len(prompt), len(text)),)
