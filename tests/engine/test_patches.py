@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from configured import from_dict
-from conftest import ROOT, Factory, runner_of
+from conftest import ROOT, Factory, our_log, runner_of
 from huggingface_hub.errors import LocalEntryNotFoundError
 from touched import resolved
 from vllm import EngineArgs
@@ -33,7 +34,7 @@ from vllm_ppd.vllm_plugins import patches, register
 from vllm_ppd.vllm_plugins.config.options import CONFIG_KEY, OptionError, parse_options
 from vllm_ppd.vllm_plugins.config.resolve import Runners, resolve
 from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
-from vllm_ppd.vllm_plugins.patches import start
+from vllm_ppd.vllm_plugins.patches import scheduling, start
 
 register()
 
@@ -131,6 +132,20 @@ def test_data_parallel_ranks_choose_their_drafts(tiny_model: Factory) -> None:
         vllm_config._maybe_disable_dynamic_sd_for_data_parallel()
         kept = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         assert kept == (schedule if ours else None)
+
+
+def test_ranks_that_step_together_say_that_every_step_drafts(
+    tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduling, "watch_acceptance", lambda scheduler: None)
+    vllm_config = from_dict(tiny_model(), {"method": "ppd", "exit_layer": 3, "runner": "v2"})
+    for ranks in (1, 2):
+        vllm_config.parallel_config.data_parallel_size = ranks
+        scheduler = SimpleNamespace(max_num_running_reqs=4)
+        with our_log(logging.WARNING) as messages:
+            scheduling.make_scheduler(lambda *args: None, scheduler, vllm_config)
+        assert (scheduler.dynamic_sd_lookup is None) == (ranks == 2)
+        assert any("every step drafts" in message for message in messages) == (ranks == 2)
 
 
 def test_version_range() -> None:

@@ -29,6 +29,11 @@ def make_scheduler(original: Callable[..., None], self: Any, vllm_config: Any, *
     if vllm_config.parallel_config.data_parallel_size > 1:
         # Ranks that step together must draft as many tokens; those of vLLM's own processes see a size of 1.
         self.dynamic_sd_lookup = None
+        if config.runner == "v2" and config.adaptive:
+            logger.warning(
+                "vllm-ppd: every step drafts, as with adaptive: false, since data-parallel ranks that step together "
+                "cannot choose for themselves; let vLLM start the ranks to have the choice"
+            )
     elif config.runner == "v2" and config.adaptive:
         self.dynamic_sd_lookup = ScheduledDrafts(
             config.num_speculative_tokens,
