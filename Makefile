@@ -11,8 +11,8 @@ SMOLLM := build/smollm
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.setup-done
 
-# Tests that keep to a core each, JOBS at a time, then those that take them all, then those of runner V2, for which vLLM
-# must find Triton when it is imported; any of them may have none of $(ARGS).
+# Tests that keep to a core each, JOBS at a time, then those that take them all, then those whose Triton kernels run in
+# the interpreter, for which vLLM must find Triton when it is imported; any of them may have none of $(ARGS).
 PYTEST := $(BIN)/python -m pytest
 NONE   := 5
 
@@ -50,7 +50,7 @@ test test-full: setup
 	@failed=0; \
 	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
 	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
-	PPD_TEST_V2=1 $(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) v2" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
+	PPD_TEST_V2=1 $(PYTEST) -m "$(KIND) interpreted" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
 	exit $$failed
 
 # The patches, an engine a method and runner V2 with the next vLLM, laid over the CPU build's binaries.
@@ -58,9 +58,9 @@ NEXT := PYTHONPATH=typing build/next/bin/python -m pytest
 test-next: setup
 	$(BIN)/python .ci/next.py
 	$(NEXT) -m "not full" tests/engine/test_patches.py tests/unit/plugin/test_touched.py \
-		tests/unit/plugin/config
+		tests/unit/plugin/config tests/unit/plugin/cpu_kernels
 	$(NEXT) -m "not full" tests/exactness -k "batch_16 and (middle or cp-full or dynamo-2 or parallel-heads)"
-	PPD_TEST_V2=1 $(NEXT) -m "not full" tests/v2
+	$(NEXT) -m "not full" tests/v2
 
 quality: setup
 	$(BIN)/ruff check .

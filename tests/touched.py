@@ -14,6 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from vllm_ppd.vllm_plugins.engine.cpu.native import KERNELS
 from vllm_ppd.vllm_plugins.patches import PATCHES, vllm_version
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,6 +115,11 @@ def overridden() -> set[str]:
     return symbols
 
 
+def replaced() -> set[str]:
+    """`module:name` of vLLM's kernels for which a CPU has ours."""
+    return {":".join(name.rsplit(".", 1)) for name in KERNELS}
+
+
 def wrapped() -> set[str]:
     """Of the patches."""
     return {f"{owner}.{name}" if ":" in owner else f"{owner}:{name}" for owner, name, _ in PATCHES}
@@ -125,7 +131,8 @@ def digest(symbol: str) -> str:
         value = resolved(symbol)
     except (ImportError, AttributeError):
         return "gone"
-    if inspect.isfunction(value) and "." not in symbol.partition(":")[2] and (source := _source_in_module(symbol)):
+    code = not inspect.isclass(value) and callable(value)  # a kernel may be another object than a function
+    if code and "." not in symbol.partition(":")[2] and (source := _source_in_module(symbol)):
         return digest_of_code(ast.Module([source], []))
     return digest_of(value)
 
@@ -171,7 +178,7 @@ def _is_docstring(node: ast.AST) -> bool:
 
 def now() -> dict[str, str]:
     """Every symbol with its digest in the vLLM that is installed."""
-    symbols = imported() | overridden() | wrapped() | set(ASSUMED)
+    symbols = imported() | overridden() | wrapped() | replaced() | set(ASSUMED)
     return {symbol: digest(symbol) for symbol in sorted(symbols)}
 
 

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on runner V2, in Triton's interpreter: `PPD_TEST_V2=1 pytest tests/v2`, a process of its own."""
+"""Engines on runner V2: with our kernels on a CPU, with vLLM's on a GPU.
+
+Cases marked `interpreted` run Triton kernels of ours as well. On a CPU all kernels run in Triton's
+interpreter then, in a process of their own: `PPD_TEST_V2=1 pytest tests/v2 -m interpreted`.
+"""
 
 import os
 from pathlib import Path
@@ -10,17 +14,34 @@ import pytest
 from conftest import DEMO, Factory, start_engine
 
 ON_GPU = os.path.exists("/dev/nvidiactl")
-if os.environ.get("PPD_TEST_V2") != "1":
-    collect_ignore_glob = ["test_*.py"]
-elif not ON_GPU:
+INTERPRETED = os.environ.get("PPD_TEST_V2") == "1" and not ON_GPU
+if INTERPRETED:
     interpreted.prepare()
-    interpreted.allow_asynchronous()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases, and leave out those that need the interpreter where there is none."""
+    left_out = []
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.v2)
+            if item.get_closest_marker("interpreted") and not (INTERPRETED or ON_GPU):
+                left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def v2_allowed() -> None:
+    """On a CPU, where vLLM takes runner V2 only with Triton, and schedules asynchronously never."""
+    if not ON_GPU:
+        import plain_v2
+
+        from vllm_ppd.vllm_plugins.engine.cpu import native
+
+        plain_v2.allow()
+        native.register()
 
 
 @pytest.fixture(scope="session")
@@ -34,11 +55,23 @@ def v2_engine() -> Factory:
     def get(options: dict[str, Any] | None = None, asynchronous: bool = False, **settings: Any) -> Any:
         key = repr((options, asynchronous, sorted(settings.items())))
         if key not in started:
-            interpreted.asynchronous = asynchronous
             if options is not None:
                 options = {"runner": "v2", "adaptive": False, **options}
-            defaults = {"max_num_seqs": 4, "async_scheduling": asynchronous if ON_GPU else None}
-            started[key] = start_engine(DEMO, options, **{**defaults, **settings})
+            settings = {"max_num_seqs": 4, **settings}
+            if ON_GPU:
+                started[key] = start_engine(DEMO, options, **{"async_scheduling": asynchronous, **settings})
+            else:
+                started[key] = on_cpu(options, asynchronous, settings)
         return started[key]
 
     return get
+
+
+def on_cpu(options: dict[str, Any] | None, asynchronous: bool, settings: dict[str, Any]) -> Any:
+    """Start an engine on runner V2, whether it drafts or not."""
+    import plain_v2
+
+    if options is None:
+        settings = {"additional_config": plain_v2.MARK, **settings}
+    with plain_v2.starting(asynchronous):
+        return start_engine(DEMO, options, **settings)

@@ -29,7 +29,7 @@ def prepare() -> None:
     inactive = type("Driver", (), {"is_active": staticmethod(lambda: False)})
     triton.backends.backends.setdefault("cpu", types.SimpleNamespace(driver=inactive, compiler=None))
     _compare_to_bits()
-    _provide_log1p()
+    _provide_libdevice()
     _keep_lookups()
     import vllm.v1.sample.ops.topk_topp_sampler as sampler
 
@@ -49,8 +49,8 @@ def _compare_to_bits() -> None:
             setattr(InterpreterBuilder, name, as_bits(compare))
 
 
-def _provide_log1p() -> None:
-    """libdevice's functions do not exist in the interpreter; the rejection sampler takes log1p."""
+def _provide_libdevice() -> None:
+    """libdevice's functions do not exist in the interpreter: log1p of the rejection sampler, isnan of a metric."""
     import numpy as np
     import triton.language as tl
     from triton.language.extra import libdevice
@@ -60,7 +60,10 @@ def _provide_log1p() -> None:
         with np.errstate(divide="ignore", invalid="ignore"):
             return tl.core.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
 
-    libdevice.log1p = log1p
+    def isnan(x: Any) -> Any:
+        return tl.core.tensor(TensorHandle(np.isnan(x.handle.data), tl.int1), tl.block_type(tl.int1, x.shape))
+
+    libdevice.log1p, libdevice.isnan = log1p, isnan
 
 
 def _keep_lookups() -> None:
@@ -84,20 +87,3 @@ def _keep_lookups() -> None:
         return interpreter._LangPatchScope()
 
     interpreter._get_np_dtype, interpreter._patch_lang = numpy_type, patch_once
-
-
-asynchronous = False  # whether engines that start now schedule asynchronously
-
-
-def allow_asynchronous() -> None:
-    """Let `asynchronous` decide: the CPU platform never schedules so."""
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    stock = platform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        stock(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = asynchronous
-
-    platform.check_and_update_config = classmethod(check_and_update_config)

@@ -5,14 +5,16 @@ As in a graph, a replay runs no Python of ours or of vLLM: the same operations a
 memory, and whatever the host decided at the recording stays decided.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime.interpreter import InterpretedFunction
 from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 SIZES = (1, 2, 4)  # requests
@@ -20,8 +22,40 @@ SIZES = (1, 2, 4)  # requests
 PLANNER = "get_scheduler_metadata"
 
 
+@contextmanager
+def launches_apart(record: Callable[[Callable[[], Any]], None] | None = None) -> Iterator[None]:
+    """Within, a kernel is one step: what it does inside is no operation of the host, as on a GPU.
+
+    Args:
+        record: is given each launch, to be called again.
+    """
+    owner: Any = KernelOverride
+    name = "_launch"
+    if HAS_TRITON:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        owner = InterpretedFunction
+        name = "run"
+    stock = getattr(owner, name)
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        def again() -> Any:
+            with _disable_current_modes():
+                return stock(kernel, *args, **kwargs)
+
+        if record is not None:
+            record(again)
+        return again()
+
+    setattr(owner, name, launch)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)
+
+
 class Recording(TorchDispatchMode):
-    """Every operation and every Triton kernel that runs within it."""
+    """Every operation and every kernel of vLLM's that runs within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,22 +78,13 @@ class Recording(TorchDispatchMode):
         return outputs
 
     def __enter__(self) -> Any:
-        self._run, calls = InterpretedFunction.run, self.calls
-
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            def again() -> Any:
-                with _disable_current_modes():
-                    return self._run(kernel, *args, **kwargs)
-
-            calls.append(again)
-            return again()
-
-        InterpretedFunction.run = run
+        self._launches = launches_apart(self.calls.append)
+        self._launches.__enter__()
         return super().__enter__()
 
     def __exit__(self, *reason: Any) -> None:
-        InterpretedFunction.run = self._run
         super().__exit__(*reason)
+        self._launches.__exit__(*reason)
 
     def replay(self) -> None:
         for call in self.calls:

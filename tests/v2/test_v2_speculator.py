@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import generate, greedy, prompts
 from conftest import Factory, counting, runner_of
-from replayed import Replayed, call_attention_directly
+from replayed import Replayed, call_attention_directly, launches_apart
 from small import METHODS, Small
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,7 +42,7 @@ class Waits(TorchDispatchMode):
         return sorted(name for name in self.seen if name in WAITS or name == "indexed by a mask")
 
 
-@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("sampled", [False, pytest.param(True, marks=pytest.mark.interpreted)])
 @pytest.mark.parametrize("name", METHODS)
 def test_proposing_never_waits_for_the_device(
     v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str, sampled: bool
@@ -54,7 +54,7 @@ def test_proposing_never_waits_for_the_device(
     stock, modes = speculator.propose, []
 
     def propose(*args: Any, **kwargs: Any) -> Any:
-        with Waits() as mode:
+        with launches_apart(), Waits() as mode:
             modes.append(mode)
             return stock(*args, **kwargs)
 
@@ -72,7 +72,7 @@ def test_the_watch_sees_waits() -> None:
     assert mode.waits == ["_local_scalar_dense", "indexed by a mask"]
 
 
-@pytest.mark.parametrize("kernels", ["0", "always"])
+@pytest.mark.parametrize("kernels", ["0", pytest.param("always", marks=pytest.mark.interpreted)])
 @pytest.mark.parametrize("name", METHODS)
 def test_asynchronous_scheduling_gives_the_same(
     v2_engine: Factory, monkeypatch: pytest.MonkeyPatch, name: str, kernels: str

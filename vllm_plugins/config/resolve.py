@@ -25,14 +25,12 @@ class Runners(NamedTuple):
 
     asked: str | None = None  # set by VLLM_USE_V2_MODEL_RUNNER
     default: str = "v1"  # for a method that runs on both
-    has_triton: bool = False  # V2 needs Triton
+    runs_v2: bool = False  # whether V2 can run here
     device: str = ""  # name by which calibrations are matched
 
     @classmethod
     def of_platform(cls) -> Runners:
-        return cls(
-            platform.asked_runner(), platform.default_runner(), platform.has_triton(), platform.full_device_name()
-        )
+        return cls(platform.asked_runner(), platform.default_runner(), platform.runs_v2(), platform.full_device_name())
 
 
 V1_ALONE = Runners()
@@ -92,7 +90,7 @@ def resolve(
     needs_v1 = next((reason for reason, holds in v1_alone.items() if holds), None)
     asked = runners.asked if options.runner == "auto" else options.runner
     if asked == "v2":
-        refuse(of_runner(options, needs_v1, runners.has_triton))
+        refuse(of_runner(options, needs_v1, runners.runs_v2))
     on_v2 = (asked or ("v1" if needs_v1 else runners.default)) == "v2"
     values["runner"] = "v2" if on_v2 else "v1"
     values["v1_because"] = needs_v1 if asked is None and runners.default == "v2" else None

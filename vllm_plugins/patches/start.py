@@ -96,11 +96,17 @@ def disable_choice_by_batch_size(original: Callable[..., None], self: Any) -> No
 
 
 def complete_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 allows only for its own methods."""
+    """VllmConfig.__post_init__: schedule asynchronously on runner V2, which 0.32 allows only for its own methods.
+
+    On a CPU without Triton, runner V2 has kernels of ours.
+    """
     config = active_config(self)
     if config is None or config.runner != "v2":
         return original(self, *args, **kwargs)
     from vllm.config import vllm as module
 
-    with temporarily(module, NgramGPUTypes=Literal[(*get_args(module.NgramGPUTypes), "custom_class")]):
+    from vllm_ppd.vllm_plugins.engine.cpu import native
+
+    methods: Any = Literal[(*get_args(module.NgramGPUTypes), "custom_class")]
+    with native.accepted(), temporarily(module, NgramGPUTypes=methods):
         return original(self, *args, **kwargs)

@@ -9,7 +9,7 @@ method's drafts. Output does not depend on the source of a draft (verification.p
 from typing import Any
 
 import torch
-from vllm.triton_utils import triton
+from vllm.utils.math_utils import cdiv, next_power_of_2
 from vllm.v1.worker.gpu.spec_decode.ngram import speculator as ngram
 
 LONGEST = 8  # most tokens compared, unless the shortest match is longer
@@ -30,7 +30,7 @@ class Lookup:
     def __init__(self, shortest: int, rows: int, drafts: int, req_states: Any, device: torch.device) -> None:
         self.shortest, self.longest, self.states = shortest, max(shortest, LONGEST), req_states
         self.max_len: int = req_states.max_model_len
-        blocks = triton.cdiv(self.max_len, BLOCK)
+        blocks = cdiv(self.max_len, BLOCK)
         self.scores = torch.zeros(rows, blocks, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(rows, drafts, dtype=torch.int64, device=device)
 
@@ -54,7 +54,7 @@ class Lookup:
             self.max_len,
             self.shortest,
             self.longest,
-            triton.next_power_of_2(self.longest),
+            next_power_of_2(self.longest),
             BLOCK,
         )
         ngram._ngram_finalize_kernel[(requests,)](
@@ -70,8 +70,8 @@ class Lookup:
             self.max_len,
             blocks,
             drafts.shape[1],
-            triton.next_power_of_2(drafts.shape[1]),
-            triton.next_power_of_2(blocks),
+            next_power_of_2(drafts.shape[1]),
+            next_power_of_2(blocks),
         )
         matched = self.scores[:requests].amax(dim=1, keepdim=True) > 0
         drafts.copy_(torch.where(matched, self.tokens[:requests], drafts))

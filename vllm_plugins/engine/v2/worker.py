@@ -7,6 +7,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
+from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
 from vllm_ppd.vllm_plugins.engine.predicted_gain import log_predicted_gain
 from vllm_ppd.vllm_plugins.engine.step_costs import costs_of_engine
@@ -55,6 +56,11 @@ if current_platform.is_cpu():
 
     class DraftingWorker(StepCostsMixin, CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            native.register()
+            with native.accepted():
+                super().__init__(*args, **kwargs)
 
         def init_device(self) -> None:
             with temporarily(cpu_model_runner, CPUModelRunner=CPUDraftingModelRunner):

@@ -19,7 +19,8 @@ from vllm_ppd.vllm_plugins.config.resolved import WORKERS, DraftingConfig
 from vllm_ppd.vllm_plugins.methods.group import GROUP
 
 GPU = Runners(None, "v2", True)
-CPU_BUILD = Runners(None, "v1", False)
+CPU_BUILD = Runners(None, "v1", True)
+NO_TRITON = Runners(None, "v1", False)  # and no kernels of ours: not a CPU
 
 
 def resolved(options: dict[str, Any], runners: Runners = GPU, stages: int = 1) -> DraftingConfig:
@@ -60,7 +61,9 @@ def test_the_option_goes_before_the_environment() -> None:
     assert resolved({"method": "cp", "runner": "v1"}, Runners("v2", "v2", True)).runner == "v1"
     assert resolved({"method": "cp", "runner": "v2"}, Runners("v1", "v2", True)).runner == "v2"
     with pytest.raises(OptionError, match=r"^runner=v2 needs Triton"):
-        resolved({"method": "cp", "runner": "v2"}, CPU_BUILD)
+        resolved({"method": "cp", "runner": "v2"}, NO_TRITON)
+    assert resolved({"method": "cp", "runner": "v2"}, CPU_BUILD).runner == "v2"
+    assert resolved({"method": "cp"}, CPU_BUILD).runner == "v1"
 
 
 def test_default_exit_is_the_middle_and_on_a_gpu_a_quarter() -> None:

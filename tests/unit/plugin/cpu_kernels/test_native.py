@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels of runner V2 are replaced on a CPU without Triton; nothing else of vLLM changes."""
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from conftest import ROOT
+from vllm.config import VllmConfig
+from vllm.triton_utils import triton
+from vllm.triton_utils.dispatcher import KernelOverride, register_kernels
+
+from vllm_ppd.vllm_plugins.engine.cpu import native
+from vllm_ppd.vllm_plugins.platform import has_triton, runs_v2
+
+VLLM = Path(vllm.__file__).parent
+# Launched by runner V2; its other modules belong to vLLM's runner V1 and to models.
+SOURCES = [*VLLM.glob("v1/worker/gpu/**/*.py"), VLLM / "v1/worker/utils.py", VLLM / "v1/worker/mamba_utils.py"]
+
+without_triton = pytest.mark.skipif(has_triton(), reason="vLLM has its own kernels here")
+
+
+def launched_kernels() -> set[str]:
+    """Dotted names of the Triton kernels that a file launches: `kernel[grid](...)`."""
+    names = set()
+    for path in SOURCES:
+        module = ".".join(("vllm", *path.relative_to(VLLM).with_suffix("").parts))
+        tree = ast.parse(path.read_text())
+        defined = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(by) for by in node.decorator_list)
+        }
+        launches = {
+            ast.unparse(node.func.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        }
+        names |= {f"{module}.{name}" for name in defined & launches}
+    return names
+
+
+def test_every_kernel_is_replaced_or_known_to_be_missing() -> None:
+    launched = launched_kernels()
+    assert len(launched) > 60 and native.KERNELS.keys() <= launched
+    unknown = {name for name in launched - native.KERNELS.keys() if native.missing_kernels(name) is None}
+    assert not unknown
+
+
+def test_every_kernel_is_tested() -> None:
+    cases = "".join(path.read_text() for path in (ROOT / "tests" / "v2_kernels").glob("*.py"))
+    untested = {name for name in native.KERNELS if f'"{name.rpartition(".")[2]}"' not in cases}
+    assert not untested
+
+
+@without_triton
+def test_nothing_of_runner_v1_is_replaced() -> None:
+    native.register()
+    ours = native.KERNELS.values()
+    holders = {
+        name
+        for name, module in list(sys.modules.items())
+        for value in list(vars(module).values())
+        if isinstance(value, KernelOverride) and value.func in ours
+    }
+    assert holders == {name.rpartition(".")[0] for name in native.KERNELS}
+    assert not hasattr(triton, "next_power_of_2")
+
+
+@without_triton
+def test_checks_for_triton_pass_within_alone() -> None:
+    """For a stock engine before and after one of ours, runner V2 still needs Triton."""
+    modules: list[Any] = [
+        importlib.import_module("vllm.config.vllm"),
+        importlib.import_module("vllm.v1.worker.gpu_worker"),
+    ]
+    checking = [module for module in modules if hasattr(module, "HAS_TRITON")]
+    config = VllmConfig()
+    for inside in (False, True, False):
+        with native.accepted() if inside else nullcontext():
+            assert [module.HAS_TRITON for module in checking] == [inside] * len(checking)
+    assert config.use_v2_model_runner is False
+
+
+@without_triton
+def test_kernels_that_vllm_brings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "vllm.v1.worker.gpu.sample.min_p._min_p_kernel"
+    module: Any = importlib.import_module("vllm.v1.worker.gpu.sample.min_p")
+    stock = module._min_p_kernel
+    plain = inspect.unwrap(lambda logits_ptr: None)
+    monkeypatch.setattr(module, "_min_p_kernel", plain)
+    assert native.is_placeholder(name)
+    register_kernels({name: lambda logits_ptr: None})
+    assert not native.is_placeholder(name)
+    monkeypatch.setattr(module, "_min_p_kernel", stock)
+
+
+@without_triton
+@pytest.mark.full
+def test_without_any_triton() -> None:
+    """Also in a process that cannot import it."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from vllm_ppd.vllm_plugins.engine.cpu import native
+native.register()
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+print(compute_token_logprobs(torch.zeros(1, 4), torch.zeros(1, 1, dtype=torch.int64)).exp().item())
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout.endswith("0.25\n"), run.stdout + run.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="not a CPU build")
+def test_a_cpu_runs_v2() -> None:
+    assert runs_v2()

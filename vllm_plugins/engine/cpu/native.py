@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's model runner V2 on a CPU without Triton, with our kernels in place of Triton's.
+
+vLLM has a runner V2 for the CPU. It lacks only the kernels there, without a Triton that compiles for
+CPUs. Where vLLM finds one, or brings a kernel of its own, ours does not run.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
+from types import ModuleType
+from typing import Any
+
+from vllm_ppd.vllm_plugins.engine.cpu.kernels import (
+    gumbel,
+    inputs,
+    logprobs,
+    penalties,
+    prompt_embeds,
+    rope,
+    sampling,
+    speculation,
+    structured_output,
+    tables,
+    thinking_budget,
+)
+from vllm_ppd.vllm_plugins.engine.temporary import temporarily
+from vllm_ppd.vllm_plugins.platform import has_triton, is_cpu
+
+RUNNER = "vllm.v1.worker.gpu"
+
+KERNELS: dict[str, Callable[..., None]] = {
+    "vllm.v1.worker.utils._zero_kv_blocks_kernel": tables.zero_kv_blocks,
+    f"{RUNNER}.buffer_utils._apply_write_kernel": tables.apply_write,
+    f"{RUNNER}.block_table._gather_block_tables_kernel": tables.gather_block_tables,
+    f"{RUNNER}.block_table._compute_slot_mappings_kernel": tables.compute_slot_mappings,
+    f"{RUNNER}.input_batch._prepare_prefill_inputs_kernel": inputs.prepare_prefill_inputs,
+    f"{RUNNER}.input_batch._prepare_pos_seq_lens_kernel": inputs.prepare_pos_seq_lens,
+    f"{RUNNER}.input_batch._combine_sampled_and_draft_tokens_kernel": (inputs.combine_sampled_and_draft_tokens),
+    f"{RUNNER}.input_batch._get_num_sampled_and_rejected_kernel": (inputs.get_num_sampled_and_rejected),
+    f"{RUNNER}.input_batch._post_update_kernel": inputs.post_update,
+    f"{RUNNER}.input_batch._post_update_num_computed_tokens_kernel": (inputs.post_update_num_computed_tokens),
+    f"{RUNNER}.input_batch._expand_idx_mapping_kernel": inputs.expand_idx_mapping,
+    f"{RUNNER}.mm.rope._prepare_rope_positions_kernel": rope.prepare_rope_positions,
+    f"{RUNNER}.model_states.prompt_embeds._apply_prompt_embeds_kernel": (prompt_embeds.apply_prompt_embeds),
+    f"{RUNNER}.metrics.logits._num_nans_kernel": sampling.count_nans,
+    f"{RUNNER}.sample.bad_words._bad_words_kernel": penalties.apply_bad_words,
+    f"{RUNNER}.sample.gumbel._temperature_kernel": gumbel.apply_temperature,
+    f"{RUNNER}.sample.gumbel._gumbel_sample_kernel": gumbel.gumbel_sample,
+    f"{RUNNER}.sample.logit_bias._bias_kernel": penalties.apply_logit_bias,
+    f"{RUNNER}.sample.logprob._topk_log_softmax_kernel": logprobs.topk_log_softmax,
+    f"{RUNNER}.sample.logprob._ranks_kernel": logprobs.compute_ranks,
+    f"{RUNNER}.sample.logprob._fill_logprob_token_ids_kernel": logprobs.fill_logprob_token_ids,
+    f"{RUNNER}.sample.min_p._min_p_kernel": sampling.apply_min_p,
+    f"{RUNNER}.sample.output._compact_sampling_mask_kernel": sampling.compact_sampling_mask,
+    f"{RUNNER}.sample.penalties._penalties_kernel": penalties.apply_penalties,
+    f"{RUNNER}.sample.penalties._bincount_kernel": penalties.count_tokens,
+    f"{RUNNER}.sample.prompt_logprob._prompt_logprobs_token_ids_kernel": (logprobs.prompt_logprobs_token_ids),
+    f"{RUNNER}.sample.thinking_budget._update_committed_marker_cache_kernel": (
+        thinking_budget.update_committed_markers
+    ),
+    f"{RUNNER}.sample.thinking_budget._thinking_budget_kernel": (thinking_budget.apply_thinking_budget),
+    f"{RUNNER}.sample.trace_replay._trace_replay_kernel": sampling.replay_trace,
+    f"{RUNNER}.spec_decode.ngram.speculator._ngram_scan_kernel": speculation.ngram_scan,
+    f"{RUNNER}.spec_decode.ngram.speculator._ngram_finalize_kernel": speculation.ngram_finalize,
+    f"{RUNNER}.spec_decode.rejection_sampler._flatten_sampled_kernel": speculation.flatten_sampled,
+    f"{RUNNER}.spec_decode.rejection_sampler._gather_draft_sampled_kernel": (speculation.gather_draft_sampled),
+    f"{RUNNER}.structured_outputs._apply_grammar_bitmask_kernel": (structured_output.apply_grammar_bitmask),
+}
+
+# Modules of vLLM with kernels of which there is none here, and the setting that reaches them.
+MISSING = {
+    f"{RUNNER}.cp_utils": "--decode-context-parallel-size",
+    f"{RUNNER}.sample.batch_shard": "--enable-batch-sharded-sampling",
+    f"{RUNNER}.sample.watermark": "--watermark-config",
+    f"{RUNNER}.model_states.mamba_hybrid": "a model with a recurrent state",
+    f"{RUNNER}.model_states.recoverssm": "a model with a recurrent state",
+    "vllm.v1.worker.mamba_utils": "a model with a recurrent state",
+    f"{RUNNER}.spec_decode.acceptance_estimator": "adaptive_verification",
+    f"{RUNNER}.spec_decode.rejection_sampler_utils": "a speculative method of vLLM's own",
+    f"{RUNNER}.spec_decode": "a speculative method of vLLM's own",
+}
+
+
+def missing_kernels(module: str) -> str | None:
+    """The setting that reaches a module's, or a kernel's, entry in MISSING; None without an entry."""
+    while module:
+        if module in MISSING:
+            return MISSING[module]
+        module = module.rpartition(".")[0]
+    return None
+
+
+def needed() -> bool:
+    """Whether runner V2 would run on a CPU without Triton in this process."""
+    return is_cpu() and not has_triton()
+
+
+@functools.cache
+def register() -> None:
+    """Have runner V2 launch our kernels in this process, once, if it has none.
+
+    Nothing that runner V1 launches is replaced. On a CPU it zeroes blocks by code of its own.
+    """
+    if not needed():
+        return
+    # Before any module of runner V2: these import what it replaces.
+    import vllm.v1.worker.cpu.shm  # noqa: F401
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    missing = {name: kernel for name, kernel in KERNELS.items() if is_placeholder(name)}
+    register_kernels(missing)
+    for name in missing:
+        _complete_triton(sys.modules[name.rpartition(".")[0]])
+
+
+def is_placeholder(name: str) -> bool:
+    """Whether vLLM would launch a kernel's plain Python under this name, which cannot run."""
+    module, _, attribute = name.rpartition(".")
+    return inspect.isfunction(getattr(resolve_name(module), attribute, None))
+
+
+def _complete_triton(module: ModuleType) -> None:
+    """Give a module's `triton`, vLLM's placeholder, the arithmetic that stands around launches."""
+    from vllm.utils.math_utils import next_power_of_2
+
+    placeholder = getattr(module, "triton", None)
+    if placeholder is None or hasattr(placeholder, "next_power_of_2"):
+        return
+    completed = ModuleType(placeholder.__name__)
+    vars(completed).update(vars(placeholder), next_power_of_2=next_power_of_2)
+    module.triton = completed  # type: ignore[attr-defined]
+
+
+@contextmanager
+def accepted() -> Iterator[None]:
+    """Within this context, vLLM's checks for Triton pass, if our kernels are to run instead."""
+    if not needed():
+        yield
+        return
+    with ExitStack() as checks:
+        for name in ("vllm.config.vllm", "vllm.v1.worker.gpu_worker"):
+            module: Any = sys.modules.get(name)
+            if module is not None and hasattr(module, "HAS_TRITON"):
+                checks.enter_context(temporarily(module, HAS_TRITON=True))
+        yield
