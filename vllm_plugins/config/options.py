@@ -128,7 +128,7 @@ class DraftingOptions(BaseModel):
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto uses V2 if vLLM would and the method supports it, else V1 (on the "
-        "CPU build, with pipeline parallelism, several exit layers, schedule parallel, verify false, early "
+        "CPU build, with several exit layers, schedule parallel, verify false, early "
         "drafting with prompt lookup, and for multimodal targets of early drafting and dynamo)",
     )
     max_drafting_requests: Count | None = Field(
