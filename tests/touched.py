@@ -27,7 +27,7 @@ V2 = "vllm.v1.worker.gpu"
 OVERRIDING = {
     f"{PLUGIN}.v1.proposer:DraftingRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.verification:Verification": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-    f"{GROUP}.runner:GroupRunnerMixin": "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
+    f"{GROUP}.runner:GroupRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
     f"{PLUGIN}.v1.worker:WarmUpMixin": "vllm.v1.worker.gpu_worker:Worker",
     f"{GROUP}.scheduler:GroupScheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     f"{PLUGIN}.v2.runner:DraftingRunnerMixin": f"{V2}.model_runner:GPUModelRunner",
@@ -49,8 +49,12 @@ ASSUMED = [
     # Runner V2's step, and what stands around a speculator.
     *(f"{V2}.model_runner:GPUModelRunner.{name}" for name in (
         "execute_model", "sample_tokens", "sample", "postprocess_sampled", "capture_model", "prepare_attn",
-        "gather_batch_req_state", "_dummy_run",
+        "gather_batch_req_state", "_dummy_run", "update_pp_decode_requests",
     )),
+    # How the tokens of a group step reach the first stage.
+    *(f"{V2}.pp_utils:PPHandler.{name}" for name in ("get_prev_sampled_outputs", "receive", "broadcast")),
+    f"{V2}.input_batch:post_update",
+    f"{V2}.sample.sampler:Sampler.sample",
     f"{V2}.sample.sampler:Sampler._sample_random",
     f"{V2}.sample.sampler:Sampler.get_logprobs_dims",  # what the log-probabilities of sharded requests leave out
     f"{V2}.sample.logprob:LogprobTokenIdsState.max_num_token_ids",

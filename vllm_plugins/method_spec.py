@@ -10,8 +10,7 @@ ENGINE = "vllm_ppd.vllm_plugins.engine"
 class GroupSpec:
     """A worker group over two pipeline stages."""
 
-    proposer: str  # class that vLLM starts on the last stage
-    runner: str  # mixin over vLLM's V1 runner, on both stages
+    worker: str  # of both stages
     scheduler: str
 
 
@@ -38,5 +37,5 @@ class MethodSpec:
     @property
     def proposers(self) -> set[str]:
         """The dotted paths of all classes that vLLM may start for this method."""
-        paths = (self.proposer, self.group and self.group.proposer, self.parallel, self.several_exits)
+        paths = (self.proposer, self.parallel, self.several_exits)
         return {path for path in paths if path}

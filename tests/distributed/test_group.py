@@ -3,8 +3,10 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import plain_v2
 import preempted
 import pytest
 import tiny
@@ -48,6 +50,23 @@ def group(tiny_model: Factory) -> Iterator[Callable[..., Any]]:
         end_workers(llm)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny_model: Factory) -> Factory:
+    """plain(model, **settings): vLLM alone on runner V2, the same engine for the same arguments."""
+    plain_v2.allow()
+    started: dict[str, Any] = {}
+
+    def get(model: Path | None = None, **settings: Any) -> Any:
+        key = repr((model, sorted(settings.items())))
+        if key not in started:
+            settings["additional_config"] = plain_v2.MARK
+            with plain_v2.starting():
+                started[key] = start_engine(model or tiny_model(), None, **settings)
+        return started[key]
+
+    return get
+
+
 @pytest.mark.parametrize(("name", "case"), full_but(QUICK, itertools.product(VARIANTS, CASES)))
 def test_same_tokens(alone: Factory, group: Factory, name: str, case: str) -> None:
     assert CASES[case](group(VARIANTS[name])) == alone(case)
@@ -84,26 +103,29 @@ def test_group_works_in_small_batches_alone(group: Factory) -> None:
         assert grown == [len(requests) <= 8] * 3
 
 
-def test_seeded_requests_draw_as_without_speculation(engine: Factory, group: Factory) -> None:
-    """A token is sampled once, from the target's own logits: with a seed nothing differs at all."""
-    params = [SamplingParams(temperature=0.8, top_p=0.9, max_tokens=30, seed=i, ignore_eos=True) for i in range(6)]
-    expected = generate(engine(), SHORT[:6], params)
+def test_seeded_requests_draw_as_without_speculation(plain: Factory, group: Factory) -> None:
+    """A token is drawn once, by vLLM's sampler at its position: with a seed nothing differs."""
+    sampling = {"max_tokens": 30, "ignore_eos": True}
+    limits: list[dict[str, Any]] = [
+        {"top_p": 0.9},
+        {"top_k": 20},
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+        {"allowed_token_ids": list(range(2, 200))},
+        {},
+    ]
+    params = [SamplingParams(temperature=0.8, seed=i, **sampling, **limit) for i, limit in enumerate(limits)]
+    # Prompts that are read in chunks as well, whose tokens are drawn at the same positions.
+    requests = [*SHORT[:4], *prompts(2, 150)]
+    expected = generate(plain(max_num_batched_tokens=512), requests, params)
     llm = group(VARIANTS["candidates"])
     with counting(llm) as seen:
-        assert generate(llm, SHORT[:6], params) == expected
+        assert generate(llm, requests, params) == expected
     assert seen["group_hits"] > 0 and seen["group_misses"] > 0
 
 
-def test_seeded_prompts_in_chunks_draw_as_whole_ones(engine: Factory, group: Factory) -> None:
-    """Chunks of 96 tokens: vLLM would take a draw of each back, which the generators of a CPU cannot."""
-    params = [SamplingParams(temperature=1.0, max_tokens=12, seed=5 + i, ignore_eos=True) for i in range(3)]
-    expected = generate(engine(max_num_batched_tokens=512), prompts(3, 150), params)
-    assert generate(group(VARIANTS["candidates"]), prompts(3, 150), params) == expected
-
-
-def test_output_with_a_seed_is_vllms_through_preemptions() -> None:
-    """A step whose output is dropped, as its requests were preempted meanwhile, has taken its draws all the same."""
-    alone = preempted.outputs(start_engine(DEMO, None, **preempted.SMALL_KV))
+def test_output_with_a_seed_is_vllms_through_preemptions(plain: Factory) -> None:
+    alone = preempted.outputs(plain(DEMO, **preempted.SMALL_KV))
     options = {"method": "ppd", "candidates": 3, "num_speculative_tokens": 3}
     llm = start_engine(DEMO, options, pipeline_parallel_size=2, **preempted.SMALL_KV)
     try:
@@ -124,14 +146,14 @@ BLOCK = 2 * 2 * 32 * 32 * 4  # bytes a layer
 BLOCKS = 28  # enough for ten requests of two blocks and one of four, and too few for the batch that is preempted
 
 
-def _with_prefix_cache(engine: Factory, group: Factory) -> tuple[Any, Any]:
+def _with_prefix_cache(plain: Factory, group: Factory) -> tuple[Any, Any]:
     """One rank alone and a group, both of which keep prefixes and know where a thought begins and ends.
 
     Their KV caches are small; the first stage has four of the six layers.
     """
     settings: dict[str, Any] = {"enable_prefix_caching": True, "reasoning_config": THOUGHT}
     return (
-        engine(kv_cache_memory_bytes=BLOCKS * 6 * BLOCK, **settings),
+        plain(kv_cache_memory_bytes=BLOCKS * 6 * BLOCK, **settings),
         group(VARIANTS["candidates"], kv_cache_memory_bytes=BLOCKS * 4 * BLOCK, **settings),
     )
 
@@ -162,19 +184,19 @@ def _joined(llm: Any, running: int, params: SamplingParams) -> list[list[int]]:
     ],
     ids=["penalties", "structured output", "logprobs", "above the cut-off"],
 )
-def test_prompts_of_a_single_token_join(engine: Factory, group: Factory, running: int, params: SamplingParams) -> None:
-    """vLLM's own padding of such prompts does not say that a step may go on."""
-    alone, stages = _with_prefix_cache(engine, group)
+def test_prompts_of_a_single_token_join(plain: Factory, group: Factory, running: int, params: SamplingParams) -> None:
+    """vLLM would pad such prompts with drafts, which are none of the group's."""
+    alone, stages = _with_prefix_cache(plain, group)
     with counting(stages) as seen:
         assert _joined(stages, running, params) == _joined(alone, running, params)
     assert (seen["group_micro_steps"] > 0) == (running <= 8)
 
 
-def test_logprobs_of_some_tokens(engine: Factory, group: Factory) -> None:
+def test_logprobs_of_some_tokens(plain: Factory, group: Factory) -> None:
     """Beside a request that wants none: no step of the batch goes on."""
     params = [greedy(20), greedy(20, logprob_token_ids=[5, 9])]
     results = []
-    for llm in _with_prefix_cache(engine, group):
+    for llm in _with_prefix_cache(plain, group):
         free, asked = (output.outputs[0] for output in llm.generate(SHORT[:2], params, use_tqdm=False))
         assert free.logprobs is None and len(asked.logprobs) == 20
         assert all({5, 9} <= set(at) for at in asked.logprobs)
@@ -183,9 +205,9 @@ def test_logprobs_of_some_tokens(engine: Factory, group: Factory) -> None:
     assert results[1] == results[0]
 
 
-def test_thinking_budget(engine: Factory, group: Factory) -> None:
+def test_thinking_budget(plain: Factory, group: Factory) -> None:
     """Where a budget is spent the end of the thought is forced, in that request and in no other."""
-    alone, stages = _with_prefix_cache(engine, group)
+    alone, stages = _with_prefix_cache(plain, group)
     start, end = (alone.get_tokenizer().encode(text, add_special_tokens=False) for text in ("<t>", "</t>"))
     requests = [*SHORT[:3], {"prompt_token_ids": [*start, 40, 3]}, SHORT[3]]
     params = [greedy(), greedy(), greedy(), greedy(thinking_token_budget=6), greedy()]
@@ -195,16 +217,16 @@ def test_thinking_budget(engine: Factory, group: Factory) -> None:
     assert ended == [False, False, False, True, False]
 
 
-def test_prefix_cache_hits(engine: Factory, group: Factory) -> None:
+def test_prefix_cache_hits(plain: Factory, group: Factory) -> None:
     """What the group wrote is good for later requests, emitted tokens included."""
-    expected, answers = (after_a_prefix(llm, 5) for llm in _with_prefix_cache(engine, group))
+    expected, answers = (after_a_prefix(llm, 5) for llm in _with_prefix_cache(plain, group))
     assert answers == expected
 
 
-def test_preemption(engine: Factory, group: Factory) -> None:
+def test_preemption(plain: Factory, group: Factory) -> None:
     """A KV cache too small for the batch: requests are evicted in mid-decode and resumed, candidates and all."""
     outputs = []
-    for llm in _with_prefix_cache(engine, group):
+    for llm in _with_prefix_cache(plain, group):
         outputs.append(generate(llm, prompts(8, 90), greedy(100)))
         assert llm.counts["preempted"] > 0
     assert outputs[1] == outputs[0]

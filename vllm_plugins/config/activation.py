@@ -228,6 +228,7 @@ def _rewrite(args: Any, config: DraftingConfig) -> None:
     if config.stages > 1:  # the workers split the layers
         assert config.spec.group is not None
         args.scheduler_cls = config.spec.group.scheduler
+        args.async_scheduling = False
     if config.schedule == "parallel" and not platform.is_cpu():
         logger.warning(
             "vllm-ppd: schedule parallel runs without compilation and CUDA graphs; schedule deferred is faster on a GPU"

@@ -149,7 +149,7 @@ class DraftingOptions(BaseModel):
     runner: Literal["auto", "v1", "v2"] = Field(
         "auto",
         description="vLLM's model runner: auto uses V2 if vLLM would and the method supports it, else V1 (on the "
-        "CPU build, and with pipeline parallelism, several exit layers or schedule parallel)",
+        "CPU build, and with several exit layers or schedule parallel)",
     )
     max_drafting_requests: Count | None = Field(
         None, description="soft batch cut-off on runner V1: only this many requests of a batch draft, the first ones"

@@ -89,7 +89,10 @@ def of_target(
     yield model.logits_processors and (
         "custom logits processors are not supported with drafting: vLLM does not apply them to drafted positions")
     yield model.runner_type != "generate" and "pooling models do not decode; start without a speculative model"
-    yield parallel.worker_cls not in ("auto", *WORKERS.values()) and (
+    workers = ["auto", *WORKERS.values()]
+    if method.group is not None:
+        workers.append(method.group.worker)
+    yield parallel.worker_cls not in workers and (
         f"worker class {quoted(parallel.worker_cls)} cannot be combined with {title}, which needs its own")
     yield args.watermark_config and "watermarking (--watermark-config) is not supported with vllm-ppd"
     yield cuts and args.enable_lora and (
@@ -217,11 +220,16 @@ def of_options(options: DraftingOptions, config: DraftingConfig, heads: HeadsCon
         "candidates out")
 
 
-def of_runner(options: DraftingOptions, needs_v1: str | None, has_triton: bool) -> Refusals:
-    """Refusals of runner V2 for options that need V1."""
-    asking = "runner=v2" if options.runner == "v2" else "VLLM_USE_V2_MODEL_RUNNER=1"
-    yield needs_v1 and f"{asking} is not supported with {needs_v1}, which needs runner V1; leave out one of them"
-    yield not has_triton and f"{asking} needs Triton, which vLLM did not find; leave it out"
+def of_runner(
+    options: DraftingOptions, asked: str | None, needs_v1: str | None, needs_v2: str | None, runs_v2: bool
+) -> Refusals:
+    """Refusals of the runner that was asked for, if any, for options that need the other one."""
+    asking = f"VLLM_USE_V2_MODEL_RUNNER={int(asked == 'v2')}" if options.runner == "auto" else f"runner={asked}"
+    yield asked == "v1" and needs_v2 and (
+        f"{asking} is not supported with {needs_v2}, which needs runner V2; leave out one of them")
+    yield asked == "v2" and needs_v1 and (
+        f"{asking} is not supported with {needs_v1}, which needs runner V1; leave out one of them")
+    yield asked == "v2" and not runs_v2 and f"{asking} needs Triton, which vLLM did not find; leave it out"
 
 
 def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
@@ -240,6 +248,8 @@ def of_scheduling(config: DraftingConfig, args: Any) -> Refusals:
         "--use-fp64-gumbel is not supported with sampled drafts on runner V2: they are drawn with float32 random "
         "numbers, so hardly any would be accepted; leave it out, or set draft_sample_method greedy")
     if config.stages > 1:
+        yield args.async_scheduling and (
+            "--async-scheduling is not supported with a worker group, whose steps emit several tokens; leave it out")
         split = os.environ.get(PARTITION)
         yield split is not None and split != config.partition and (
             f"{PARTITION}={shortened(split, LONGEST_VALUE)} is not the split of the worker group, {config.partition}: "

@@ -79,16 +79,15 @@ def resolve(
 
     exits = values["exit_layer"] if stages == 1 else None
     v1_alone = {
-        "pipeline parallelism": stages > 1,
         "schedule: parallel": options.schedule == "parallel",
         "several exit layers": len(exits or ()) > 1,
         f"method {options.method}": method.speculator is None,
     }
     needs_v1 = next((reason for reason, holds in v1_alone.items() if holds), None)
     asked = runners.asked if options.runner == "auto" else options.runner
-    if asked == "v2":
-        refuse(of_runner(options, needs_v1, runners.runs_v2))
-    on_v2 = (asked or ("v1" if needs_v1 else runners.default)) == "v2"
+    needs_v2 = "pipeline parallelism" if stages > 1 else None
+    refuse(of_runner(options, asked, needs_v1, needs_v2, runners.runs_v2))
+    on_v2 = needs_v2 is not None or (asked or ("v1" if needs_v1 else runners.default)) == "v2"
     values["runner"] = "v2" if on_v2 else "v1"
     values["v1_because"] = needs_v1 if asked is None and runners.default == "v2" else None
     values["adaptive"] = options.adaptive and options.verify and stages == 1 and not options.adaptive_verification

@@ -32,23 +32,22 @@ class DraftingConfig(DraftingOptions):
     @property
     def worker(self) -> str:
         """Dotted path of the worker that vLLM starts."""
-        return WORKERS[self.runner]
+        group = self.spec.group if self.stages > 1 else None
+        return WORKERS[self.runner] if group is None else group.worker
 
     @property
     def proposer(self) -> str:
         """Dotted path of the class that vLLM starts."""
         spec, path = self.spec, self.spec.proposer
-        if self.stages > 1:
-            path = spec.group.proposer if spec.group else path
-        elif self.schedule == "parallel":
+        if self.schedule == "parallel":
             path = spec.parallel or path
-        elif len(self.exit_layer or ()) > 1:
+        elif self.stages == 1 and len(self.exit_layer or ()) > 1:
             path = spec.several_exits or path
         return path
 
     def choice_of_drafts(self) -> dict[str, Any]:
         """vLLM's options for its choice of the number of drafts on runner V2; V1 follows our planner."""
-        if self.runner != "v2":
+        if self.runner != "v2" or self.stages > 1:
             return {}
         limit, ranges = self.disable_by_batch_size, [(first, last, n) for first, last, n in self.drafts_by_batch_size]
         if self.adaptive:  # vLLM captures graphs for these; ScheduledDrafts then replaces the table

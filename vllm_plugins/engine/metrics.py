@@ -39,10 +39,6 @@ COUNTERS = {
     "group_tokens": "Tokens that a worker group emitted in its steps.",
     "group_first_stage_layers": "Layers that the first stage computed for these, each counted per token and request.",
     "group_last_stage_layers": "Layers that the last stage computed for these, each counted per token and request.",
-    "group_first_stage_seconds": "Seconds that the first stage spent in micro-steps, waiting included.",
-    "group_first_stage_idle_seconds": "Seconds of these that it waited for the last stage's tokens.",
-    "group_last_stage_seconds": "Seconds of the last stage in micro-steps except a step's first, waiting included.",
-    "group_last_stage_idle_seconds": "Seconds of these that it waited for the first stage's states.",
 }
 _NAMES = tuple(COUNTERS)
 _COLUMN = {name: column for column, name in enumerate(COUNTERS)}

@@ -4,7 +4,6 @@
 Arrays are views of the runner's own, with a row for each request of the batch, and change with it.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,17 +39,6 @@ class Batch:
         return ids
 
     @property
-    def sampling_params(self) -> list[Any]:
-        """vLLM's SamplingParams of each row; None for a pooling request."""
-        requests = self._runner.requests
-        return [requests[req_id].sampling_params for req_id in self.req_ids]
-
-    @property
-    def sampling_metadata(self) -> Any:
-        """vLLM's SamplingMetadata of the rows."""
-        return self._runner.input_batch.sampling_metadata
-
-    @property
     def prompt_lengths(self) -> np.ndarray:
         """[rows] tokens of each prompt."""
         return self._rows(self._runner.input_batch.num_prompt_tokens)
@@ -81,37 +69,6 @@ class Batch:
         """[rows] bool, whether the row's prompt ends in this step or has ended: only such rows emit tokens."""
         discarded: np.ndarray = self._rows(self._runner.discard_request_mask.np)
         return ~discarded
-
-    def append(self, row: int, tokens: list[int]) -> None:
-        """Append emitted tokens to a row, on a stage whose runner does not sample them itself."""
-        batch = self._runner.input_batch
-        where = slice(batch.num_tokens_no_spec[row], batch.num_tokens_no_spec[row] + len(tokens))
-        batch.token_ids_cpu[row, where] = tokens
-        batch.is_token_ids[row, where] = True
-        batch.num_tokens_no_spec[row] = where.stop
-        self._runner.requests[batch.req_ids[row]].output_token_ids.extend(tokens)
-
-    def sample(self, rows: np.ndarray, logits: torch.Tensor) -> np.ndarray:
-        """Sample a token for some rows with vLLM's sampler and the batch's parameters.
-
-        Args:
-            rows: [sampled].
-            logits: [sampled, vocabulary].
-
-        Returns:
-            [rows] of the whole batch, arbitrary for rows that were not sampled.
-        """
-        metadata, count = self.sampling_metadata, self.num_requests
-        if len(rows) < count:
-            whole = logits.new_zeros(count, logits.shape[-1])
-            logits = whole.index_copy_(0, torch.from_numpy(rows).to(logits.device), logits)
-            # A seeded request draws exactly once per emitted token.
-            chosen = set(rows.tolist())
-            metadata = dataclasses.replace(
-                metadata, generators={row: g for row, g in metadata.generators.items() if row in chosen}
-            )
-        sampled = self._runner.sampler(logits=logits, sampling_metadata=metadata)
-        return sampled.sampled_token_ids[:, 0].cpu().numpy()
 
     def _rows(self, values: np.ndarray) -> np.ndarray:
         return values[: self.num_requests]

@@ -33,7 +33,6 @@ class Span(NamedTuple):
     rows: np.ndarray  # [requests] batch rows
     starts: np.ndarray  # [requests] position of the first token
     lengths: np.ndarray  # [requests] tokens, at least 1
-    tails: np.ndarray | None = None  # [requests, KV cache groups] block that replaces the token's; -1: none
 
     @property
     def num_tokens(self) -> int:
@@ -67,7 +66,7 @@ class SpanAttention:
         seq_lens_cpu, query_start_cpu = torch.from_numpy(seq_lens_np), torch.from_numpy(query_start_np)
         seq_lens = seq_lens_cpu.to(device, non_blocking=True)
         query_start = query_start_cpu.to(device, non_blocking=True)
-        all_rows = span.tails is None and np.array_equal(span.rows, np.arange(runner.input_batch.num_reqs))
+        all_rows = np.array_equal(span.rows, np.arange(runner.input_batch.num_reqs))
         rows = None if all_rows else torch.from_numpy(span.rows).to(device, non_blocking=True)
         owner = None
         if num_tokens != num_reqs:
@@ -79,8 +78,6 @@ class SpanAttention:
             block_table = runner.input_batch.block_table[gid]
             table = block_table.get_device_tensor(runner.input_batch.num_reqs)
             table = table if rows is None else table.index_select(0, rows)
-            if span.tails is not None:
-                self._put_tails(table, span, gid, block_table.block_size)
             blocks = (positions // block_table.block_size)[:, None]
             block_ids = (table if owner is None else table.index_select(0, owner)).gather(1, blocks).squeeze(1)
             slots = torch.full((padded,), PAD_SLOT_ID, dtype=torch.int64, device=device)
@@ -105,15 +102,6 @@ class SpanAttention:
                 metadata[name] = built
                 slots_of_layer[name] = slots
         return metadata, slots_of_layer
-
-    def _put_tails(self, table: torch.Tensor, span: Span, gid: int, block_size: int) -> None:
-        """Write the given tail blocks into a copy of the block tables [requests, blocks]."""
-        assert span.tails is not None
-        given = np.flatnonzero(span.tails[:, gid] >= 0)
-        columns = span.starts[given] // block_size
-        where = tuple(torch.from_numpy(part).to(table.device, non_blocking=True) for part in (given, columns))
-        blocks = torch.from_numpy(span.tails[given, gid]).to(table.device, table.dtype, non_blocking=True)
-        table.index_put_(where, blocks)
 
 
 class StackPasses:

@@ -2,9 +2,7 @@
 """The worker: vLLM's own for the platform, with our model runner; after warm-up it measures step costs."""
 
 import functools
-import os
 from contextlib import AbstractContextManager, nullcontext
-from pkgutil import resolve_name
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -12,7 +10,6 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ppd.vllm_plugins.config.activation import active_config
-from vllm_ppd.vllm_plugins.config.resolved import PARTITION
 from vllm_ppd.vllm_plugins.draft_length.controller import DraftLengthController
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts, StepCosts
 from vllm_ppd.vllm_plugins.draft_length.measure import counts_of
@@ -29,23 +26,6 @@ from vllm_ppd.vllm_plugins.engine.v1.proposer import DraftingRunnerMixin, Propos
 from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedWorker
 
 logger = init_logger("vllm.vllm_ppd")
-
-
-def _split_stages(vllm_config: Any) -> None:
-    """Tell vLLM where a worker group splits the layers, in this stage's process only."""
-    config = active_config(vllm_config)
-    if config is not None and config.stages > 1:
-        os.environ[PARTITION] = config.partition
-
-
-def _group_runner(vllm_config: Any, *bases: type) -> Any:
-    """vLLM's model runner as a stage of a worker group; None without a group."""
-    config = active_config(vllm_config)
-    if config is None or config.stages == 1:
-        return None
-    assert config.spec.group is not None
-    mixin = resolve_name(config.spec.group.runner)
-    return type("GroupModelRunner", (*bases[:-1], mixin, bases[-1]), {})
 
 
 class WarmUpMixin(UpdatedWorker):
@@ -98,12 +78,10 @@ if current_platform.is_cpu():
 
         def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             mend_expand_kernel()
-            _split_stages(vllm_config)
             super().__init__(vllm_config, *args, **kwargs)
 
         def init_device(self) -> None:
-            group = _group_runner(self.vllm_config, PrefillGenerators, CPUModelRunner)
-            with temporarily(cpu_worker, CPUModelRunner=group or CPUDraftingModelRunner):
+            with temporarily(cpu_worker, CPUModelRunner=CPUDraftingModelRunner):
                 super().init_device()
 
 else:
@@ -134,9 +112,7 @@ else:
                         mode,
                     )
                 compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
-            _split_stages(vllm_config)
             super().__init__(vllm_config, *args, **kwargs)
 
         def _make_model_runner(self) -> GPUModelRunner:
-            group = _group_runner(self.vllm_config, GPUModelRunner)
-            return (group or GPUDraftingModelRunner)(self.vllm_config, self.device)
+            return GPUDraftingModelRunner(self.vllm_config, self.device)

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.draft_length.costs import MeasuredCosts
 from vllm_ppd.vllm_plugins.engine.cpu import native
 from vllm_ppd.vllm_plugins.engine.dummy_batch import most_requests
@@ -28,8 +29,9 @@ class StepCostsMixin(UpdatedWorker):
         if runner.device.type == "cuda":
             warm_up_top_p(runner.max_num_reqs * (1 + runner.num_speculative_steps), runner.vocab_size, runner.device)
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if not runner.speculator.config.adaptive:
-            log_predicted_gain(runner.speculator.config, runner.vllm_config, None)
+        config = required_config(runner.vllm_config, self)
+        if not config.adaptive:
+            log_predicted_gain(config, runner.vllm_config, None)
         return times
 
     def step_costs(self, again: bool = False) -> MeasuredCosts | None:
@@ -50,13 +52,16 @@ class StepCostsMixin(UpdatedWorker):
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu import model_runner as cpu_model_runner
+    from vllm.v1.worker.cpu.model_runner import CPUModelRunner as ModelRunner
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    class CPUDraftingModelRunner(DraftingRunnerMixin, cpu_model_runner.CPUModelRunner):
+    class CPUDraftingModelRunner(DraftingRunnerMixin, ModelRunner):
         """vLLM's CPU model runner V2 that drafts."""
 
     class DraftingWorker(StepCostsMixin, CPUWorker):
         """vLLM's CPU worker; it takes its runner class from a module global, which is ours for that moment."""
+
+        runner_class: type = CPUDraftingModelRunner
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             native.register()
@@ -64,18 +69,20 @@ if current_platform.is_cpu():
                 super().__init__(*args, **kwargs)
 
         def init_device(self) -> None:
-            with temporarily(cpu_model_runner, CPUModelRunner=CPUDraftingModelRunner):
+            with temporarily(cpu_model_runner, CPUModelRunner=self.runner_class):
                 super().init_device()
 
 else:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as ModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    class GPUDraftingModelRunner(DraftingRunnerMixin, GPUModelRunner):
+    class GPUDraftingModelRunner(DraftingRunnerMixin, ModelRunner):
         """vLLM's GPU model runner V2 that drafts."""
 
     class DraftingWorker(StepCostsMixin, Worker):  # type: ignore[no-redef]
         """vLLM's GPU worker."""
 
+        runner_class: type = GPUDraftingModelRunner
+
         def _make_model_runner(self) -> Any:
-            return GPUDraftingModelRunner(self.vllm_config, self.device)
+            return self.runner_class(self.vllm_config, self.device)

@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that work at the same time."""
+"""The worker group (PPD, Algorithm 2): early drafting over two pipeline stages that work at once.
+
+scheduler         reserves room for the tokens of a group step
+worker, runner    vLLM's worker and model runner V2 as a stage
+stage             recognizes a group step: the protocol of both stages
+first_stage       starts candidates for the next token, while
+last_stage        ends the current one
+candidates        KV blocks of a request's candidates, in kv_blocks
+carried_states    states of the first stage, between micro-steps and steps
+progress          what each request has emitted in a group step
+passes            layers outside of vLLM's own forward
+stage_channel     messages between the stages
+"""
 
 from vllm_ppd.vllm_plugins.method_spec import GroupSpec
 
 GROUP = GroupSpec(
-    proposer=f"{__name__}.last_stage.LastStage",
-    runner=f"{__name__}.runner.GroupRunnerMixin",
+    worker=f"{__name__}.worker.GroupWorker",
     scheduler=f"{__name__}.scheduler.GroupScheduler",
 )

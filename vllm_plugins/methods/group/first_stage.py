@@ -1,64 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first stage (PPD's sub-processes), which starts the k likeliest next tokens while the last stage ends one."""
+"""The first stage (PPD's sub-processes): it starts the k likeliest next tokens of each request."""
 
 import copy
-import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional
+from vllm.distributed import get_pp_group
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.sequence import IntermediateTensors
 
-from vllm_ppd.model_patches.base import CutState
+from vllm_ppd.model_patches.base import CutState, ModelCut, rows_of
 from vllm_ppd.vllm_plugins.engine.host import buckets
 from vllm_ppd.vllm_plugins.engine.lm_head import CopiedLMHead
-from vllm_ppd.vllm_plugins.engine.v1.passes import Span
 from vllm_ppd.vllm_plugins.methods.early.reader import EarlyReader, early_heads
-from vllm_ppd.vllm_plugins.methods.group.candidates import NONE, Candidates
+from vllm_ppd.vllm_plugins.methods.group.candidates import Candidates
 from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.kv_blocks import KVBlocks
-from vllm_ppd.vllm_plugins.methods.group.progress import Progress
+from vllm_ppd.vllm_plugins.methods.group.passes import NONE
+from vllm_ppd.vllm_plugins.methods.group.progress import End, Progress
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
 
-# Rows, the candidate of each whose token was right, and its index.
-_NOTHING = tuple(np.zeros(0, dtype=np.int64) for _ in range(3))
+
+class Unsettled(NamedTuple):
+    """Written entries that the other candidates of their requests do not have yet."""
+
+    rows: np.ndarray  # [requests] batch rows
+    positions: np.ndarray  # [requests]
+    winners: np.ndarray  # [requests] the candidate with the right entry
+
+
+class FirstStageCut(ModelCut):
+    """The cut stage; its forward returns states that were computed ahead, if there are any."""
+
+    ahead: CutState | None = None  # of the step's tokens, until they are taken
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        state: CutState | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor | CutState:
+        if self.ahead is None:
+            return super().forward(input_ids, positions, state, inputs_embeds)
+        hidden, residual = self.ahead
+        self.ahead = None
+        assert residual is not None
+        padding = (0, 0, 0, len(positions) - len(hidden))
+        return functional.pad(hidden, padding), functional.pad(residual, padding)
 
 
 class FirstStage(Stage):
-    """Layers 0..d_bar, in two stacks where d_bar > d/2, with the early head and copies of norm and LM head."""
+    """Layers 0..d_bar, with the early head and copies of the final norm and LM head.
+
+    Candidates need no more than d - d_bar layers before the last stage has chosen. Where that is
+    less than d_bar, the stage is cut into two stacks.
+    """
+
+    cut: FirstStageCut
+    cut_class = FirstStageCut
 
     def load_model(self, model: Any) -> None:
-        config, vllm_config, device = self.config, self.vllm_config, self.runner.device
-        dtype, hidden_size = vllm_config.model_config.dtype, vllm_config.model_config.hf_text_config.hidden_size
-        early = config.num_layers - self.split  # candidates need no more layers before the last stage has chosen
-        exits = (early,) if early < self.split else ()
-        self.depth = min(early, self.split)  # of the first stack
-        self.take(model, exits, (0, self.split))
+        config = self.config
+        vllm_config = self.vllm_config
+        device = self.runner.device
+        self.depth = min(config.num_layers - self.split, self.split)  # of the first stack
+        self.take(model, (self.depth,) if self.depth < self.split else (), (0, self.split))
         adapter = self.cut.adapter
-        norm, shard, bias, place = self.channel.receive_weights()
-        adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)  # the final norm's kind and epsilon
-        adapter.decoder.norm.weight.data = norm
+        weights: Any = get_pp_group().recv_tensor_dict()
+        # The final norm's kind and epsilon are those of a layer's.
+        adapter.decoder.norm = copy.deepcopy(adapter.layers[0].input_layernorm)
+        adapter.decoder.norm.weight.data = weights["norm"]
         record_metadata_for_reloading(adapter.decoder.norm)  # vLLM loads every weight that the stage has, this one too
-        self.lm_head = CopiedLMHead(*self._with_head(shard, bias, place.tolist()), vllm_config, device)
+        head = self._with_head(weights["shard"], weights["bias"], weights["place"].tolist())
+        self.lm_head = CopiedLMHead(*head, vllm_config, device)
         self.reader = EarlyReader(adapter, self.lm_head, None)
         self.requests = min(config.disable_by_batch_size or 1, vllm_config.scheduler_config.max_num_seqs)
-        # A row per request: the state after layer d_bar of the token that the last stage takes next.
-        self.states = CarriedStates(self.requests, hidden_size, dtype, device, adapter.has_residual)
+        # The state after layer d_bar of the token that the last stage takes next.
+        self.states = CarriedStates(
+            self.requests,
+            vllm_config.model_config.hf_text_config.hidden_size,
+            vllm_config.model_config.dtype,
+            device,
+            adapter.has_residual,
+        )
         blocks = KVBlocks(self.runner, lambda names: self.cut.attention_layers(0, names))
-        self.candidates = Candidates(self.batch, blocks, config.candidates, self.requests)
-        self._unsettled = _NOTHING
+        self.candidates = Candidates(blocks, config.candidates, self.requests)
+        self._ends: dict[str, End] = {}
+        self._unsettled: Unsettled | None = None
 
     def refresh(self) -> None:
         """Receive the target's norm and LM head again."""
-        norm, shard, bias, place = self.channel.receive_weights()
-        self.cut.adapter.decoder.norm.weight.data.copy_(norm)
-        self.lm_head.load(*self._with_head(shard, bias, place.tolist())[:2])
+        weights: Any = get_pp_group().recv_tensor_dict()
+        self.cut.adapter.decoder.norm.weight.data.copy_(weights["norm"])
+        weight, bias, _ = self._with_head(weights["shard"], weights["bias"], weights["place"].tolist())
+        self.lm_head.load(weight, bias)
 
     def _with_head(
         self, shard: torch.Tensor, bias: torch.Tensor, place: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """This rank's shard of the early head as one matrix, E* T or a classifier, read at the cost of E*.
+        """This rank's shard of the early head as one matrix, read at the cost of E*.
+
+        The head is E* T or a classifier.
 
         Args:
             shard, bias: of E*, [shard_size, hidden] and [shard_size].
@@ -74,63 +119,79 @@ class FirstStage(Stage):
         rows = functional.pad(weight[first : first + count], (0, 0, 0, len(shard) - count))
         return rows.to(shard.dtype), torch.zeros_like(bias), place
 
+    def reserve_blocks(self, kv_cache_config: Any) -> None:
+        self.candidates.reserve(kv_cache_config)
+
+    def warm_up_blocks(self) -> None:
+        self.candidates.warm_up()
+
     @torch.inference_mode()
-    def draft_for_dummies(self) -> None:
-        """Read candidates once for each bucket of batch sizes, from states that are restored afterwards."""
-        for requests in buckets(self.requests):
-            rows = np.arange(requests)
-            state = self.states.load(rows)
-            self.states.store(rows, state)
+    def profile(self) -> None:
+        """Read candidates once for each bucket of batch sizes."""
+        for count in buckets(self.requests):
+            state = self.states.load(np.arange(count))
             self.reader.candidates(self.split, state, self.candidates.count)
 
+    # A step's forward ----------------------------------------------------------------------------
+
     def begin_step(self, scheduler_output: Any) -> Any:
-        """Begin a step; carried states are valid only for a group step of the same requests that follows at once."""
+        """Begin a step; states are carried only to a group step of the same requests."""
         output = super().begin_step(scheduler_output)
-        cached = scheduler_output.scheduled_cached_reqs
-        if scheduler_output.scheduled_new_reqs or cached.resumed_req_ids or self._allowed is None:
+        for name in scheduler_output.finished_req_ids:
+            self._ends.pop(name, None)
+        for new in scheduler_output.scheduled_new_reqs:
+            self._ends[new.req_id] = End.of(new, self.runner.max_model_len)
+        if scheduler_output.scheduled_new_reqs or self._allowed is None:
             self.states.clear()
             self.candidates.forget()
         return output
 
-    def carried(self) -> CutState | None:
-        """The states of a group step's first tokens, if the previous step computed all of them; no layer runs then."""
-        batch, base = self.batch, self.base_positions()
-        count = batch.num_requests
-        tokens = batch.token_ids[np.arange(count), base].astype(np.int64)
-        state = self.states.of(batch.req_ids, base, tokens)
-        if state is None:
-            self.counters.add("group_first_stage_layers", count * self.split)
-        return state
+    def begin_group_step(self, batch: Any) -> None:
+        """Take the states of the first tokens if the previous step computed all of them."""
+        super().begin_group_step(batch)
+        if self.step is not None:
+            self.cut.ahead = self.states.of(self.step.names, self.step.positions)
+            if self.cut.ahead is None:
+                self.counters.add("group_first_stage_layers", self.step.size * self.split)
+
+    def end_forward(self, output: Any) -> IntermediateTensors:
+        """Keep the states of the first tokens, which are about to be sent."""
+        assert self.step is not None
+        state = output["hidden_states"], output["residual"]
+        self.states.clear()
+        self.states.store(np.arange(self.step.size), rows_of(state, slice(self.step.size)))
+        if self.cut.graph_buffers is None:
+            sent: IntermediateTensors = output
+            return sent
+        # The micro-steps replay CUDA graphs into the memory that vLLM sends from.
+        return IntermediateTensors({name: part.clone() for name, part in output.items()})
+
+    # Micro-steps ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run_micro_steps(self, state: CutState) -> None:
-        """Run the micro-steps after the first, whose states were sent to the last stage.
-
-        Args:
-            state: the first micro-step's states, a row per request of the batch; not overwritten.
-        """
-        assert self.allowance is not None
-        started, waited = time.perf_counter(), self.channel.seconds_waited
-        count = self.batch.num_requests
-        self.states.clear()
-        self.states.store(np.arange(count), state)
-        progress = Progress(self.base_positions(), self.allowance, self.micro_steps, self.batch)
-        sent = np.arange(count)
+    def run_micro_steps(self) -> None:
+        """Run the micro-steps of a group step, whose first states were sent; none in a plain step."""
+        step = self.step
+        if step is None:
+            return
+        ends = [self._ends[name] for name in step.names]
+        progress = Progress(step.positions, step.allowance, ends)
+        sent = np.arange(step.size)
         for micro_step in range(self.micro_steps):
             if micro_step > 0:
                 sent = self._next(progress)
                 states = self.states.load(sent) if len(sent) else None  # no rows: the step ends
-                self.channel.send_frame(sent, states, count, self.counters.take())
+                self.channel.send_frame(sent, states, step.size, self.counters.take())
                 if states is None:
                     break
             self.counters.add("group_micro_steps")
             self._micro_step(progress, sent)
-        # The last misses would be the next step's first work; they run while the engine ends this step.
+        # The last misses would be the next step's first work; they run while the engine ends this
+        # step.
         self._run_missed(progress)
         self._settle_candidates()
-        self._keep(progress)
-        self.counters.add("group_first_stage_seconds", time.perf_counter() - started)
-        self.counters.add("group_first_stage_idle_seconds", self.channel.seconds_waited - waited)
+        ready = np.flatnonzero(progress.ready)
+        self.states.carry(step.names, ready, progress.position[ready])
 
     def _next(self, progress: Progress) -> np.ndarray:
         """Rows of the next micro-step; the last stage waits while no request's token is ready."""
@@ -141,35 +202,35 @@ class FirstStage(Stage):
         return sent
 
     def _micro_step(self, progress: Progress, sent: np.ndarray) -> None:
-        """Run candidates for the next tokens, and missed tokens, while the last stage ends the sent ones."""
+        """Run candidates and missed tokens while the last stage ends the sent tokens."""
         self.channel.expect_tokens(len(progress.position))
         self._settle_candidates()
-        speculating, k = progress.with_candidates(sent), self.candidates.count
+        speculating = progress.with_candidates(sent)
         missed = np.flatnonzero(progress.missed)
+        k = self.candidates.count
         token_ids = np.zeros((len(speculating), k), dtype=np.int64)
         state = None
         if len(speculating) or len(missed):
             state, token_ids = self._run_candidates(progress, speculating, missed)
-        tokens = self.channel.tokens()[sent]
         goes_on = np.zeros(len(progress.position), dtype=bool)
-        goes_on[sent] = progress.emit(sent, tokens)
+        goes_on[sent] = progress.emit(sent, self.channel.tokens()[sent])
 
         hits = token_ids == progress.token[speculating, None]
         matched = hits.any(axis=1)
-        right, computed = int(matched.sum()), len(speculating) * k
+        right = int(matched.sum())
+        computed = len(speculating) * k
         self.counters.add("group_hits", right)
         self.counters.add("group_misses", len(speculating) - right)
         self.counters.add("group_candidates", computed)
         self.counters.add("group_candidates_discarded", computed - right)
         won = np.flatnonzero(matched & goes_on[speculating])
-        winners, winning_candidate = speculating[won], hits.argmax(axis=1)[won]
-        goes_on[winners] = False
-        rows = np.concatenate([winners, missed])
-        places = np.concatenate([won * k + winning_candidate, computed + np.arange(len(missed))])
-        self._advance(progress, rows, state, places)
+        winners = hits.argmax(axis=1)[won]
+        goes_on[speculating[won]] = False
+        rows = np.concatenate([speculating[won], missed])
+        places = np.concatenate([won * k + winners, computed + np.arange(len(missed))])
+        winners = np.concatenate([winners, np.zeros(len(missed), dtype=np.int64)])
+        self._advance(progress, rows, state, places, winners)
         progress.missed[goes_on] = True
-        chosen = np.concatenate([winning_candidate, np.zeros(len(missed), dtype=np.int64)])
-        self._unsettled = rows, chosen, progress.position[rows]
 
     def _run_candidates(
         self, progress: Progress, speculating: np.ndarray, missed: np.ndarray
@@ -179,24 +240,23 @@ class FirstStage(Stage):
         Returns:
             (states [len(speculating) * k + len(missed), hidden], candidates [len(speculating), k]).
         """
+        assert self.step is not None
         k = self.candidates.count
+        token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
         if len(speculating):
             token_ids = self.reader.candidates(self.split, self.states.load(speculating), k)
-        else:
-            token_ids = torch.zeros(0, k, dtype=torch.int64, device=self.runner.device)
         starts = progress.position[speculating] + 1
-        self.candidates.prepare(speculating, starts)
+        self.candidates.prepare(speculating, self.step.request_rows[speculating], starts)
         tails = self.candidates.tails_of(speculating)
-        no_tails = np.full((len(missed), tails.shape[2]), NONE, dtype=np.int64)
-        span = Span(
+        tails = tails.reshape(len(speculating) * k, tails.shape[2])
+        tokens = self.tokens(
             np.concatenate([np.repeat(speculating, k), missed]),
             np.concatenate([np.repeat(starts, k), progress.position[missed]]),
-            np.ones(len(speculating) * k + len(missed), dtype=np.int64),
-            np.concatenate([tails.reshape(len(speculating) * k, tails.shape[2]), no_tails]),
+            np.pad(tails, ((0, len(missed)), (0, 0)), constant_values=NONE),
         )
         ids = torch.cat([token_ids.flatten(), self.index(progress.token[missed])])
         self.counters.add("group_first_stage_layers", len(ids) * self.depth)
-        return self.passes.first(span, ids), token_ids.cpu().numpy()
+        return self.passes.first(tokens, ids), token_ids.cpu().numpy()
 
     def _run_missed(self, progress: Progress) -> None:
         """Run the missed tokens through the first stage."""
@@ -204,32 +264,43 @@ class FirstStage(Stage):
         if len(missed):
             self._settle_candidates()
             state, _ = self._run_candidates(progress, missed[:0], missed)
-            self._advance(progress, missed, state, np.arange(len(missed)))
-            self._unsettled = (missed, np.zeros(len(missed), dtype=np.int64), progress.position[missed])
+            places = np.arange(len(missed))
+            self._advance(progress, missed, state, places, np.zeros_like(missed))
 
-    def _advance(self, progress: Progress, rows: np.ndarray, state: CutState | None, places: np.ndarray) -> None:
-        """Run rows from the first stack's states, at some places, to d_bar."""
+    def _advance(
+        self,
+        progress: Progress,
+        rows: np.ndarray,
+        state: CutState | None,
+        places: np.ndarray,
+        winners: np.ndarray,
+    ) -> None:
+        """Run rows from the first stack's states to d_bar.
+
+        Args:
+            rows: [tokens] batch rows.
+            state: of all candidates and missed tokens that ran.
+            places: [tokens] where each row's is among them.
+            winners: [tokens] the candidate that was right; 0 for a missed token.
+        """
         if not len(rows):
             return
         assert state is not None
-        index = self.index(places)
-        state = state[0].index_select(0, index), None if state[1] is None else state[1].index_select(0, index)
+        state = rows_of(state, self.index(places))
+        positions = progress.position[rows]
         if len(self.cut.stacks) > 1:
-            span = Span(rows, progress.position[rows], np.ones(len(rows), dtype=np.int64))
-            state = self.passes.deeper(1, span, state)
-            self.counters.add("group_first_stage_layers", len(rows) * (self.split - self.depth))
+            state = self.passes.last(self.tokens(rows, positions), state)
+            layers = len(rows) * (self.split - self.depth)
+            self.counters.add("group_first_stage_layers", layers)
         self.states.store(rows, state)
-        progress.ready[rows], progress.missed[rows] = True, False
+        progress.ready[rows] = True
+        progress.missed[rows] = False
+        self._unsettled = Unsettled(rows, positions, winners)
 
     def _settle_candidates(self) -> None:
         """Copy the target's choice to all candidates, while the last stage computes."""
-        rows, winners, positions = self._unsettled
-        self.candidates.choose(rows, positions, winners)
-        self._unsettled = _NOTHING
-
-    def _keep(self, progress: Progress) -> None:
-        """Keep the states for the next step, and append the emitted tokens to the batch."""
-        batch, ready = self.batch, np.flatnonzero(progress.ready)
-        self.states.carry(batch.req_ids, ready, progress.position[ready], progress.token[ready])
-        for row, count in enumerate(progress.emitted.tolist()):
-            batch.append(row, progress.tokens[row, :count].tolist())
+        if self._unsettled is not None:
+            assert self.step is not None
+            rows, positions, winners = self._unsettled
+            self.candidates.choose(rows, self.step.request_rows[rows], positions, winners)
+            self._unsettled = None

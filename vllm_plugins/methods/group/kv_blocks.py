@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged KV cache of vLLM's V1 runner: the blocks of each request, room for more, and copies between them."""
+"""The paged KV cache of vLLM's runner V2: each request's blocks, room for more, and their copies."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ def added_blocks(kv_cache_config: Any, extra: int) -> np.ndarray:
         extra: blocks.
 
     Returns:
-        [extra] their ids.
+        [extra] their IDs.
     """
     before = kv_cache_config.num_blocks
     for tensor in kv_cache_config.kv_cache_tensors:
@@ -38,65 +37,73 @@ class KVBlocks:
     """The blocks of a runner's cache.
 
     Args:
-        runner: vLLM's V1 model runner.
+        runner: vLLM's model runner V2.
         layers: selects the layers of a KV cache group whose cache is copied.
     """
 
     def __init__(self, runner: Any, layers: Callable[[Sequence[str]], list[str]]) -> None:
-        self.runner, self.layers = runner, layers
-        self._index = partial(async_tensor_h2d, device=runner.device)
-        self._places: dict[int, torch.Tensor] = {}  # of each KV cache group: index of each token within a block
+        self.runner = runner
+        self.layers = layers
+        # Of each KV cache group: index of each token within a block.
+        self._places: dict[int, torch.Tensor] = {}
 
     @property
-    def block_size(self) -> int:
-        """Tokens per block, in the first group."""
-        return int(self._tables[0].block_size)
+    def block_sizes(self) -> list[int]:
+        """Tokens per block, in each KV cache group."""
+        sizes: list[int] = self.runner.block_tables.block_sizes
+        return sizes
 
-    def holding(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The block of each batch row that holds a position: [rows, groups]."""
-        return np.stack([table.block_table.np[rows, positions // table.block_size] for table in self._tables], axis=1)
+    def holding(self, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """The block of each request row that holds a position: [rows, groups] int32."""
+        device = self.runner.device
+        index = async_tensor_h2d(rows, device=device)
+        columns = async_tensor_h2d(positions, device=device)
+        tables = zip(self.runner.block_tables.block_tables, self.block_sizes, strict=True)
+        return torch.stack([table.gpu[index, columns // size] for table, size in tables], dim=1)
 
-    def copy(self, origins: np.ndarray, targets: np.ndarray, positions: np.ndarray | None) -> None:
+    def copy(self, origins: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None) -> None:
         """Copy blocks of every group.
 
         Args:
-            origins, targets: [blocks, groups] block ids.
-            positions: [blocks] the only position of each to copy: on a CPU, whose blocks are large, that
-                entry alone; elsewhere whole blocks, since a backend may keep a block's tokens in any order. None: all.
+            origins, targets: [blocks, groups] block IDs.
+            positions: [blocks] the only position of each to copy; None: all. On a CPU, whose blocks
+                are large, that entry alone is copied; elsewhere whole blocks, since a backend may
+                keep a block's tokens in any order.
         """
         for gid, group in enumerate(self.runner.kv_cache_config.kv_cache_groups):
-            names, size = self.layers(group.layer_names), self._tables[gid].block_size
-            places = None if positions is None or not names else self._entry_places(gid, names[0])
-            if places is None:
-                origin, target = self._index(origins[:, gid]), self._index(targets[:, gid])
+            names = self.layers(group.layer_names)
+            origin = origins[:, gid].long()
+            target = targets[:, gid].long()
+            entries = positions is not None and self.runner.device.type == "cpu"
+            if not entries or not names:
                 chosen(copy_blocks, target)([self._blocks(name) for name in names], origin, target)
-            else:
-                origin, target = (self._index(part[:, gid] * size + positions % size) for part in (origins, targets))
-                copy_entries([self._cache(name) for name in names], origin, target, places)
+                continue
+            assert positions is not None
+            size = self.block_sizes[gid]
+            origin = origin * size + positions % size
+            target = target * size + positions % size
+            places = self._entry_places(gid, names[0])
+            copy_entries([self._cache(name) for name in names], origin, target, places)
 
-    @property
-    def _tables(self) -> list[Any]:
-        tables: list[Any] = self.runner.input_batch.block_table.block_tables
-        return tables
-
-    def _entry_places(self, gid: int, name: str) -> torch.Tensor | None:
-        """The places of tokens in a block of this group, as the CPU backend writes them; None elsewhere."""
-        if self.runner.device.type != "cpu":
-            return None
+    def _entry_places(self, gid: int, name: str) -> torch.Tensor:
+        """The places of tokens in a block of this group, as the CPU backend writes them."""
         if gid not in self._places:
             layer = self.runner.compilation_config.static_forward_context[name]
+            dtype = self.runner.model_config.dtype
 
             def write(cache: torch.Tensor, slot: int, numbers: torch.Tensor) -> None:
-                key, value = numbers.to(self.runner.model_config.dtype).view(1, 2, layer.num_kv_heads, -1).unbind(1)
+                numbers = numbers.to(dtype).view(1, 2, layer.num_kv_heads, -1)
+                key, value = numbers.unbind(1)
                 layer.impl.do_kv_cache_update(layer, key, value, cache, torch.tensor([slot]))
 
             self._places[gid] = entry_places(write, layer.kv_cache)
         return self._places[gid]
 
     def _blocks(self, name: str) -> torch.Tensor:
-        """A layer's cache with the scheduler's blocks as first dimension, which a backend may have split."""
+        """A layer's cache by the scheduler's blocks, which a backend may have split."""
         return self._cache(name).unflatten(0, (self.runner.kv_cache_config.num_blocks, -1))
 
     def _cache(self, name: str) -> torch.Tensor:
-        cache: torch.Tensor = self.runner.compilation_config.static_forward_context[name].kv_cache
+        layer = self.runner.compilation_config.static_forward_context[name]
+        cache: torch.Tensor = layer.kv_cache
         return cache

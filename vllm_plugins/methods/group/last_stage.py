@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The last stage (PPD's main process), which ends every token, samples as vLLM does, and informs the first stage."""
+"""The last stage (PPD's main process), which ends every token and samples as vLLM does."""
 
-import dataclasses
-import time
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_pp_group
 
+from vllm_ppd.model_patches.base import CutState
 from vllm_ppd.vllm_plugins.engine.lm_head import TargetLMHead
-from vllm_ppd.vllm_plugins.engine.v1.passes import Span
 from vllm_ppd.vllm_plugins.methods.group.stage import Stage
-
-NO_TOKEN = -1  # vLLM's mark for no token
 
 
 class LastStage(Stage):
@@ -28,48 +25,67 @@ class LastStage(Stage):
         lm_head = TargetLMHead(self.target)
         place = torch.tensor([lm_head.vocab_size, lm_head.vocab_start, lm_head.num_valid])
         shard, bias = lm_head.shard_of_rank(self.vllm_config, self.runner.device)
-        self.channel.send_weights([self.cut.adapter.decoder.norm.weight.data, shard, bias, place])
+        norm = self.cut.adapter.decoder.norm.weight.data
+        get_pp_group().send_tensor_dict({"norm": norm, "shard": shard, "bias": bias, "place": place})
 
     @torch.inference_mode()
-    def run_micro_steps(self, first: Any) -> Any:
-        """Run the micro-steps after a group step's first token.
+    def run_micro_steps(self, first: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the micro-steps after a group step's first tokens.
 
         Args:
-            first: the SamplerOutput of the first micro-step.
+            first: [batch rows] these tokens.
 
         Returns:
-            A SamplerOutput with all micro-steps' tokens, [batch rows, micro_steps], NO_TOKEN where a row has no more.
+            (tokens of all micro-steps [batch rows, micro_steps] int64, how many of each row are
+            tokens [batch rows] int32)
         """
-        assert self.allowance is not None
-        started, waited = time.perf_counter(), self.channel.seconds_waited
-        sampled = first.sampled_token_ids[:, 0].cpu().numpy().astype(np.int64)
-        count = len(sampled)
-        tokens = np.full((count, self.micro_steps), NO_TOKEN, dtype=np.int64)
-        tokens[:, 0] = sampled
-        emitted = np.ones(count, dtype=np.int64)
-        computed = count  # rows that ran through this stage
-        base = self.base_positions()
-        self._expect_frame(1, count)
-        self.channel.send_tokens(sampled)
-        for micro_step in range(1, self.micro_steps):
+        assert self.step is not None
+        count = self.step.size
+        tokens = np.zeros((count, self.micro_steps), dtype=np.int64)
+        emitted = np.zeros(count, dtype=np.int32)
+        rows = np.arange(count)
+        sampled = first.cpu().numpy()
+        for micro_step in range(1, self.micro_steps + 1):
+            tokens[rows, emitted[rows]] = sampled
+            emitted[rows] += 1
+            if micro_step < self.micro_steps:
+                self.channel.expect_frame(count)
+            self.channel.send_tokens(tokens[np.arange(count), emitted - 1])
+            if micro_step == self.micro_steps:
+                break
             rows, state, counted = self.channel.frame(count)
             self.counters.take_in(counted)
             if not len(rows):
                 break
-            self._expect_frame(micro_step + 1, count)
-            computed += len(rows)
-            span = Span(rows, base[rows] + emitted[rows], np.ones(len(rows), dtype=np.int64))
-            sampled = self.batch.sample(rows, self.target.compute_logits(self.passes.final(span, state)))
-            tokens[rows, emitted[rows]] = sampled[rows]
-            emitted[rows] += 1
-            self.channel.send_tokens(sampled)
-        self.counters.add("group_tokens", int(emitted.sum()))
-        self.counters.add("group_last_stage_layers", computed * (self.config.num_layers - self.split))
-        self.counters.add("group_last_stage_seconds", time.perf_counter() - started)
-        self.counters.add("group_last_stage_idle_seconds", self.channel.seconds_waited - waited)
-        ids = torch.from_numpy(tokens).to(first.sampled_token_ids)
-        return dataclasses.replace(first, sampled_token_ids=ids)
+            positions = self.step.positions[rows] + emitted[rows]
+            token_ids = tokens[rows, emitted[rows] - 1]
+            sampled = self._sample(rows, positions, token_ids, state)
+        ended = int(emitted.sum())
+        self.counters.add("group_tokens", ended)
+        layers = self.config.num_layers - self.split
+        self.counters.add("group_last_stage_layers", ended * layers)
+        return self.index(tokens), self.index(emitted)
 
-    def _expect_frame(self, micro_step: int, count: int) -> None:
-        if micro_step < self.micro_steps:
-            self.channel.expect_frame(count)
+    def _sample(self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, state: CutState) -> np.ndarray:
+        """The target's next token of some rows, as vLLM's sampler draws it at these positions.
+
+        Args:
+            rows: [tokens] batch rows.
+            positions, token_ids: [tokens] of the tokens that the states are of.
+            state: after layer d_bar.
+        """
+        assert self.step is not None
+        hidden = self.passes.last(self.tokens(rows, positions), state)
+        request_rows = self.step.request_rows[rows]
+        index = self.index(request_rows)
+        sampled, _ = self.runner.sampler.sample(
+            self.target.compute_logits(hidden),
+            index,
+            index,
+            request_rows,
+            self.index(positions),
+            self.index(token_ids),
+            torch.zeros(len(rows), dtype=torch.int32, device=self.runner.device),
+            (positions + 1).astype(np.int32),
+        )
+        return sampled.cpu().numpy()

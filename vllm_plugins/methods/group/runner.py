@@ -1,109 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model runner of a worker group's stage: a mixin over vLLM's own.
+"""The model runner of a worker group's stage: a mixin over vLLM's runner V2.
 
 Overrides, each of which calls vLLM's:
 
-    execute_model              a group step becomes a step of one token per request
-    _model_forward             the first stage has that token's state already if the step before ran ahead
-    sample_tokens, _sample     the micro-steps that follow, on either stage
-    initialize_kv_cache        room for the candidates' tail blocks
-    profile_run                candidates also take memory and compile their kernels
-    propose_draft_token_ids    nothing, since the group's tokens are final
+    __init__              vLLM's runner decodes plainly: the group's placeholders never reach it
+    load_model            cuts the stage
+    initialize_kv_cache   room for the candidates' tail blocks
+    profile_run           candidates also take memory and compile their kernels
+    execute_model         a group step becomes a step of one token per request
+    prepare_inputs        the stage learns the order of the batch
+    sample                the micro-steps of the last stage
+    sample_tokens         the micro-steps of the first stage; counters travel with the output
+    reload_weights        the first stage gets the norm and LM head again (engine/weight_updates.py)
 
-and those of engine/v1/verification.py and engine/weight_updates.py.
+The tokens of a group step reach the first stage's tables as those of every step do: by vLLM's
+broadcast. vLLM reads it two steps later, as two batches are in flight then. After a group step
+none is, so it is read as soon as one of its requests is scheduled.
 """
 
 import copy
+import dataclasses
+import itertools
 from typing import Any
 
+import numpy as np
 import torch
-from vllm.distributed import get_pp_group
-from vllm.sequence import IntermediateTensors
+from vllm.utils.mem_utils import DeviceMemoryProfiler
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-from vllm_ppd.vllm_plugins.engine.v1.batch import with_counts
-from vllm_ppd.vllm_plugins.engine.v1.verification import Verification
 from vllm_ppd.vllm_plugins.engine.weight_updates import UpdatedRunner
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
 
 
-class GroupRunnerMixin(UpdatedRunner, Verification):
-    """Mixed into GPUModelRunner or CPUModelRunner (V1), on both stages."""
+class GroupRunnerMixin(UpdatedRunner):
+    """Mixed into vLLM's GPUModelRunner or CPUModelRunner (V2), on both stages."""
 
-    drafter: FirstStage | LastStage
-    intermediate_tensors: IntermediateTensors | None
+    stage: FirstStage | LastStage
+    is_first_pp_rank: bool
+    pp_handler: Any
+    req_states: Any
+    model: Any
+    model_memory_usage: int
+    execute_model_state: Any
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)  # type: ignore[call-arg]
-        if get_pp_group().is_first_rank:  # vLLM has started it on the last rank
-            self.drafter = FirstStage(vllm_config)
-        self.drafter.bind(self)
-        self._first_states: IntermediateTensors | None = None
+        plain = copy.copy(vllm_config)
+        plain.speculative_config = None
+        super().__init__(plain, *args, **kwargs)  # type: ignore[call-arg]
+        self.stage = FirstStage(self) if self.is_first_pp_rank else LastStage(self)
+        self.pp_handler.max_sample_len = self.stage.micro_steps
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        if not get_pp_group().is_first_rank and self.intermediate_tensors is None:
-            # vLLM makes these in its profiling run, which it omits on an eager CPU.
-            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(  # type: ignore[attr-defined]
-                batch_size=self.max_num_tokens,  # type: ignore[attr-defined]
-                dtype=self.model_config.dtype,
-                device=self.device,
-            )
+        with DeviceMemoryProfiler() as added:
+            self.stage.load_model(self.model)
+        self.model_memory_usage += added.consumed_memory
 
     @torch.inference_mode()
     def refresh_copies(self) -> None:
-        self.drafter.refresh()
+        self.stage.refresh()
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self.drafter, FirstStage):
-            kv_cache_config = copy.deepcopy(kv_cache_config)
-            self.drafter.candidates.reserve(kv_cache_config)
+        kv_cache_config = copy.deepcopy(kv_cache_config)
+        self.stage.reserve_blocks(kv_cache_config)
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)  # type: ignore[misc]
-        if isinstance(self.drafter, FirstStage):
-            self.drafter.candidates.warm_up()
+        self.stage.warm_up_blocks()
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
         super().profile_run(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(self.drafter, FirstStage):  # in a group step, the last stage only runs what vLLM runs
-            self.drafter.draft_for_dummies()
+        self.stage.profile()
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self._first_states = None
-        scheduler_output = self.drafter.begin_step(scheduler_output)
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        scheduler_output = self.stage.begin_step(scheduler_output)
+        while self._awaits_tokens(scheduler_output):
+            self.update_pp_decode_requests()  # type: ignore[attr-defined]
+        output = super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        return output if self.stage.step is None else self.stage.end_forward(output)
 
-    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        stage = self.drafter
-        if not isinstance(stage, FirstStage) or not stage.is_group_step():
-            return super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        carried = stage.carried()
-        if carried is None:
-            self._first_states = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-            if stage.cut.graph_buffers is not None:
-                # The micro-steps replay CUDA graphs into the same memory, while vLLM may still be sending from it.
-                copies = {name: states.clone() for name, states in self._first_states.tensors.items()}
-                self._first_states = IntermediateTensors(copies)
-        else:
-            self._first_states = IntermediateTensors(dict(zip(("hidden_states", "residual"), carried, strict=True)))
-        return self._first_states
+    def _awaits_tokens(self, scheduler_output: Any) -> bool:
+        """Whether a scheduled request's last tokens are among those that vLLM would read later."""
+        row_of = self.req_states.req_id_to_index
+        rows = [row_of.get(name, -1) for name in scheduler_output.num_scheduled_tokens]
+        later = itertools.islice(self.pp_handler.queue, 1, None)
+        return any(received is not None and np.isin(rows, received.idx_mapping_np).any() for received in later)
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        self.stage.begin_group_step(batch)
+        return batch
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        output, num_sampled, num_rejected = super().sample(*args, **kwargs)  # type: ignore[misc]
+        if self.stage.step is None:
+            return output, num_sampled, num_rejected
+        assert isinstance(self.stage, LastStage)
+        tokens, num_sampled = self.stage.run_micro_steps(output.sampled_token_ids[:, 0])
+        # vLLM counts a request's scheduled token as computed, less its rejected tokens.
+        num_rejected = 1 - num_sampled
+        output = dataclasses.replace(
+            output, sampled_token_ids=tokens, num_sampled=num_sampled, num_rejected=num_rejected
+        )
+        return output, num_sampled, num_rejected
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self.drafter, FirstStage) and self._first_states is not None:
-            count = self.input_batch.num_reqs
-            states, self._first_states = self._first_states, None
-            self.drafter.run_micro_steps((states["hidden_states"][:count], states["residual"][:count]))
+        if isinstance(self.stage, FirstStage) and self.execute_model_state is not None:
+            self.stage.run_micro_steps()
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
-        # The last stage's counters include the first one's; only its output reaches the scheduler.
-        return with_counts(output, self.drafter.counters) if isinstance(self.drafter, LastStage) else output
-
-    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> Any:
-        output = super()._sample(logits, spec_decode_metadata)
-        if isinstance(self.drafter, LastStage) and self.drafter.is_group_step():
-            return self.drafter.run_micro_steps(output)
+        if isinstance(output, AsyncOutput):  # the last stage's, whose counters include the first's
+            self.stage.counters.attach(output.model_runner_output)
         return output
-
-    def propose_draft_token_ids(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        return [[] for _ in range(self.input_batch.num_reqs)]
-
-    def take_draft_token_ids(self) -> None:
-        return None

@@ -29,6 +29,9 @@ class GroupScheduler(Scheduler):
         refuse(of_candidates(config, self.max_num_running_reqs))  # a default is not known earlier
         self.most_requests = config.disable_by_batch_size
         self.placeholders = config.num_speculative_tokens
+        # vLLM pads a request with one token to compute, unless drafts depend on the batch size. The
+        # grammar's masks would be padded as well, and the stages take placeholders out again.
+        self.dynamic_sd_lookup = [self.placeholders] * (self.max_num_running_reqs + 1)
 
     def has_requests(self) -> bool:
         # A second batch in flight would wait for the group, and its requests could never join the first one's.

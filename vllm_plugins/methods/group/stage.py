@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of a worker group's stages: recognise a group step, and run it as a step of one token and more.
+"""The common part of a worker group's stages: recognize a group step, and begin it as a plain one.
 
-Placeholder drafts of the scheduler mark a group step. The runner then sees a plain decode step of one token a request,
-which vLLM prepares, runs and samples as usual; the stages continue from there, micro-step after micro-step:
+Placeholder drafts of the scheduler mark a group step. vLLM's runner sees a decode step of one token
+a request. The stages continue from there, micro-step after micro-step:
 
     last stage    layers d_bar..d of the current token     -> x, the target's own token
     first stage   layers 0..d-d_bar of k candidates for x, at the same time
-    match         the candidate x runs layers d-d_bar..d_bar, its state is sent, the next micro-step begins
+    match         the candidate x runs layers d-d_bar..d_bar, its state is sent, the next micro-step
+                  begins
     miss          x runs through layers 0..d_bar; the last stage waits   (PPD, Algorithm 2)
 """
 
 import dataclasses
-from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,78 +21,105 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_ppd.model_patches.base import ModelCut
 from vllm_ppd.vllm_plugins.config.activation import required_config
 from vllm_ppd.vllm_plugins.engine.metrics import Counters
-from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
-from vllm_ppd.vllm_plugins.engine.v1.passes import StackPasses
+from vllm_ppd.vllm_plugins.methods.group.passes import StagePasses, Tokens
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER
 from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
 
 
-class Stage(ABC):
-    """One stage's side of the group; vLLM builds it, the runner drives it."""
+class GroupStep(NamedTuple):
+    """A step of several micro-steps; each array has an entry per batch row."""
 
-    def __init__(self, vllm_config: Any) -> None:
-        config = required_config(vllm_config, self)
-        self.vllm_config = vllm_config
-        self.config = config
-        self.split = config.split  # d_bar
-        self.micro_steps = config.num_speculative_tokens + 1
-        self.allowance: np.ndarray | None = None  # [batch rows] tokens each may emit in this group step
+    names: list[str]  # of the requests
+    request_rows: np.ndarray  # of their states and block tables in vLLM's runner
+    positions: np.ndarray  # int64, of the scheduled tokens
+    allowance: np.ndarray  # int64, tokens that each request may emit
+
+    @property
+    def size(self) -> int:
+        """Requests of the batch."""
+        return len(self.names)
+
+
+class Stage:
+    """One stage's side of the group.
+
+    Args:
+        runner: vLLM's model runner V2, which drives it.
+    """
+
+    cut: ModelCut
+    cut_class = ModelCut
+
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
+        self.vllm_config = runner.vllm_config
+        self.config = required_config(self.vllm_config, self)
+        self.split = self.config.split  # d_bar
+        self.micro_steps = self.config.num_speculative_tokens + 1
+        self.counters = Counters()
+        self.step: GroupStep | None = None  # None in a plain step
         self._allowed: dict[str, int] | None = None
 
-    def bind(self, runner: Any) -> None:
-        """Take the model runner that will drive this stage."""
-        self.runner = runner
-        self.batch = Batch(runner)
-        self.counters = Counters()
-
     def take(self, model: Any, exits: tuple[int, ...], layers: tuple[int, int]) -> None:
-        """Cut the loaded stage, and open the channel to the other one; the process groups must exist."""
-        vllm_config, device = self.vllm_config, self.runner.device
-        hidden_size, dtype = vllm_config.model_config.hf_text_config.hidden_size, vllm_config.model_config.dtype
-        self.cut = ModelCut(model, vllm_config, exits, layers=layers)
+        """Cut the loaded stage, and open the channel to the other one."""
+        vllm_config = self.vllm_config
+        device = self.runner.device
+        hidden_size = vllm_config.model_config.hf_text_config.hidden_size
+        dtype = vllm_config.model_config.dtype
+        self.cut = self.cut_class(model, vllm_config, exits, layers=layers)
         if vllm_config.compilation_config.cudagraph_mode.has_piecewise_cudagraphs():
             tokens = vllm_config.scheduler_config.max_num_batched_tokens
             self.cut.allocate_graph_buffers(tokens, hidden_size, dtype, device)
-        self.passes = StackPasses(self.runner, self.cut)
+        self.passes = StagePasses(self.runner, self.cut)
         self.channel = StageChannel(hidden_size, dtype, device)
 
-    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM's interface for drafts; a group makes none."""
-        raise RuntimeError("a worker group needs vllm-ppd's worker; remove --worker-cls")
+    def reserve_blocks(self, kv_cache_config: Any) -> None:
+        """Add KV blocks to vLLM's before they are allocated."""
 
-    @abstractmethod
-    def load_model(self, model: Any) -> None:
-        """Take the loaded stage and allocate everything, before vLLM measures the memory left for its KV cache."""
+    def warm_up_blocks(self) -> None:
+        """Compile the kernels that run on the allocated KV blocks."""
 
-    @abstractmethod
+    def profile(self) -> None:
+        """Take the memory of a group step's largest work, and compile its kernels."""
+
     def refresh(self) -> None:
         """Exchange the copies of the target's weights again, on both stages, after these have changed."""
+        raise NotImplementedError
 
     def begin_step(self, scheduler_output: Any) -> Any:
-        """Begin a step; returns the step for the runner, with one token per request if it has placeholders."""
+        """Begin a step: the step for vLLM's runner, of one token per request with placeholders."""
         placeholders = scheduler_output.scheduled_spec_decode_tokens
+        self.step = None
         self._allowed = None
-        self.allowance = None
         if not placeholders:
             return scheduler_output
         plain = _without_drafts(scheduler_output)
         scheduled = plain.num_scheduled_tokens
-        # With a prompt in the batch, or drafts not from our scheduler, the step is an ordinary vLLM step.
+        # With a prompt in the batch, or drafts not from our scheduler, the step stays a plain one.
         ours = all(token == PLACEHOLDER for tokens in placeholders.values() for token in tokens)
         small = len(scheduled) <= (self.config.disable_by_batch_size or 1)
         if ours and small and all(count == 1 for count in scheduled.values()):
-            self._allowed = {req_id: 1 + len(placeholders.get(req_id, ())) for req_id in scheduled}
+            self._allowed = {name: 1 + len(placeholders.get(name, ())) for name in scheduled}
         return plain
 
-    def is_group_step(self) -> bool:
-        """Whether this step has several micro-steps; the batch's rows must be up to date."""
-        if self._allowed is not None and self.allowance is None:
-            self.allowance = np.array([self._allowed[name] for name in self.batch.req_ids], dtype=np.int64)
-        return self.allowance is not None
+    def begin_group_step(self, batch: Any) -> None:
+        """Learn the order of a step's batch, vLLM's InputBatch, before the forward."""
+        if self._allowed is not None:
+            self.step = GroupStep(
+                batch.req_ids,
+                batch.idx_mapping_np,
+                batch.num_computed_tokens_np.astype(np.int64),
+                np.array([self._allowed[name] for name in batch.req_ids], dtype=np.int64),
+            )
 
-    def base_positions(self) -> np.ndarray:
-        """[batch rows] position of the step's scheduled token."""
-        return self.batch.computed.astype(np.int64)
+    def end_forward(self, output: Any) -> Any:
+        """End the forward of a group step's first tokens: the output for the next stage."""
+        return output
+
+    def tokens(self, rows: np.ndarray, positions: np.ndarray, tails: np.ndarray | None = None) -> Tokens:
+        """Tokens of batch rows, for a pass."""
+        assert self.step is not None
+        return Tokens(self.step.request_rows[rows], positions, tails)
 
     def index(self, values: np.ndarray) -> torch.Tensor:
         """An array of indices on the device."""

@@ -9,7 +9,6 @@ are not waited for until the next one. Each tensor-parallel rank talks to the sa
 Every wait of the host has vLLM's time limit for a step, so a stage whose peer died ends.
 """
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +40,6 @@ class StageChannel:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         self.inline = device.type == "cpu"
         self.bound = timedelta(seconds=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS)
-        self.seconds_waited = 0.0  # for messages
         unlink_shared_memory(self.group, get_tp_group())
         self._sent: list[tuple[Any, torch.Tensor, Any]] = []  # a tensor must live until it is sent
         self._expected: tuple[Any, torch.Tensor] | None = None
@@ -97,22 +95,6 @@ class StageChannel:
             self._wait(distributed.irecv(part, self.peer, group=self.group.device_group), self.group.device_group)
         return rows, (parts[0], parts[1]), counted
 
-    def send_weights(self, tensors: list[torch.Tensor]) -> None:
-        """Send tensors of any shape and type; the group's device channel takes no host tensors."""
-        tensors = [tensor.to(self.device) for tensor in tensors]
-        self.group.send_object([(tuple(t.shape), t.dtype) for t in tensors], 1 - self.group.rank_in_group)
-        for tensor in tensors:
-            work = distributed.isend(tensor.contiguous(), self.peer, group=self.group.device_group)
-            self._wait(work, self.group.device_group)
-
-    def receive_weights(self) -> list[torch.Tensor]:
-        """Receive the tensors of send_weights."""
-        shapes = self.group.recv_object(1 - self.group.rank_in_group)
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        for tensor in tensors:
-            self._wait(distributed.irecv(tensor, self.peer, group=self.group.device_group), self.group.device_group)
-        return tensors
-
     def _head(self, count: int) -> int:
         """Bytes of a frame before the states."""
         return _COUNTED + count * _NUMBER
@@ -139,9 +121,7 @@ class StageChannel:
     def _wait_for_expected(self) -> torch.Tensor:
         assert self._expected is not None
         (work, buffer), self._expected = self._expected, None
-        started = time.perf_counter()
         self._wait(work, self.group.cpu_group)
-        self.seconds_waited += time.perf_counter() - started
         return buffer
 
     def _wait(self, work: distributed.Work | None, group: Any) -> None:

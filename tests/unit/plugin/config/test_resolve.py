@@ -38,21 +38,31 @@ def test_v2_where_vllm_takes_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "stages", "reason"),
+    ("options", "reason"),
     [
-        ({"method": "ppd"}, 2, "pipeline parallelism"),
-        ({"method": "paradecode", "schedule": "parallel"}, 1, "schedule: parallel"),
-        ({"method": "ppd", "exit_layer": [2, 4]}, 1, "several exit layers"),
+        ({"method": "paradecode", "schedule": "parallel"}, "schedule: parallel"),
+        ({"method": "ppd", "exit_layer": [2, 4]}, "several exit layers"),
     ],
 )
-def test_v1_where_v2_cannot(options: dict[str, Any], stages: int, reason: str) -> None:
-    config = resolved(options, stages=stages)
+def test_v1_where_v2_cannot(options: dict[str, Any], reason: str) -> None:
+    config = resolved(options)
     assert (config.runner, config.v1_because) == ("v1", reason)
     assert f"runner V1 ({reason})" in config.summary()
     with pytest.raises(OptionError, match=f"^VLLM_USE_V2_MODEL_RUNNER=1 is not supported with {reason}"):
-        resolved(options, Runners("v2", "v2", True), stages)
+        resolved(options, Runners("v2", "v2", True))
     with pytest.raises(OptionError, match=f"^runner=v2 is not supported with {reason}"):
-        resolved({**options, "runner": "v2"}, GPU, stages)
+        resolved({**options, "runner": "v2"}, GPU)
+
+
+def test_a_worker_group_runs_on_v2() -> None:
+    for runners in (GPU, CPU_BUILD):
+        config = resolved({"method": "ppd"}, runners, stages=2)
+        assert (config.runner, config.worker, config.choice_of_drafts()) == ("v2", GROUP.worker, {})
+    reason = "is not supported with pipeline parallelism, which needs runner V2"
+    with pytest.raises(OptionError, match=f"^VLLM_USE_V2_MODEL_RUNNER=0 {reason}"):
+        resolved({"method": "ppd"}, Runners("v1", "v2", True), stages=2)
+    with pytest.raises(OptionError, match=f"^runner=v1 {reason}"):
+        resolved({"method": "ppd", "runner": "v1"}, CPU_BUILD, stages=2)
 
 
 def test_the_option_goes_before_the_environment() -> None:

@@ -138,10 +138,10 @@ def test_stages_hand_their_counts_on() -> None:
     first.add("group_candidates", 6)
     taken = first.take()
     last.take_in(taken)
-    last.add("group_last_stage_seconds", 0.5)
+    last.add("group_last_stage_layers", 5)
     assert not first.take().any()
-    assert last.values.sum() == 6.5
-    assert with_counts(output(), last).vllm_ppd_counts == {"group_candidates": 6.0, "group_last_stage_seconds": 0.5}
+    assert last.values.sum() == 11
+    assert with_counts(output(), last).vllm_ppd_counts == {"group_candidates": 6.0, "group_last_stage_layers": 5.0}
     assert taken.dtype == np.float64
 
 

@@ -103,19 +103,19 @@ def test_states_are_copies() -> None:
     assert SavedStates(12, 8, torch.float32, CPU, has_residual=False).residual is None
 
 
-def test_a_group_carries_states_of_the_same_tokens_alone() -> None:
+def test_a_group_carries_states_of_the_same_positions_alone() -> None:
     states = CarriedStates(3, 8, torch.float32, CPU, has_residual=True)
     states.store(np.arange(3), (torch.arange(3.0)[:, None].expand(3, 8), torch.zeros(3, 8)))
-    states.carry(["a", "b", "c"], np.array([0, 2]), np.array([20, 5]), np.array([1, 7]))
+    states.carry(["a", "b", "c"], np.array([0, 2]), np.array([20, 5]))
 
-    def of(names: list[str], positions: list[int], tokens: list[int]) -> Any:
-        state = states.of(names, np.array(positions), np.array(tokens))
+    def of(names: list[str], positions: list[int]) -> Any:
+        state = states.of(names, np.array(positions))
         return None if state is None else state[0][:, 0].tolist()
 
-    assert of(["c", "a"], [5, 20], [7, 1]) == [2.0, 0.0]  # requests that moved
-    assert of(["a"], [20], [1]) == [0.0]
-    # Without a state, at another position, another token; and once they are cleared.
-    assert of(["a", "b"], [20, 31], [1, 5]) is None
-    assert of(["a"], [19], [1]) is None and of(["a"], [20], [2]) is None
+    assert of(["c", "a"], [5, 20]) == [2.0, 0.0]  # requests that moved
+    assert of(["a"], [20]) == [0.0]
+    # Without a state, at another position; and once they are cleared.
+    assert of(["a", "b"], [20, 31]) is None
+    assert of(["a"], [19]) is None
     states.clear()
-    assert of(["a"], [20], [1]) is None
+    assert of(["a"], [20]) is None

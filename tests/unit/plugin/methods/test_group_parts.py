@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker group's parts: room for candidates, where its requests stand, which steps it takes."""
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,13 @@ from vllm.v1.request import Request
 
 from vllm_ppd.vllm_plugins import platform
 from vllm_ppd.vllm_plugins.config.options import OptionError
-from vllm_ppd.vllm_plugins.engine.v1.batch import Batch
-from vllm_ppd.vllm_plugins.methods.group import stage_channel
+from vllm_ppd.vllm_plugins.methods.group.carried_states import CarriedStates
 from vllm_ppd.vllm_plugins.methods.group.first_stage import FirstStage
 from vllm_ppd.vllm_plugins.methods.group.last_stage import LastStage
-from vllm_ppd.vllm_plugins.methods.group.progress import Progress
+from vllm_ppd.vllm_plugins.methods.group.progress import End, Progress
 from vllm_ppd.vllm_plugins.methods.group.runner import GroupRunnerMixin
 from vllm_ppd.vllm_plugins.methods.group.scheduler import PLACEHOLDER, GroupScheduler
-from vllm_ppd.vllm_plugins.methods.group.stage_channel import StageChannel
+from vllm_ppd.vllm_plugins.methods.group.stage import GroupStep
 
 GROUP = "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 3"
 
@@ -32,10 +32,11 @@ GROUP = "--speculative-model ppd --pipeline-parallel-size 2 --ppd-candidates 3"
 def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
     tiny_model: Factory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    vllm_config = from_flags(tiny_model(), f"{GROUP} --max-num-seqs 24")
     monkeypatch.setattr(platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(platform, "runs_v2", lambda: True)
     with pytest.raises(OptionError, match="not 16; raise it"):
         from_flags(tiny_model(), f"{GROUP} --max-num-seqs 16")
-    vllm_config = from_flags(tiny_model(), f"{GROUP} --max-num-seqs 24")
 
     def started(self: Any, vllm_config: Any) -> None:
         self.vllm_config, self.num_spec_tokens, self.max_num_running_reqs = vllm_config, 1, 16
@@ -48,22 +49,21 @@ def test_room_for_candidates_is_checked_before_and_after_vllm_chose_it(
 
 def progress_of(params: list[SamplingParams], prompts: list[int], allowance: list[int]) -> Progress:
     """Requests whose prompt was just read, each with one token emitted; the model's length is 20."""
-    names = [str(i) for i in range(len(params))]
-    runner: Any = SimpleNamespace(
-        input_batch=SimpleNamespace(req_ids=names, num_reqs=len(names), num_prompt_tokens=np.array(prompts)),
-        requests={name: SimpleNamespace(sampling_params=p) for name, p in zip(names, params, strict=True)},
-        max_model_len=20,
-    )
-    return Progress(np.array(prompts), np.array(allowance), 4, Batch(runner))
+    ends = [
+        End.of(SimpleNamespace(sampling_params=param, prompt_len=length), 20)
+        for param, length in zip(params, prompts, strict=True)
+    ]
+    return Progress(np.array(prompts), np.array(allowance), ends)
 
 
 def test_progress() -> None:
     """Stop tokens, a request's length and the model's end a request; its allowance only pauses it."""
     free = SamplingParams(max_tokens=50)
-    params = [SamplingParams(max_tokens=2), SamplingParams(stop_token_ids=[9, 8], max_tokens=50), free, free]
+    stopping = SamplingParams(stop_token_ids=[9, 8], max_tokens=50)
+    params = [SamplingParams(max_tokens=2), stopping, free, free]
     progress = progress_of(params, [5, 5, 18, 5], [4, 4, 4, 1])
     everyone = np.arange(4)
-    assert progress.ends.tolist() == [7, 20, 20, 20]
+    assert progress.lengths.tolist() == [7, 20, 20, 20]
     # A token at position 6 is the first request's last; the third's at 19 is the model's.
     assert progress.with_candidates(everyone).tolist() == [1, 3]
     assert progress.emit(everyone, np.array([8, 7, 7, 7])).tolist() == [False, True, False, True]
@@ -71,7 +71,6 @@ def test_progress() -> None:
     assert progress.sendable().tolist() == [1]
     assert progress.emit(np.array([1]), np.array([8])).tolist() == [False]
     assert progress.emitted.tolist() == [1, 2, 1, 1]
-    assert progress.tokens[1].tolist() == [7, 8, 0, 0]
     assert progress.position.tolist() == [6, 7, 19, 6]
     progress.missed[3] = True
     assert not progress.waits_for_missed()  # it has emitted what it may
@@ -114,57 +113,78 @@ def test_which_requests_are_given_placeholders(
     ],
 )
 def test_group_steps(tiny_model: Factory, drafts: list[int], requests: int, allowance: list[int] | None) -> None:
-    """Only our scheduler's placeholders make a group step; in any other step a request has its one token."""
-    stage: Any = LastStage(from_flags(tiny_model(), f"{GROUP} --ppd-disable-by-batch-size 2"))
+    """Only our scheduler's placeholders make a group step; else a request has its one token."""
+    vllm_config = from_flags(tiny_model(), f"{GROUP} --ppd-disable-by-batch-size 2")
+    stage: Any = LastStage(SimpleNamespace(vllm_config=vllm_config))
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {str(i): 1 + len(drafts) * (i == 0) for i in range(requests)}
     output.scheduled_spec_decode_tokens = {"0": drafts}
     taken = stage.begin_step(output)
-    stage.batch = SimpleNamespace(req_ids=list(output.num_scheduled_tokens))
-    assert stage.is_group_step() == (allowance is not None)
-    assert allowance is None or stage.allowance.tolist() == allowance
+    batch = SimpleNamespace(
+        req_ids=list(output.num_scheduled_tokens),
+        idx_mapping_np=np.arange(requests),
+        num_computed_tokens_np=np.full(requests, 7, dtype=np.int32),
+    )
+    stage.begin_group_step(batch)
+    assert (stage.step is None) == (allowance is None)
+    assert allowance is None or stage.step.allowance.tolist() == allowance
     assert set(taken.num_scheduled_tokens.values()) == {1}
-    assert (taken.total_num_scheduled_tokens, taken.scheduled_spec_decode_tokens) == (requests, {})
+    assert taken.total_num_scheduled_tokens == requests
+    assert taken.scheduled_spec_decode_tokens == {}
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_states_under_way_are_not_in_a_graphs_memory(graphs: bool) -> None:
-    """vLLM waits for its sends in the next step; this one's micro-steps run the same CUDA graphs again."""
-
-    class VllmsRunner:
-        memory = IntermediateTensors({"hidden_states": torch.ones(2, 4), "residual": torch.ones(2, 4)})
-
-        def _model_forward(self) -> IntermediateTensors:
-            return self.memory
-
-    class Runner(GroupRunnerMixin, VllmsRunner):
-        def __init__(self) -> None:
-            stage: Any = object.__new__(FirstStage)
-            stage.cut = SimpleNamespace(graph_buffers=(torch.zeros(2, 4), None) if graphs else None)
-            stage.is_group_step, stage.carried = lambda: True, lambda: None
-            self.drafter = stage
-
-    runner = Runner()
-    sent = runner._model_forward()
-    for name, states in runner.memory.tensors.items():
+    """vLLM waits for its sends in the next step; the micro-steps run the same CUDA graphs again."""
+    stage: Any = object.__new__(FirstStage)
+    stage.cut = SimpleNamespace(graph_buffers=(torch.zeros(2, 4), None) if graphs else None)
+    stage.states = CarriedStates(2, 4, torch.float32, torch.device("cpu"), True)
+    stage.step = GroupStep(["a", "b"], np.arange(2), np.arange(2), np.arange(2))
+    memory = IntermediateTensors({"hidden_states": torch.ones(3, 4), "residual": torch.ones(3, 4)})
+    sent = stage.end_forward(memory)
+    for name, states in memory.tensors.items():
         assert (sent[name].data_ptr() == states.data_ptr()) != graphs
         states.zero_()
         assert bool(sent[name].all()) == graphs
+    assert all(bool(kept.all()) for kept in stage.states.load(np.arange(2)))
 
 
-def test_weights_travel_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device channel (NCCL) takes no tensor of the host, and with a bound its wait would poll."""
-    channel, sent, waits = StageChannel.__new__(StageChannel), [], []
-    channel.group = SimpleNamespace(
-        rank_in_group=1, device_group="device", cpu_group="host", send_object=lambda *_: None
-    )
-    channel.peer, channel.device, channel.inline = 0, torch.device("meta"), False
+def slot(*rows: int) -> Any:
+    """Tokens received for some request rows, as vLLM keeps them."""
+    return SimpleNamespace(idx_mapping_np=np.array(rows))
 
-    def isend(tensor: torch.Tensor, peer: int, group: str) -> Any:
-        sent.append((tensor.device.type, group))
-        return SimpleNamespace(wait=lambda *bound: waits.append(bound))
 
-    monkeypatch.setattr(stage_channel.distributed, "isend", isend)
-    channel.send_weights([torch.ones(2), torch.ones(3, device="meta")])
-    assert sent == [("meta", "device")] * 2
-    assert waits == [(), ()]
+@pytest.mark.parametrize(
+    ("queue", "scheduled", "left"),
+    [
+        ([slot(3), slot(0, 1)], ["a"], [slot(0, 1), None]),  # at once: of a group
+        ([slot(0), slot(2, 3)], ["a"], [slot(0), slot(2, 3)]),  # in turns
+        ([None, slot(1)], ["a", "new"], [None, slot(1)]),
+        ([], ["a"], []),  # the last stage
+    ],
+)
+def test_tokens_are_read_when_a_request_needs_them(queue: list[Any], scheduled: list[str], left: list[Any]) -> None:
+    """vLLM reads the first of two steps' tokens, when both stages work on other requests."""
+
+    class VllmsRunner:
+        def update_pp_decode_requests(self) -> None:
+            self.pp_handler.queue.popleft()
+            self.pp_handler.queue.append(None)
+
+        def execute_model(self, scheduler_output: Any) -> list[Any]:
+            return list(self.pp_handler.queue)
+
+        pp_handler = SimpleNamespace(queue=deque(queue))
+        req_states = SimpleNamespace(req_id_to_index={"a": 0, "b": 1})
+
+    class Runner(GroupRunnerMixin, VllmsRunner):
+        def __init__(self) -> None:
+            stage: Any = SimpleNamespace(begin_step=lambda output: output, step=None)
+            self.stage = stage
+
+    runner: Any = Runner()
+    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(scheduled, 1))
+    seen = runner.execute_model(output)
+    assert [slot and slot.idx_mapping_np.tolist() for slot in seen] == [
+        slot and slot.idx_mapping_np.tolist() for slot in left
+    ]

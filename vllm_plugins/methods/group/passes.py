@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of a stage's layers outside of vLLM's own forward, into vLLM's paged KV cache."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+
+from vllm_ppd.model_patches.base import CutState, ModelCut
+
+NONE = -1  # no tail block
+
+
+class Tokens(NamedTuple):
+    """A token each of some requests, which may repeat with tail blocks of their own."""
+
+    rows: np.ndarray  # [tokens] request rows of vLLM's block tables
+    positions: np.ndarray  # [tokens] int64
+    # [tokens, KV cache groups] block in place of that which holds the token; NONE: none
+    tails: np.ndarray | None = None
+
+
+class StagePasses:
+    """Runs stacks of a stage.
+
+    Args:
+        runner: vLLM's model runner V2, whose block tables, metadata builders and graphs are used.
+        cut: of the stage.
+    """
+
+    def __init__(self, runner: Any, cut: ModelCut) -> None:
+        self.runner = runner
+        self.cut = cut
+
+    def first(self, tokens: Tokens, token_ids: torch.Tensor) -> CutState:
+        """Stack 0 over tokens by their IDs [tokens]: the states at its end."""
+        # Compiled stacks have no guards: IDs need exactly the layout of vLLM's.
+        return self._run(0, tokens, token_ids.to(torch.int32).contiguous())
+
+    def last(self, tokens: Tokens, state: CutState) -> Any:
+        """The stage's last stack over tokens, from states at the end of the one before it.
+
+        Returns:
+            States on the first stage, normed hidden states [tokens, hidden] on the last.
+        """
+        return self._run(len(self.cut.stacks) - 1, tokens, *state)
+
+    def _run(self, level: int, tokens: Tokens, *inputs: torch.Tensor | None) -> Any:
+        runner = self.runner
+        count = len(tokens.rows)
+        graph = runner.cudagraph_manager.dispatch(count, count, 1, 0)
+        positions = async_tensor_h2d(tokens.positions, device=runner.device)
+        tables, slots = self._blocks(tokens, positions, graph.num_tokens)
+        metadata = self._metadata(tokens, positions, tables, slots)
+        if graph.cg_mode != CUDAGraphMode.NONE:
+            # A captured graph reads its inputs where vLLM keeps them.
+            buffers = runner.input_buffers
+            positions = _padded(positions, buffers.positions, graph.num_tokens)
+            places = [buffers.input_ids] if len(inputs) == 1 else self.cut.graph_buffers
+            assert places is not None
+            inputs = tuple(
+                None if part is None or place is None else _padded(part, place, graph.num_tokens)
+                for part, place in zip(inputs, places, strict=True)
+            )
+        with set_forward_context(
+            metadata,
+            runner.vllm_config,
+            num_tokens=graph.num_tokens,
+            cudagraph_runtime_mode=graph.cg_mode,
+            batch_descriptor=BatchDescriptor(num_tokens=graph.num_tokens),
+            slot_mapping=build_slot_mappings_by_layer(slots, runner.kv_cache_config),
+        ):
+            arguments = (*inputs, positions) if len(inputs) == 1 else (positions, *inputs)
+            output = self.cut.stacks[level](*arguments)
+        if isinstance(output, torch.Tensor):
+            return output[:count]
+        return tuple(None if part is None else part[:count] for part in output)
+
+    def _blocks(self, tokens: Tokens, positions: torch.Tensor, padded: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Block tables [tokens, blocks] of each KV cache group, and KV slots [groups, padded]."""
+        block_tables = self.runner.block_tables
+        device = self.runner.device
+        rows = async_tensor_h2d(tokens.rows, device=device)
+        tables = []
+        shape = len(block_tables.block_sizes), padded
+        slots = torch.full(shape, PAD_SLOT_ID, dtype=torch.int64, device=device)
+        groups = zip(block_tables.block_tables, block_tables.block_sizes, strict=True)
+        for group, (staged, size) in enumerate(groups):
+            table = staged.gpu.index_select(0, rows)
+            columns = (positions // size)[:, None]
+            if tokens.tails is not None:
+                tails = async_tensor_h2d(tokens.tails[:, group, None], device=device)
+                own = table.gather(1, columns)
+                table.scatter_(1, columns, torch.where(tails == NONE, own, tails.to(own.dtype)))
+            blocks = table.gather(1, columns)[:, 0].long()
+            slots[group, : len(blocks)] = blocks * size + positions % size
+            tables.append(table)
+        return tables, slots
+
+    def _metadata(
+        self,
+        tokens: Tokens,
+        positions: torch.Tensor,
+        tables: list[torch.Tensor],
+        slots: torch.Tensor,
+    ) -> dict[str, Any]:
+        """Attention metadata by layer name, with every token as a request of its own."""
+        runner = self.runner
+        count = len(tokens.rows)
+        starts = torch.arange(count + 1, dtype=torch.int32)
+        lengths = torch.from_numpy(tokens.positions.astype(np.int32) + 1)
+        return build_attn_metadata(
+            attn_groups=runner.attn_groups,
+            num_reqs=count,
+            num_tokens=count,
+            query_start_loc_gpu=starts.to(runner.device, non_blocking=True),
+            query_start_loc_cpu=starts,
+            max_query_len=1,
+            seq_lens=lengths.to(runner.device, non_blocking=True),
+            max_seq_len=int(lengths.max()),
+            block_tables=tables,
+            slot_mappings=slots,
+            kv_cache_config=runner.kv_cache_config,
+            seq_lens_cpu_upper_bound=lengths,
+            positions=positions,
+            is_prefilling=torch.zeros(count, dtype=torch.bool),
+        )
+
+
+def _padded(values: torch.Tensor, buffer: torch.Tensor, size: int) -> torch.Tensor:
+    """Values [tokens, ...] at the start of a buffer, with zeros up to a size."""
+    buffer[: len(values)].copy_(values)
+    buffer[len(values) : size].zero_()
+    return buffer[:size]
