@@ -40,7 +40,7 @@ def test_flags_carry_every_option(tiny_model: Factory) -> None:
         "method": "paradecode", "model": None, "num_speculative_tokens": 5, "exit_layer": (2, 4), "gamma": 0.4,
         "draft_sample_method": "greedy", "max_drafting_requests": 3, "disable_by_batch_size": 9, "num_layers": 6,
         "eps_b": None, "verify": True, "heads_summary": "", "draft_vocab_size": None, "candidates": 1, "stages": 1,
-        "adaptive": False, "adaptive_verification": False, "prompt_lookup_min": 4,
+        "adaptive": False, "adaptive_verification": False, "prompt_lookup_min": 4, "cuts": True,
         "schedule": "deferred", "step_costs": "measure", "runner": "v1", "v1_because": None,
         "drafts_by_batch_size": [],
     }  # fmt: skip
