@@ -48,7 +48,8 @@ serve: setup $(filter smollm,$(MODEL))
 test: KIND = not full and
 test test-full: setup
 	@failed=0; \
-	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) not ranks and not v2" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
+	$(PYTEST) -n $(JOBS) --dist loadfile -m "$(KIND) v2" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
 	$(PYTEST) -m "$(KIND) ranks" $(ARGS) || test $$? -eq $(NONE) || failed=1; \
 	PPD_TEST_V2=1 $(PYTEST) -m "$(KIND) interpreted" $(or $(ARGS),tests/v2) || test $$? -eq $(NONE) || failed=1; \
 	exit $$failed

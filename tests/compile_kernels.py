@@ -99,9 +99,9 @@ def joint(requests: int, heads: int, first: torch.Tensor | None) -> None:
     some = ngrams._replace(columns=torch.zeros(1000, dtype=torch.int64))
     for table, alpha_c, with_joints in (
         (ngrams, 1.0, False),
+        (some, 1.0, False),
         (None, 1.0, True),
         (ngrams, 0.5, True),
-        (some, 1.0, False),
     ):
         peaks, joints = joint_triton.find_peaks(top, table, alpha_c, with_joints)
     likeliest = joint_triton.back_off(peaks, top, torch.zeros(requests), 0.5)

@@ -241,10 +241,10 @@ class CPRecipe(HeadsRecipe):
 
     def drafted_tokens(self) -> dict[str, Any]:
         """The fields of a configuration about the draft vocabulary."""
-        draft_vocab_size = self.options.train_vocab_size or None
-        if draft_vocab_size is None and self.token_counts is not None:
-            draft_vocab_size = first_guess(self.token_counts)
-        return {"token_counts": self.token_counts is not None, "draft_vocab_size": draft_vocab_size}
+        if self.token_counts is None:  # the data has not been read
+            return {"token_counts": False, "draft_vocab_size": None}
+        draft_vocab_size = self.options.train_vocab_size or first_guess(self.token_counts)
+        return {"token_counts": True, "draft_vocab_size": draft_vocab_size}
 
     def config(self) -> HeadsConfig:
         options = self.options

@@ -39,7 +39,7 @@ def test_published_speculators_are_taken(
         assert "do not name their target" in str(readers.refusal(name, str(folder))), name
     command("inspect", str(folder), "--target", readers.model)
     assert main(["inspect", str(folder)]) == 0
-    assert "it does not name its target, so it was not compared" in capsys.readouterr().out
+    assert "was not compared with its target, which it does not name" in capsys.readouterr().out
     with pytest.raises(
         OptionError, match=r"needs token counts, which the heads in .* do not have; run `ppd calibrate` on them first"
     ):
